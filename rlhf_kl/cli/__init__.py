@@ -1,0 +1,83 @@
+"""The command line: `rlhf-kl COMMAND`. A command parses, calls and prints; heavy imports wait until then."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_kl.cli import config, evaluate, reward_model, sft, train
+from rlhf_kl.errors import RlhfKlError
+
+app = typer.Typer(
+    name="rlhf-kl",
+    help="Fine-tune a language model with PPO, and keep its KL to the reference where you want it.\n\n"
+    "Start with `rlhf-kl train --config smoke.yaml` (seconds) or `ppo_adaptive.yaml` (minutes, CPU).",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command()(sft.sft)
+app.command("reward-model")(reward_model.reward_model)
+app.add_typer(config.app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        print(f"rlhf-kl {version('rlhf-kl')}")
+    except PackageNotFoundError:
+        print("rlhf-kl (not installed: running from a checkout)")
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the script: runs the command line and exits with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; problems go to stderr, one line each."""
+    try:
+        result = _command(list(arguments) or ["--help"])
+        sys.stdout.flush()  # here, where a closed pipe can still be caught
+        return result
+    except RlhfKlError as error:
+        for line in getattr(error, "problems", None) or [str(error)]:
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _command(arguments: list[str]) -> int:
+    try:
+        result: Any = app(arguments, prog_name="rlhf-kl", standalone_mode=False)
+    except Exception as error:
+        # typer's usage errors: told by their shape, since typer brings a click of its own.
+        if not hasattr(error, "format_message"):
+            raise
+        path = getattr(getattr(error, "ctx", None), "command_path", None) or "rlhf-kl"
+        print(f"error: {' '.join(error.format_message().split())} (try {path} --help)", file=sys.stderr)
+        return int(getattr(error, "exit_code", 2))
+    return result if isinstance(result, int) else 0

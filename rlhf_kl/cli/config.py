@@ -1,0 +1,44 @@
+"""`rlhf-kl config`: look at a config without running it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+import typer
+
+from rlhf_kl.cli.options import Set
+
+app = typer.Typer(help="Show, check or describe a config.")
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the name of one that comes along.")]
+
+
+@app.command()
+def show(file: File, sets: Set = None) -> None:
+    """Print the resolved config: every key, after `extends` and `--set`."""
+    from rlhf_kl.config import dump_config, load_any
+
+    print(dump_config(load_any(file, sets or [])[1]), end="")
+
+
+@app.command()
+def validate(file: File, sets: Set = None) -> None:
+    """Check a config and list everything that is wrong with it."""
+    from rlhf_kl.config import load_any
+
+    load_any(file, sets or [])
+    print(f"{file}: ok")
+
+
+@app.command()
+def schema(
+    kind: Annotated[
+        Literal["train", "sft", "reward-model"],
+        typer.Option("--kind", help="The command whose config it is."),
+    ] = "train",
+) -> None:
+    """Print the JSON Schema, for completion and checks in an editor."""
+    from rlhf_kl.config import json_schema
+
+    print(json.dumps(json_schema(kind), indent=2))

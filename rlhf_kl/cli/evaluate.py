@@ -1,0 +1,57 @@
+"""`rlhf-kl eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_kl.cli.options import Quiet
+
+
+def evaluate(
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The starting policy of a config.")
+    ] = None,
+    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint of the run.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="DIR-or-id", help="A model to stand beside it.")
+    ] = None,
+    texts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Held-out texts; default: the config's.")
+    ] = None,
+    column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the text.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
+    from rlhf_kl.commands.evaluate import EvalRequest, run_eval
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    request = EvalRequest(run, model, config, checkpoint, reference, texts, column)
+    figures = run_eval(request, TrainingDisplay(quiet=quiet))
+    print(json.dumps(figures, indent=2) if as_json else _table(figures))
+
+
+def _table(figures: dict[str, Any]) -> str:
+    """Name, value, and the reference's value where there is one."""
+    beside = figures.get("reference", {})
+    lines = [f"{'':<16}{'policy':>12}{'reference':>12}"] if beside else []
+    for name, value in figures.items():
+        if name != "reference" and value is not None:
+            lines.append(
+                f"{name:<16}{_shown(value):>12}" + (f"{_shown(beside.get(name)):>12}" if beside else "")
+            )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.4f}"

@@ -1,0 +1,50 @@
+"""Options that the training commands share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+Config: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="YAML file; looked up here, in configs/, then among those that come along.",
+    ),
+]
+Set: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. --set kl.target=0.05. Repeatable."),
+]
+OutputDir: TypeAlias = Annotated[
+    Path | None, typer.Option("--output-dir", metavar="DIR", help="Folder of the run (default: runs/NAME).")
+]
+Seed: TypeAlias = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Seed, instead of the config's run.seed.")
+]
+Resume: TypeAlias = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")
+]
+Overwrite: TypeAlias = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")
+]
+Quiet: TypeAlias = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")
+]
+
+
+def overrides(
+    sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None
+) -> list[str]:
+    """All that the command line changes, in the form of `--set`; the named options win."""
+    changes = list(sets or [])
+    if output_dir is not None:
+        changes.append(f"run.output_dir={json.dumps(str(output_dir))}")
+    if seed is not None:
+        changes.append(f"run.seed={seed}")
+    return changes

@@ -1,0 +1,30 @@
+"""`rlhf-kl reward-model`."""
+
+from __future__ import annotations
+
+from rlhf_kl.cli.options import Config, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
+
+
+def reward_model(
+    config: Config,
+    set_: Set = None,
+    output_dir: OutputDir = None,
+    seed: Seed = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a reward model from preference pairs (Bradley-Terry)."""
+    from rlhf_kl.config.load import load_config
+
+    settings = load_config(
+        "reward-model", config, overrides(set_, output_dir, seed)
+    )  # a mistake is told before torch is imported
+    from rlhf_kl.commands.closing import supervised_closing
+    from rlhf_kl.commands.reward_model import run_reward_model
+    from rlhf_kl.commands.session import train_command
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    display = TrainingDisplay(quiet)
+    summary = train_command(run_reward_model, settings, resume=resume, overwrite=overwrite, display=display)
+    display.summary(*supervised_closing(summary))

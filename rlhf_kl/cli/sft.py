@@ -1,0 +1,30 @@
+"""`rlhf-kl sft`."""
+
+from __future__ import annotations
+
+from rlhf_kl.cli.options import Config, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
+
+
+def sft(
+    config: Config,
+    set_: Set = None,
+    output_dir: OutputDir = None,
+    seed: Seed = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a language model on texts: fine-tuning, or from scratch."""
+    from rlhf_kl.config.load import load_config
+
+    settings = load_config(
+        "sft", config, overrides(set_, output_dir, seed)
+    )  # a mistake is told before torch is imported
+    from rlhf_kl.commands.closing import supervised_closing
+    from rlhf_kl.commands.session import train_command
+    from rlhf_kl.commands.sft import run_sft
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    display = TrainingDisplay(quiet)
+    summary = train_command(run_sft, settings, resume=resume, overwrite=overwrite, display=display)
+    display.summary(*supervised_closing(summary))

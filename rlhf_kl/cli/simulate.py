@@ -1,0 +1,195 @@
+"""`rlhf-kl simulate`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from rlhf_kl.cli.options import Set
+from rlhf_kl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_kl.kl_controllers import KLControl
+    from rlhf_kl.simulate import Plant, SimulatedUpdate
+
+COEF_WITHOUT_SCORES = 0.1  # what `coef: auto` comes to here
+PLANT_NATS = 2.0  # per sequence, where a plant's target lies when it counts in nats per token
+
+
+def simulate(
+    controller: Annotated[
+        str | None, typer.Option(metavar="KIND", help="A controller, file.py:Class or module:Class.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Take controller, target and sizes of this config.")
+    ] = None,
+    sets: Set = None,
+    kl: Annotated[
+        str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs, instead of a plant.")
+    ] = None,
+    plant: Annotated[
+        str | None,
+        typer.Option(metavar="LAW", help="saturating (default) or gaussian: how KL answers to beta."),
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Plant: share of the way per update.")] = 0.2,
+    noise: Annotated[float, typer.Option(help="Plant: relative spread of a measured KL.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Plant: seed of its noise.")] = 0,
+    episodes: Annotated[int | None, typer.Option(min=1, help="Responses per update (64).")] = None,
+    updates: Annotated[int | None, typer.Option(min=1, help="Updates of a plant (60).")] = None,
+    target: Annotated[float | None, typer.Option(help="Target KL in nats.")] = None,
+    coef: Annotated[float | None, typer.Option(help="Starting beta.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list of rows.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw KL and beta.")] = None,
+) -> None:
+    """Run a KL controller against given KLs or a simulated policy: no model, seconds."""
+    from rlhf_kl.simulate import plot as draw
+    from rlhf_kl.simulate import simulate_plant
+
+    if kl is not None and plant is not None:
+        raise InputError("--kl and --plant: give one of them")
+    kls = None if kl is None else _kls(kl)
+    setup = _setup(controller, config, sets or [], target, coef, episodes, updates, kls)
+    if kls is None:
+        rows = simulate_plant(
+            setup.control,
+            _plant(plant or "saturating", speed, noise, seed, setup),
+            setup.updates,
+            setup.episodes,
+        )
+        notes = setup.control.start_warnings(setup.updates, setup.episodes)
+    else:
+        rows, notes = _sequence(setup, kls)
+    for note in notes:
+        print(note, file=sys.stderr)
+    if plot is not None:
+        try:
+            draw(rows, setup.target, plot)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--plot {plot}: {error}") from None
+    _show(rows, setup, as_json)
+
+
+class _Setup(NamedTuple):
+    control: KLControl
+    kind: str
+    target: float
+    length: float  # tokens per response of a plant
+    episodes: int
+    updates: int
+
+
+def _setup(
+    kind: str | None,
+    config: str | None,
+    sets: list[str],
+    target: float | None,
+    coef: float | None,
+    episodes: int | None,
+    updates: int | None,
+    kls: list[float] | None,
+) -> _Setup:
+    """The controller with the sizes of the config, of the command line, or the defaults."""
+    from rlhf_kl.components import check_options
+    from rlhf_kl.config.plugins import CONTROLLER_PROVIDED, controller_class
+    from rlhf_kl.kl_controllers import KLControl, build_controller
+
+    options: dict[str, Any] = {}
+    total, per_sequence = None, False
+    if config is None:
+        if sets:
+            raise InputError("--set changes a config: it needs --config")
+    else:
+        from rlhf_kl.config.load import load_config
+
+        run = load_config("train", config, sets)
+        section = run.kl.controller
+        if kind is None or kind == section.kind:
+            kind, options = section.kind, section.options
+        if coef is None and not isinstance(section.coef, str):
+            coef = section.coef
+        target = run.kl.target_value if target is None else target
+        per_sequence = run.kl.unit == "sequence"
+        if episodes is None and updates is None:
+            total, updates = run.ppo.total_episodes, run.updates
+        episodes, updates = episodes or run.rollout.batch_size, updates or run.updates
+    kind, episodes = kind or "adaptive", episodes or 64
+    updates = updates or (60 if kls is None else len(kls))
+    cls = controller_class(kind)
+    if problems := check_options(cls, options, provided=CONTROLLER_PROVIDED, where="kl.controller"):
+        raise InputError(*problems)
+    try:
+        controller = build_controller(
+            cls,
+            options,
+            target=target,
+            coef=COEF_WITHOUT_SCORES if coef is None else coef,
+            total_episodes=total or episodes * updates,
+            batch_size=episodes,
+        )
+        control = KLControl(controller)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{kind}: {error}") from error
+    target = float(target or getattr(controller, "target", None) or 0.1)
+    length = 1.0 if per_sequence else PLANT_NATS / target
+    return _Setup(control, kind, target, length, episodes, updates)
+
+
+def _kls(text: str) -> list[float]:
+    try:
+        kls = [float(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise InputError(f"--kl must be numbers with commas between: {text!r}") from None
+    if not kls or any(kl < 0.0 for kl in kls):
+        raise InputError(f"--kl must be KLs in nats, 0 or more: {text!r}")
+    return kls
+
+
+def _plant(law: str, speed: float, noise: float, seed: int, setup: _Setup) -> Plant:
+    from rlhf_kl.components import suggestion
+    from rlhf_kl.simulate import Plant, example_scores, gaussian_law, tilt_law
+
+    laws = {"gaussian": lambda: gaussian_law(1.0), "saturating": lambda: tilt_law(example_scores())}
+    if law not in laws:
+        raise InputError(f"--plant: unknown plant {law!r}{suggestion(law, laws)}")
+    try:
+        return Plant(laws[law](), speed=speed, noise=noise, length=setup.length, seed=seed)
+    except ValueError as error:
+        raise InputError(f"--plant: {error}") from None
+
+
+def _sequence(setup: _Setup, kls: list[float]) -> tuple[list[SimulatedUpdate], list[str]]:
+    """The rows, and what the control had to say about KLs it did not take."""
+    from rlhf_kl.simulate import simulate_sequence
+
+    notes: list[str] = []
+    rows = simulate_sequence(setup.control, kls, setup.episodes, alerts=notes)
+    return rows, notes
+
+
+def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
+    if as_json:
+        # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl
+        print(
+            json.dumps([{k: v if math.isfinite(v) else None for k, v in r._asdict().items()} for r in rows])
+        )
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{setup.kind}, target {setup.target:g} nats, {setup.episodes} episodes per update")
+    for name in ("step", "kl", "kl/target", "coef", "coef_next"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.step),
+            f"{row.kl:.4f}",
+            f"{row.kl / setup.target:.2f}",
+            f"{row.coef:.4f}",
+            f"{row.coef_next:.4f}",
+        )
+    Console().print(table)

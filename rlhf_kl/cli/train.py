@@ -1,0 +1,30 @@
+"""`rlhf-kl train`."""
+
+from __future__ import annotations
+
+from rlhf_kl.cli.options import Config, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
+
+
+def train(
+    config: Config,
+    set_: Set = None,
+    output_dir: OutputDir = None,
+    seed: Seed = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a policy with PPO and keep its KL to the reference at the target."""
+    from rlhf_kl.config.load import load_config
+
+    settings = load_config(
+        "train", config, overrides(set_, output_dir, seed)
+    )  # a mistake is told before torch is imported
+    from rlhf_kl.commands.closing import train_closing
+    from rlhf_kl.commands.session import train_command
+    from rlhf_kl.commands.train import run_train
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    display = TrainingDisplay(quiet, settings.updates, settings.kl.target_value, settings.kl.unit)
+    summary = train_command(run_train, settings, resume=resume, overwrite=overwrite, display=display)
+    display.summary(*train_closing(summary))

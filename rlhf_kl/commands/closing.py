@@ -1,0 +1,43 @@
+"""What is shown at the end of a run: a few figures, and where to look next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Closing = tuple[dict[str, object], list[str]]
+
+
+def train_closing(summary: dict[str, Any]) -> Closing:
+    """Figures and next steps after `train`."""
+    final, folder = summary["final"], summary["config"]["run"]["output_dir"]
+    unit = summary["config"]["kl"]["unit"]
+    figures: dict[str, object] = {"updates": f"{summary['steps']} in {summary['seconds']:.0f} s"}
+    rows = (
+        ("score", "objective/scores", ".2f"),
+        ("gold", "objective/gold", ".2f"),
+        (f"KL per {unit}", f"kl/{unit}", ".3f"),
+        ("beta", "kl/coef_next", ".4g"),
+        ("held-out perplexity", "eval/perplexity", ".2f"),
+    )
+    for name, key, form in rows:
+        if final.get(key) is not None:
+            figures[name] = format(final[key], form)
+    if summary.get("tilt_share") is not None:
+        figures["of the best possible gain"] = f"{summary['tilt_share']:.0%} at this KL"
+    return figures, [
+        f"rlhf-kl eval --run {folder}",
+        f"tensorboard --logdir {folder}",
+        f"{folder}/samples.jsonl holds responses token by token, {folder}/final the policy",
+    ]
+
+
+def supervised_closing(summary: dict[str, Any]) -> Closing:
+    """Figures and next steps after `sft` and `reward-model`."""
+    final, folder = summary["final"], summary["config"]["run"]["output_dir"]
+    figures: dict[str, object] = {"steps": f"{summary['steps']} in {summary['seconds']:.0f} s"}
+    figures |= {
+        f"held-out {key.removeprefix('eval/').replace('_', ' ')}": f"{value:.3f}"
+        for key, value in final.items()
+        if key.startswith("eval/")
+    }
+    return figures, [f"{folder}/final is the model", f"tensorboard --logdir {folder}"]

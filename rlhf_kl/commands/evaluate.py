@@ -1,0 +1,180 @@
+"""`rlhf-kl eval`: held-out perplexity of any causal LM; with a run or a reference, both side by side."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_kl.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.sources import Sources
+from rlhf_kl.components import suggestion
+from rlhf_kl.config.load import load_config
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.errors import InputError
+from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
+from rlhf_kl.models.actor_critic import ActorCritic, freeze
+from rlhf_kl.models.load import eos_ids, load_causal_lm, load_tokenizer
+from rlhf_kl.rollout.collect import Sampling
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.run_folder import RunFolder
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What the command line asked for; None = not given."""
+
+    run: Path | None = None
+    model: str | None = None
+    config: str | None = None
+    checkpoint: int | None = None
+    reference: str | None = None
+    texts: str | None = None
+    column: str | None = None
+
+
+def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
+    """Figures under the keys of the contract's `eval --json`."""
+    given = [f"--{name}" for name in ("run", "model", "config") if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
+    if request.model is not None:
+        return _eval_model(request, display)
+    folder = None if request.config else RunFolder(request.run or newest_run())
+    if folder is not None and not folder.config.is_file():
+        raise InputError(f"{folder.path}: holds no run (no config.yaml)")
+    config = load_config("train", request.config or str(folder and folder.config), [])
+    return _eval_run(request, config, folder, display)
+
+
+def newest_run() -> Path:
+    """The run below runs/ that was written to last."""
+    found = [
+        path for path in RUNS.glob("*") if (path / "config.yaml").is_file() and (path / "final").is_dir()
+    ]
+    if not found:
+        raise InputError("no finished run under runs/: name one with --run, or a model with --model")
+    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
+
+
+def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
+    if request.checkpoint is not None:
+        raise InputError("--checkpoint belongs to a run: name one with --run")
+    config = TrainConfig()
+    accelerator = make_accelerator(config.run)
+    sources = Sources(display, accelerator.device)
+    texts = _texts(request, config, sources)
+    assert request.model is not None
+    ref = sources.policy(_located(request.model))
+    model = freeze(load_causal_lm(ref, "--model")).to(accelerator.device)
+    figures = _perplexity(model, load_tokenizer(ref, "--model"), texts, display, "model")
+    if request.reference is None:
+        return asdict(figures)
+    reference_ref = sources.policy(_located(request.reference))
+    reference = freeze(load_causal_lm(reference_ref, "--reference")).to(accelerator.device)
+    other = _perplexity(reference, load_tokenizer(reference_ref, "--reference"), texts, display, "reference")
+    return asdict(figures) | {"reference": asdict(other)}
+
+
+def _eval_run(
+    request: EvalRequest, config: TrainConfig, folder: RunFolder | None, display: TrainingDisplay
+) -> dict[str, Any]:
+    accelerator = make_accelerator(config.run)
+    sources = Sources(display, accelerator.device)
+    start = sources.policy(config.policy.model)
+    final = folder is not None and folder.final.is_dir() and request.checkpoint is None
+    # The tokenizer of final/ is the start's own; a checkpoint holds weights only.
+    ref = str(folder.final) if folder is not None and final else start
+    policy = load_causal_lm(ref, "--run")
+    tokenizer = load_tokenizer(ref, "--run")
+    model = ActorCritic(policy)
+    if folder is not None and not final:
+        load_policy(_checkpoint(folder, request.checkpoint), policy)
+    freeze(model).to(accelerator.device)
+    reference_ref = sources.policy(
+        _located(request.reference or config.reference.model or config.policy.model)
+    )
+    reference = freeze(load_causal_lm(reference_ref, "reference")).to(accelerator.device)
+    texts = _texts(request, config, sources)
+    figures = _perplexity(policy, tokenizer, texts, display, "policy")
+    other = _perplexity(reference, load_tokenizer(reference_ref, "reference"), texts, display, "reference")
+    _, kept = sources.prompts(config.data.prompts, config.data.column, config.eval.prompts)
+    prompts = PromptStream(kept, tokenizer, len(kept), config.run.seed).batch(1)
+    sampling = Sampling(
+        config.rollout.max_new_tokens,
+        config.rollout.temperature,
+        eos_ids(policy, tokenizer),
+        tokenizer.pad_token_id,
+    )
+    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "evaluation")
+    on_prompts = policy_figures(
+        model,
+        reference,
+        prompts,
+        noise,
+        sampling,
+        tokenizer,
+        sources.reward(config.reward),
+        sources.gold(config.reward, config.reward.model or "", config.data.prompts),
+    )
+    return asdict(figures) | {"reference": asdict(other)} | asdict(on_prompts)
+
+
+def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
+    """The policy's weights out of a checkpoint of policy and value function."""
+    from safetensors.torch import load_file
+
+    prefix = "policy."
+    tensors = load_file(checkpoint.path / "model.safetensors")
+    tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    missing, unexpected = policy.load_state_dict(tensors, strict=False)
+    tied = set(getattr(policy, "all_tied_weights_keys", {}) or {})
+    lost = [key for key in missing if key not in tied]
+    if lost or unexpected:
+        raise InputError(
+            f"{checkpoint.path}: its tensors do not fit the policy: {(lost + list(unexpected))[:3]}"
+        )
+    policy.tie_weights()
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    found = checkpoints(folder.checkpoints)
+    if not found:
+        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+    if step is None:
+        return found[-1]
+    for checkpoint in found:
+        if checkpoint.step == step:
+            return checkpoint
+    hint = suggestion(str(step), [str(c.step) for c in found])
+    raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
+
+
+def _located(ref: str) -> str:
+    return str(Path(ref).expanduser().absolute()) if Path(ref).expanduser().exists() else ref
+
+
+def _texts(request: EvalRequest, config: TrainConfig, sources: Sources) -> list[str]:
+    section = config.eval
+    if request.texts is not None:  # a file that was named is read whole
+        column = request.column or section.column
+        return sources.texts(_located(request.texts), column, "--texts", heldout=True)
+    return sources.texts(
+        section.texts,
+        request.column or section.column,
+        "eval.texts",
+        heldout=True,
+        limit=section.max_documents,
+    )
+
+
+def _perplexity(
+    model: Any, tokenizer: Any, texts: list[str], display: TrainingDisplay, name: str
+) -> Perplexity:
+    with display.progress(f"reading {len(texts)} documents: {name}") as advance:
+        return perplexity(model, tokenizer, texts, advance=advance)

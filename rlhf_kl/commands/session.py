@@ -1,0 +1,67 @@
+"""How every training command begins: the folder, a finished run, the device."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_kl.config.schema import AnyConfig, RunSection
+from rlhf_kl.errors import InputError
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.run_folder import RunFolder, open_run_folder
+
+Run = Callable[[Any, RunFolder, TrainingDisplay], dict[str, Any]]
+
+
+def train_command(
+    run: Run, config: AnyConfig, *, resume: bool, overwrite: bool, display: TrainingDisplay
+) -> dict[str, Any]:
+    """Open the run folder and run; a finished run with --resume gives its summary."""
+    path = Path(config.run.output_dir)
+    if resume and not (path / "config.yaml").exists():
+        display.message(f"{path} holds no run yet: starting one")
+    with open_run_folder(path, resume=resume, overwrite=overwrite) as folder:
+        finished = finished_summary(folder) if resume else None
+        if finished is not None:
+            display.message(f"{folder.path} holds a finished run")
+            return finished
+        return run(config, folder, display)
+
+
+def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
+    """The summary of a run that came to its end, or None."""
+    if not folder.summary.is_file() or not folder.final.is_dir():
+        return None
+    summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
+    return summary if summary.get("stopped_by") is None else None
+
+
+def make_accelerator(section: RunSection) -> Any:
+    """The accelerator of a run. Errors: InputError for a device that is not there, or lost processes."""
+    import torch
+    from accelerate import Accelerator
+
+    if section.device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise InputError(f"run.device: {section.device}: no CUDA device is available here")
+        _, _, number = section.device.partition(":")
+        if number:
+            if int(number) >= torch.cuda.device_count():
+                raise InputError(
+                    f"run.device: {section.device}: there are {torch.cuda.device_count()} CUDA devices"
+                )
+            torch.cuda.set_device(int(number))
+    if section.device == "mps" and not torch.backends.mps.is_available():
+        raise InputError("run.device: mps is not available here")
+    precision = "bf16" if section.dtype == "bfloat16" else "no"
+    accelerator = Accelerator(cpu=section.device == "cpu", mixed_precision=precision)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and accelerator.num_processes != world:
+        raise InputError(
+            f"WORLD_SIZE is {world}, but accelerate sees {accelerator.num_processes} process: "
+            "start the run with torchrun, and on a CPU with run.device: cpu"
+        )
+    return accelerator

@@ -1,0 +1,67 @@
+"""The run of a supervised trainer: rows, evaluations, checkpoints, summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from rlhf_kl.checkpoint import save_checkpoint
+from rlhf_kl.commands.record import Recorder, stopping_on_signals
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.trainers.optim import load_optimizer_tensors, optimizer_tensors
+from rlhf_kl.trainers.supervised import SupervisedTrainer
+
+
+def run_supervised(
+    recorder: Recorder,
+    trainer: SupervisedTrainer,
+    model: nn.Module,
+    evaluate: Callable[[], dict[str, Any]],
+    display: TrainingDisplay,
+    title: str,
+) -> dict[str, Any]:
+    """Train to the end, evaluating before the first step, every `eval.every` steps, and after the last.
+
+    Returns the last row, which is that of the final evaluation.
+    """
+    config = recorder.config
+    start = 1
+    if recorder.checkpoint is not None:
+        recorder.checkpoint.load_model(model)
+        load_optimizer_tensors(trainer.optimizer, recorder.checkpoint.optimizer_tensors())
+        start = recorder.checkpoint.step + 1
+        display.message(f"going on from step {start - 1}")
+    with stopping_on_signals() as stop, display.progress(title, trainer.steps) as advance:
+        advance(start - 1)
+        figures = evaluate() if start == 1 else {}
+        rows = trainer.train(start)
+        while True:
+            began = time.perf_counter()
+            row = next(rows, None)
+            if row is None:
+                break
+            row |= figures
+            figures = {}
+            step = row["step"]
+            if (step % config.checkpoint.every == 0 and step < trainer.steps) or stop.signal:
+                state = {"seconds": recorder.seconds}
+                save_checkpoint(
+                    recorder.folder.checkpoints,
+                    step,
+                    model,
+                    optimizer_tensors(trainer.optimizer),
+                    state,
+                    config.checkpoint.keep,
+                )
+            row["time/step_s"] = time.perf_counter() - began
+            recorder.row(row)
+            advance(1)
+            stop.raise_if_asked()
+            if step % config.eval.every == 0 and step < trainer.steps:
+                figures = evaluate()
+    last = {"step": trainer.steps + 1, **evaluate()}
+    recorder.row(last)
+    return last

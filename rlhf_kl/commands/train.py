@@ -1,0 +1,578 @@
+"""`rlhf-kl train`: config -> parts -> the PPO loop."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf_kl.checkpoint import save_checkpoint, write_folder
+from rlhf_kl.commands.record import Recorder, stopping_on_signals
+from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.sources import Sources
+from rlhf_kl.config.plugins import controller_arguments, controller_class
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.prompts import PromptStream, check_prompts
+from rlhf_kl.errors import GuardStop, InputError
+from rlhf_kl.evaluate import perplexity, policy_figures
+from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.kl_controllers.tilt import MIN_ESS, centre_groups, gain_at_kl, solve_tilt
+from rlhf_kl.models.actor_critic import ActorCritic, freeze, value_head_from_reward
+from rlhf_kl.models.load import (
+    context_length,
+    eos_ids,
+    load_causal_lm,
+    load_tokenizer,
+    parameter_count,
+    save_model,
+)
+from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores
+from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
+from rlhf_kl.seeding import shuffled, uniforms
+from rlhf_kl.tracking.alerts import KLAlerts
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT, check_start
+from rlhf_kl.trainers.optim import adamw, load_optimizer_tensors, optimizer_tensors
+from rlhf_kl.trainers.ppo import PPOTrainer, Update
+from rlhf_kl.types import PromptBatch, RewardFn
+
+PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy can use is within prompts
+SAMPLING_ROWS = 256
+EVAL_PROMPTS = 64
+SAMPLES_PER_STEP = 4
+TAIL = 10  # updates that the closing figures are averaged over
+
+
+def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
+    """Train a policy; returns the summary."""
+    accelerator = make_accelerator(config.run)
+    parts = build_parts(config, accelerator, display)
+    recorder = Recorder(folder, config, "train", display)
+    try:
+        return TrainRun(config, parts, recorder, accelerator, display).run()
+    finally:
+        recorder.close()
+
+
+@dataclass
+class Parts:
+    """The models and data of a run."""
+
+    policy: Any
+    reference: Any
+    tokenizer: Any
+    reward: RewardFn
+    gold: GoldScorer | None
+    prompts: PromptStream
+    heldout: PromptStream
+    texts: list[str]
+    sampling: Sampling
+    same_start: bool  # the reference is the starting policy
+
+
+@dataclass
+class ReferenceScores:
+    """Scores of reference samples: what the score's scale, the first beta and the tilt limit come from."""
+
+    shaped: list[float]
+    groups: list[int]
+    length: float  # mean tokens of a response
+
+    def solve(self, sequence_kl: float) -> tuple[float, str]:
+        """The beta at which tilting has this KL, and a note where it had to be extrapolated."""
+        solution = solve_tilt(centre_groups(self.shaped, self.groups), sequence_kl, min_ess=self.min_ess)
+        return solution.coef, solution.note
+
+    @property
+    def min_ess(self) -> float:
+        """Fewer than usual where there are few samples at all."""
+        return min(MIN_ESS, len(self.shaped) / 8)
+
+    @property
+    def mean(self) -> float:
+        """Mean shaped score of the reference."""
+        return sum(self.shaped) / len(self.shaped)
+
+
+def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
+    """Load everything that the config names, and refuse what cannot work."""
+    device = accelerator.device
+    sources = Sources(display, device)
+    ref = sources.policy(config.policy.model)
+    policy = load_causal_lm(ref, "policy.model").to(device)
+    tokenizer = load_tokenizer(ref, "policy.model")
+    reference_ref = config.reference.model
+    same = reference_ref is None or sources.policy(reference_ref) == ref
+    reference = (
+        copy.deepcopy(policy)
+        if same
+        else load_causal_lm(sources.policy(reference_ref or ""), "reference.model")
+    )
+    reference = freeze(reference).to(device)
+    if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
+        raise InputError("reference.model: has another vocabulary than policy.model: no KL between them")
+    reward = sources.reward(config.reward)
+    gold = sources.gold(config.reward, config.reward.model or "", config.data.prompts)
+    train, kept = sources.prompts(config.data.prompts, config.data.column, config.eval.prompts)
+    batch = config.rollout.batch_size
+    if batch % accelerator.num_processes:
+        raise InputError(f"rollout.batch_size: {accelerator.num_processes} processes do not divide {batch}")
+    prompts = PromptStream(train, tokenizer, batch, config.run.seed)
+    heldout = PromptStream(kept, tokenizer, min(EVAL_PROMPTS, len(kept)), config.run.seed)
+    context = context_length(policy)
+    room = None if context is None else context - config.rollout.max_new_tokens
+    check_prompts(prompts.texts, prompts.rows, room, "data.prompts")
+    check_prompts(heldout.texts, heldout.rows, room, "eval.prompts")
+    texts = sources.texts(
+        config.eval.texts, config.eval.column, "eval.texts", heldout=True, limit=config.eval.max_documents
+    )
+    sampling = Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        eos_ids=eos_ids(policy, tokenizer),
+        pad_id=tokenizer.pad_token_id,
+    )
+    return Parts(policy, reference, tokenizer, reward, gold, prompts, heldout, texts, sampling, same)
+
+
+def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping) -> ActorCritic:
+    """The policy with its value function: a zero head on its trunk, or a trunk of its own.
+
+    The separate one starts from the reward model where that reads the policy's tokens, else from the policy.
+    """
+    if config.policy.value == "head":
+        return ActorCritic(parts.policy)
+    reward = parts.reward
+    if isinstance(reward, RewardModel) and reward.tokenizer.get_vocab() == parts.tokenizer.get_vocab():
+        trunk = copy.deepcopy(reward.model.base_model)
+        head: nn.Linear | None = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
+    else:
+        trunk, head = copy.deepcopy(parts.policy.base_model), None
+    for parameter in trunk.parameters():
+        parameter.requires_grad_(True)
+    return ActorCritic(parts.policy, trunk, head)
+
+
+def build_control(config: TrainConfig, coef: float) -> KLControl:
+    """The controller of the config; `coef` is what `auto` came to."""
+    found = controller_class(config.kl.controller.kind)
+    try:
+        return KLControl(found(**controller_arguments(found, config.kl, config.ppo, config.rollout, coef)))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"kl.controller: {error}") from error
+
+
+class TrainRun:
+    """One run from its first sample to its summary."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        recorder: Recorder,
+        accelerator: Any,
+        display: TrainingDisplay,
+    ) -> None:
+        self.config, self.parts, self.recorder = config, parts, recorder
+        self.accelerator, self.display = accelerator, display
+        self.best: dict[str, Any] | None = None
+        checkpoint = recorder.checkpoint
+        if checkpoint is None:
+            self.reference_scores, shaping = self.score_reference()
+            coef, note = self.starting_coef()
+            if note:
+                display.message(note)
+        else:
+            state = checkpoint.state()
+            self.reference_scores = ReferenceScores(**state["reference_scores"])
+            shaping, coef = ScoreShaping(**state["trainer"]["shaping"]), state["starting_coef"]
+        self.coef = coef
+        model = build_value(config, parts, shaping).to(accelerator.device)
+        optimizer = adamw(model, config.ppo.learning_rate, config.ppo.weight_decay)
+        control = build_control(config, coef)
+        adjusts = getattr(control.controller, "adjusts", True)
+        self.alerts = KLAlerts(
+            None if coef == 0 else config.kl.target_value,
+            unit=config.kl.unit,
+            total_updates=config.updates,
+            # A constant beta may lie on a bound by design.
+            min_coef=control.min_coef if adjusts else None,
+            max_coef=control.max_coef if adjusts else None,
+        )
+        self.trainer = PPOTrainer(
+            config,
+            accelerator,
+            model,
+            optimizer,
+            parts.reference,
+            parts.reward,
+            shaping,
+            control,
+            parts.prompts,
+            parts.tokenizer,
+            parts.sampling,
+            parts.gold,
+        )
+        self.start = 1
+        if checkpoint is not None:
+            checkpoint.load_model(self.trainer.core)
+            load_optimizer_tensors(optimizer, checkpoint.optimizer_tensors())
+            self.trainer.load_state_dict(state["trainer"])
+            self.alerts.load_state_dict(state["alerts"])
+            self.best = state["best"]
+            self.start = checkpoint.step + 1
+            display.message(f"going on from update {checkpoint.step}")
+
+    # ------------------------------------------------------------------ before the first update
+
+    def score_reference(self) -> tuple[ReferenceScores, ScoreShaping]:
+        """Sample the reference, check the start, and fit the score's scale."""
+        config, parts = self.config, self.parts
+        count = config.rollout.reference_samples
+        each = min(PER_PROMPT, count)
+        chosen = shuffled(len(parts.prompts), config.run.seed, "reference prompts")[
+            : max(1, count // each)
+        ].tolist()
+        indices = [i for i in chosen for _ in range(each)]
+        scores, ended, lengths = [], [], []
+        with self.display.progress("sampling the reference", len(indices)) as advance:
+            for start in range(0, len(indices), SAMPLING_ROWS):
+                batch = parts.prompts.pick(indices[start : start + SAMPLING_ROWS])
+                noise = uniforms(
+                    len(batch), parts.sampling.max_new_tokens, config.run.seed, "reference samples", start
+                )
+                with self.accelerator.autocast():
+                    sampled = draw(parts.reference, batch, noise, parts.sampling, self.accelerator.device)
+                responses = response_texts(parts.tokenizer, sampled)
+                scores.append(checked_scores(parts.reward, batch.texts, responses, config.reward.kind))
+                ended.append(sampled.ended.cpu())
+                lengths.append(sampled.mask.sum(1).cpu())
+                if start == 0:
+                    self.check_start(batch, noise)
+                advance(len(batch))
+        raw = torch.cat(scores)
+        section = config.reward
+        shaping = ScoreShaping.fit(
+            raw,
+            normalize=section.normalize,
+            clip=section.clip,
+            missing_eos_penalty=section.missing_eos_penalty,
+        )
+        shaped: Tensor = shaping(raw, torch.cat(ended))
+        length = float(torch.cat(lengths).double().mean())
+        return ReferenceScores(shaped.tolist(), indices, length), shaping
+
+    def check_start(self, batch: PromptBatch, noise: Tensor) -> None:
+        """The fatal checks, on samples of the starting policy."""
+        rows = min(len(batch), 64)
+        few = PromptBatch(batch.texts[:rows], batch.ids[:rows], batch.mask[:rows])
+        parts, temperature = self.parts, self.parts.sampling.temperature
+        model = ActorCritic(parts.policy).to(self.accelerator.device)
+        with self.accelerator.autocast():
+            sampled = draw(parts.policy, few, noise[:rows], parts.sampling, self.accelerator.device)
+            measured = measure(model, parts.reference, few, sampled, temperature)
+            found = check_start(
+                model,
+                parts.reference,
+                few,
+                sampled,
+                measured,
+                temperature=temperature,
+                same_start=parts.same_start,
+                float32=self.config.run.dtype == "float32",
+            )
+        self.display.message("start checked: " + ", ".join(found))
+
+    def starting_coef(self) -> tuple[float, str]:
+        """The config's starting beta, or the one at which tilted reference samples have the target's KL."""
+        written = self.config.kl.controller.coef
+        if not isinstance(written, str):
+            return written, ""
+        return self.reference_scores.solve(self.sequence_target())
+
+    def sequence_target(self) -> float:
+        """The target in nats per response."""
+        kl = self.config.kl
+        return kl.target_value * (self.reference_scores.length if kl.unit == "token" else 1.0)
+
+    def announce(self) -> None:
+        """The table of counts, and everything about this run that one should know before it starts."""
+        config, control = self.config, self.trainer.controller
+        self.display.counts_table(
+            {
+                "policy parameters": parameter_count(self.trainer.core.policy),
+                "prompts": len(self.parts.prompts),
+                "rollout batch": config.rollout.batch_size,
+                "minibatch": config.ppo.minibatch_size,
+                "microbatch": config.ppo.microbatch_size,
+                "epochs": config.ppo.epochs,
+                "updates": config.updates,
+                "episodes": config.updates * config.rollout.batch_size,
+            }
+        )
+        low, high = control.reach(config.updates, config.rollout.batch_size)
+        kl = config.kl
+        self.display.message(
+            f"KL target {kl.target_value:g} nats per {kl.unit}"
+            + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
+            + f"; {kl.controller.kind} controller: beta starts at {control.coef:.4g}"
+            + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
+        )
+        for warning in [
+            *control.start_warnings(config.updates, config.rollout.batch_size),
+            *gradient_notes(config),
+        ]:
+            self.display.alert(warning)
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> dict[str, Any]:
+        """All updates, then the closing evaluation, `final/` and the summary."""
+        config, total = self.config, self.config.updates
+        self.announce()
+        tail: list[dict[str, Any]] = []
+        with stopping_on_signals() as stop, self.display:
+            mark = time.perf_counter()
+            for step in range(self.start, total + 1):
+                evaluated = self.evaluate() if (step - 1) % config.eval.every == 0 else {}
+                update = self.trainer.update(step)
+                row = update.row | evaluated
+                if step == 1:
+                    self.check_first(row)
+                row["alerts"] = [*row["alerts"], *self.alerts(row)]
+                tail = [*tail, row][-TAIL:]
+                self.note_best(row)
+                if step % config.tracking.samples_every == 0 or step in (1, total):
+                    self.record_samples(step, update)
+                self.measure_speed(row, update, time.perf_counter() - mark)
+                mark = time.perf_counter()
+                self.recorder.row(row)
+                self.display.update(row)
+                for alert in row["alerts"]:
+                    self.display.alert(f"update {step}: {alert}")
+                if step % config.checkpoint.every == 0 or step == total or stop.signal:
+                    self.save(step)
+                self.stop_above_ceiling(row)
+                stop.raise_if_asked()
+        return self.finish(tail)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out perplexity, and the scores on held-out prompts."""
+        parts, config = self.parts, self.config
+        noise = uniforms(EVAL_PROMPTS, parts.sampling.max_new_tokens, config.run.seed, "evaluation")
+        batch = parts.heldout.batch(1)
+        with self.accelerator.autocast():
+            text = perplexity(self.trainer.core.policy, parts.tokenizer, parts.texts)
+            figures = policy_figures(
+                self.trainer.core,
+                parts.reference,
+                batch,
+                noise[: len(batch)],
+                parts.sampling,
+                parts.tokenizer,
+                parts.reward,
+                parts.gold,
+            )
+        return {
+            "eval/perplexity": text.perplexity,
+            "eval/bits_per_byte": text.bits_per_byte,
+            "eval/scores": figures.scores,
+            "eval/gold": figures.gold,
+            "eval/kl_token": figures.kl_token,
+            "eval/distinct_2": figures.distinct_2,
+        }
+
+    def check_first(self, row: dict[str, Any]) -> None:
+        """The last fatal check: before its first step the policy must agree with its own rollout."""
+        if self.config.run.dtype == "float32" and row["policy/logratio_first_max"] > LOG_RATIO_LIMIT:
+            raise GuardStop(
+                f"step 0: before the first optimizer step a log-prob differs by "
+                f"{row['policy/logratio_first_max']:.3g} from the rollout's own"
+            )
+
+    def note_best(self, row: dict[str, Any]) -> None:
+        """Remember the update with the highest score less its KL penalty."""
+        if self.best is None or row["objective/rlhf_reward"] > self.best["objective/rlhf_reward"]:
+            keys = (
+                "step",
+                "objective/rlhf_reward",
+                "objective/scores",
+                "objective/gold",
+                "kl/token",
+                "kl/sequence",
+            )
+            self.best = {key: row[key] for key in keys}
+
+    def record_samples(self, step: int, update: Update) -> None:
+        """A few responses of the update with their tokens, the log-probs and the KL of each."""
+        rollout, tokenizer = update.rollout, self.parts.tokenizer
+        for i in range(min(SAMPLES_PER_STEP, len(rollout))):
+            length = int(rollout.mask[i].sum())
+            tokens = [
+                {"text": tokenizer.decode([int(token)]), "logprob": p, "ref_logprob": q, "kl": kl}
+                for token, p, q, kl in zip(
+                    rollout.response_ids[i, :length],
+                    rollout.logprobs[i, :length].tolist(),
+                    rollout.ref_logprobs[i, :length].tolist(),
+                    rollout.exact_kl[i, :length].tolist(),
+                    strict=True,
+                )
+            ]
+            self.recorder.sample(
+                {
+                    "step": step,
+                    "prompt": update.prompts[i],
+                    "response": update.responses[i],
+                    "score": float(rollout.scores[i]),
+                    "gold": update.gold[i] if update.gold is not None else None,
+                    "kl": float(rollout.exact_kl[i].sum()),
+                    "tokens": tokens,
+                }
+            )
+
+    def measure_speed(self, row: dict[str, Any], update: Update, seconds: float) -> None:
+        """Rates over the whole step by the wall clock: evaluation, logging and checkpoints included."""
+        samples = self.config.rollout.batch_size
+        row["time/step_s"] = seconds
+        row["perf/samples_per_s"] = samples / seconds
+        row["perf/tokens_per_s"] = samples * row["rollout/response_length"] / seconds
+        row["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
+
+    def stop_above_ceiling(self, row: dict[str, Any]) -> None:
+        """The ceiling's `stop`: end with the checkpoint kept."""
+        ceiling = self.config.kl.ceiling
+        if ceiling is None or ceiling.action != "stop":
+            return
+        measured = row[f"kl/{self.config.kl.unit}"]
+        if measured > self.trainer.ceiling:
+            self.save(row["step"])
+            reason = (
+                f"KL {measured:.4g} nats per {self.config.kl.unit} is above the ceiling {self.trainer.ceiling:.4g} "
+                f"in update {row['step']}"
+            )
+            self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
+            raise GuardStop(reason)
+
+    def save(self, step: int) -> None:
+        """A checkpoint of everything that a resumed run needs."""
+        self.recorder.rows.sync()
+        state = {
+            "trainer": self.trainer.state_dict(),
+            "alerts": self.alerts.state_dict(),
+            "best": self.best,
+            "starting_coef": self.coef,
+            "seconds": self.recorder.seconds,
+            "reference_scores": vars(self.reference_scores),
+        }
+        save_checkpoint(
+            self.recorder.folder.checkpoints,
+            step,
+            self.trainer.core,
+            optimizer_tensors(self.trainer.optimizer),
+            state,
+            self.config.checkpoint.keep,
+        )
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, tail: list[dict[str, Any]]) -> dict[str, Any]:
+        """Evaluate once more, write `final/` and the summary."""
+        evaluated = self.evaluate()
+        step = self.config.updates
+        # The policy after the last update is the one that would sample the next row.
+        self.recorder.row({"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated})
+        self.write_final()
+        last = tail[-1] if tail else {}
+        summary = self.recorder.summary(
+            steps=step,
+            episodes=step * self.config.rollout.batch_size,
+            final=last | evaluated,
+            best=self.best,
+            tilt_share=self.tilt_share(tail),
+            reference={
+                "scores_shaped": self.reference_scores.mean,
+                "length": self.reference_scores.length,
+                "samples": len(self.reference_scores.shaped),
+            },
+            starting_coef=self.coef,
+            stopped_by=None,
+        )
+        return summary
+
+    def tilt_share(self, tail: list[dict[str, Any]]) -> float | None:
+        """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
+
+        The tilt is the best that any policy can do at that KL, so 1 is the limit.
+        """
+        if not tail:
+            return None
+        gain = sum(row["objective/scores_shaped"] for row in tail) / len(tail) - self.reference_scores.mean
+        kl = sum(row["kl/sequence"] for row in tail) / len(tail)
+        scores = centre_groups(self.reference_scores.shaped, self.reference_scores.groups)
+        limit = gain_at_kl(scores, kl, min_ess=self.reference_scores.min_ess)
+        return gain / limit if limit else None
+
+    def write_final(self) -> None:
+        """`final/`: a folder that plain transformers loads; the value function in a file of its own."""
+        core = self.trainer.core
+        policy = core.policy
+        policy.generation_config.eos_token_id = self.parts.sampling.eos_ids
+        policy.generation_config.pad_token_id = self.parts.sampling.pad_id
+
+        def write(place: Path) -> None:
+            save_model(policy, self.parts.tokenizer, place)
+            tensors = {f"value_head.{k}": v.contiguous() for k, v in core.value_head.state_dict().items()}
+            if core.value_trunk is not None:
+                trunk = core.value_trunk.state_dict()
+                tensors |= {f"value_trunk.{k}": v.clone().contiguous() for k, v in trunk.items()}
+            save_file(tensors, place / "value.safetensors")
+
+        write_folder(self.recorder.folder.final, write)
+
+
+def gradient_notes(config: TrainConfig) -> list[str]:
+    """Choices that work but whose gradient is not that of KL(policy || reference), said once."""
+    kl = config.kl
+    if config.kl.controller.coef == 0:
+        return []
+    notes = []
+    if kl.estimator == "importance":
+        notes.append("kl.estimator importance: averaged over the policy's own samples it overstates the KL")
+    if kl.estimator == "abs":
+        notes.append("kl.estimator abs: its gradient is that of no KL")
+    if kl.placement == "reward" and kl.estimator == "exact":
+        notes.append(
+            "kl.estimator exact in the reward: the current token's own KL is only a baseline there; "
+            "rao_blackwell has the true gradient"
+        )
+    if kl.placement == "reward" and kl.estimator in ("k2", "k3"):
+        notes.append(
+            f"kl.estimator {kl.estimator} in the reward: not the gradient of KL(policy || reference); k1 is"
+        )
+    if kl.placement == "loss" and kl.estimator == "k1":
+        notes.append(
+            "kl.estimator k1 in the loss: its expected gradient is zero, so nothing holds the policy"
+        )
+    if kl.placement == "loss" and kl.estimator == "k3":
+        notes.append(
+            "kl.estimator k3 in the loss: has the gradient of KL(reference || policy), the other direction"
+        )
+    return [f"kl-gradient: {note}" for note in notes]
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak memory in MiB: of the GPU's allocator, else of this process."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / 2**20
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -1,0 +1,244 @@
+"""Turn "name", "module:attribute" or "file.py:attribute" into an object, and check options against it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from rlhf_kl.errors import InputError
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `word` was most likely meant to be, or None if nothing is close."""
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[close[0]] if close else None
+
+
+def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
+    """ "; did you mean X?", or the valid names where nothing is close (empty if there are none)."""
+    names = sorted(names)
+    close = nearest(word, names)
+    if close is not None:
+        return f"; did you mean {prefix}{close}?"
+    return f"; valid: {', '.join(names)}" if names else ""
+
+
+def is_reference(text: str) -> bool:
+    """Whether `text` has the form "module:attribute" or "file.py:attribute" (not "builtin:NAME")."""
+    module, _, attribute = text.rpartition(":")
+    return bool(module) and attribute.isidentifier() and module != "builtin"
+
+
+def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
+    """The existing file of a "file.py:attribute", tried from each folder in `search`; else None."""
+    name = ref.rpartition(":")[0]
+    if not name.endswith(".py"):
+        return None
+    for folder in search:
+        path = folder / Path(name).expanduser()
+        if _is_file(path):
+            return path.resolve()
+    return None
+
+
+def load_attribute(ref: str, *, search: Sequence[Path], builtins: Mapping[str, Any] | None = None) -> Any:
+    """Find the object that `ref` names.
+
+    ref: a key of `builtins`, "module:attribute" (modules in the working directory too) or
+        "file.py:attribute" (tried from each folder in `search`).
+    Raises InputError: no such name, file, module or attribute, or the code raised while being imported.
+    """
+    builtins = builtins or {}
+    if ref in builtins:
+        return builtins[ref]
+    if not is_reference(ref):
+        hint = suggestion(ref, builtins)
+        raise InputError(f"unknown name {ref!r}{hint} (or write module:attribute or file.py:attribute)")
+    source, _, attribute = ref.rpartition(":")
+    if source.endswith(".py"):
+        path = reference_file(ref, search)
+        if path is None:
+            places = ", ".join(dict.fromkeys(str(folder) for folder in search))
+            raise InputError(f"no such file: {source} (looked in {places})")
+        module = _import_file(path)
+    else:
+        module = _import_module(source)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise InputError(f"{source} has no {attribute!r}{suggestion(attribute, public)}") from None
+
+
+def check_options(
+    obj: Callable[..., Any], options: Mapping[str, Any], *, provided: set[str], where: str
+) -> list[str]:
+    """Problems of calling `obj(**options)`, found from its signature alone: `obj` is never called.
+
+    provided: parameters that the program fills in where the options do not.
+    where: dotted path of the options, the beginning of every problem.
+    """
+    name = getattr(obj, "__name__", repr(obj))
+    if not callable(obj):
+        return [f"{where}: {name} is not a class or function"]
+    parameters = _parameters(obj)
+    if parameters is None:
+        return []
+    kinds = inspect.Parameter
+    named = {p.name: p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    problems = []
+    for key, value in options.items():
+        if key in named:
+            problems += _type_problem(obj, named[key], value, f"{where}.{key}")
+        elif not takes_any:
+            hint = suggestion(key, set(named) - (provided - set(options)), prefix=f"{where}.")
+            problems.append(f"{where}.{key}: unknown option of {name}{hint}")
+    for p in named.values():
+        if p.default is p.empty and p.name not in options and p.name not in provided:
+            problems.append(f"{where}.{p.name}: missing, {name} needs it")
+    return problems
+
+
+def accepts(obj: Callable[..., Any], name: str) -> bool:
+    """Whether `obj` has a parameter of that name, or takes any (**kwargs)."""
+    parameters = _parameters(obj)
+    if parameters is None:
+        return False
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _parameters(obj: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(obj).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C have none
+        return None
+
+
+def _type_problem(obj: Callable[..., Any], parameter: inspect.Parameter, value: Any, where: str) -> list[str]:
+    adapter = _adapter(obj, parameter)
+    if adapter is None:
+        return []
+    try:
+        # JSON is what YAML can say: a list may be a tuple, a text may be a path, but "1" is no number.
+        adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        reasons = dict.fromkeys(problem["msg"] for problem in error.errors(include_url=False))
+        return [f"{where}: {value!r} does not fit: {' / '.join(reasons)}"]
+    except ValueError:
+        return [f"{where}: {value!r} is not a value that can be used"]
+    return []
+
+
+def _adapter(obj: Callable[..., Any], parameter: inspect.Parameter) -> TypeAdapter[Any] | None:
+    if parameter.annotation is parameter.empty:
+        return None
+    owner = SimpleNamespace(__annotations__={"value": parameter.annotation})
+    try:
+        hint = typing.get_type_hints(owner, globalns=_globals(obj), include_extras=True)["value"]
+    except Exception:  # an annotation is the user's code: whatever it raises, there is nothing to check
+        return None
+    for config in (ConfigDict(allow_inf_nan=False), None):
+        try:
+            return TypeAdapter(hint, config=config)
+        except PydanticUserError:  # models bring their own config; arbitrary classes have no schema
+            continue
+        except Exception:
+            return None
+    return None
+
+
+def _globals(obj: Callable[..., Any]) -> dict[str, Any]:
+    obj = getattr(obj, "func", obj)  # functools.partial
+    if inspect.isclass(obj):
+        # object's own __init__ knows no module, and neither does a __new__ written in C
+        for method in (obj.__init__, obj.__new__):
+            if hasattr(method, "__globals__"):
+                return dict(method.__globals__)
+    function = inspect.unwrap(obj if hasattr(obj, "__globals__") else getattr(obj, "__call__", obj))  # noqa: B004
+    return dict(getattr(function, "__globals__", {}))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # name too long, NUL
+        return False
+
+
+@contextmanager
+def _on_path(*folders: Path) -> Iterator[None]:
+    before = list(sys.path)
+    sys.path[:0] = [str(folder) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run the file as a module of its own, once per content."""
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    name = f"_rlhf_kl_file_{path.stem}_{sha256(bytes(path) + b':' + source).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module  # dataclasses and get_type_hints look the module up by name
+    try:
+        with _on_path(path.parent, Path.cwd()):
+            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise InputError(_import_failure(str(path), error, str(path))) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        with _on_path(Path.cwd()):
+            importlib.invalidate_caches()
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise InputError(f"no module {name!r} in {Path.cwd()} or in this environment") from None
+        raise InputError(_import_failure(name, error, _module_file(name))) from error
+    except (Exception, SystemExit) as error:
+        raise InputError(_import_failure(name, error, _module_file(name))) from error
+
+
+def _module_file(name: str) -> str:
+    return os.path.join(os.getcwd(), *name.split(".")) + ".py"
+
+
+def _import_failure(what: str, error: BaseException, file: str) -> str:
+    """One line: what was imported, the exception, and the line of `file` (else of the last file)."""
+    reason = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        place = f"line {error.lineno}" if error.filename == file else f"{error.filename}:{error.lineno}"
+        return f"{what} cannot be imported: {reason} ({place})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    if own:
+        return f"{what} cannot be imported: {reason} (line {own[-1].lineno})"
+    foreign = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+    place = f" ({foreign[-1].filename}:{foreign[-1].lineno})" if foreign else ""
+    return f"{what} cannot be imported: {reason}{place}"

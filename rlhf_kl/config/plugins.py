@@ -1,0 +1,141 @@
+"""What a config names by "module:attribute" or by a kind: found, and its options checked."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_kl.components import accepts, check_options, is_reference, load_attribute, reference_file
+from rlhf_kl.config.schema import (
+    AnyConfig,
+    ControllerSection,
+    KLSection,
+    PPOSection,
+    RewardSection,
+    RolloutSection,
+    TrainConfig,
+)
+from rlhf_kl.errors import InputError
+
+COEF_WITHOUT_SCORES = 0.1  # what `coef: auto` is where nothing was measured
+
+# Filled in by the program where the options do not write them.
+CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
+REWARD_PROVIDED = {"prompts", "responses"}
+
+
+def builtin_controllers() -> Mapping[str, type]:
+    from rlhf_kl.kl_controllers import CONTROLLERS
+
+    return CONTROLLERS
+
+
+def controller_class(kind: str) -> Callable[..., Any]:
+    """The class behind a controller kind. Raises InputError: no such kind, file or attribute."""
+    return _callable(load_attribute(kind, search=[Path.cwd()], builtins=builtin_controllers()), kind)
+
+
+def controller_arguments(
+    cls: Callable[..., Any], kl: KLSection, ppo: PPOSection, rollout: RolloutSection, coef: float
+) -> dict[str, Any]:
+    """Keyword arguments for `cls`: the written options, and what the run fills in where it is taken.
+
+    coef: what `auto` came to; kept inside the controller's bounds. A written coef wins over it.
+    """
+    options = kl.controller.options
+    written = kl.controller.coef
+    filled = {
+        "target": kl.target_value,
+        "coef": _bounded(cls, options, coef) if isinstance(written, str) else written,
+        "total_episodes": ppo.total_episodes,
+        "batch_size": rollout.batch_size,
+    }
+    return {key: value for key, value in filled.items() if accepts(cls, key)} | options
+
+
+def _bounded(cls: Callable[..., Any], options: dict[str, Any], coef: float) -> float:
+    def bound(name: str, otherwise: float) -> float:
+        parameter = inspect.signature(cls).parameters.get(name)
+        value = options.get(name, None if parameter is None else parameter.default)
+        return float(value) if isinstance(value, (int, float)) else otherwise
+
+    return min(max(coef, bound("min_coef", -math.inf)), bound("max_coef", math.inf))
+
+
+def controller_problems(section: Mapping[str, Any]) -> list[str]:
+    """Problems of a raw `kl.controller`: unknown kind, options that do not fit its signature."""
+    kind = section.get("kind", ControllerSection.model_fields["kind"].default)
+    if not isinstance(kind, str) or not kind:
+        return []
+    where = "kl.controller"
+    try:
+        cls = controller_class(kind)
+    except InputError as error:
+        return [f"{where}.kind: {problem}" for problem in error.problems]
+    options = {k: v for k, v in section.items() if k not in ControllerSection.model_fields and k != "target"}
+    problems = check_options(cls, options, provided=CONTROLLER_PROVIDED, where=where)
+    name = getattr(cls, "__name__", kind)
+    if section.get("coef", "auto") != "auto" and not accepts(cls, "coef"):
+        problems.append(f"{where}.coef: {name} takes no coef")
+    if inspect.isclass(cls) and not callable(getattr(cls, "update", None)):
+        problems.append(f"{where}.kind: {name} has no update(kl, episodes)")
+    return problems
+
+
+def construction_problems(kl: KLSection, ppo: PPOSection, rollout: RolloutSection) -> list[str]:
+    """Problems that a built-in controller finds in its values. Other people's code is not called."""
+    cls = builtin_controllers().get(kl.controller.kind)
+    if cls is None:
+        return []
+    try:
+        cls(**controller_arguments(cls, kl, ppo, rollout, COEF_WITHOUT_SCORES))
+    except ValueError as error:
+        return [f"kl.controller: {error}"]
+    return []
+
+
+def reward_problems(section: Mapping[str, Any]) -> list[str]:
+    """Problems of a raw `reward`: functions that are not there, options that do not fit."""
+    problems: list[str] = []
+    kind, gold = section.get("kind"), section.get("gold")
+    if isinstance(kind, str) and is_reference(kind):
+        options = {k: v for k, v in section.items() if k not in RewardSection.model_fields}
+        problems += _scorer_problems(kind, options, key="reward.kind", where="reward")
+    if isinstance(gold, str) and is_reference(gold):
+        problems += _scorer_problems(gold, {}, key="reward.gold", where="reward.gold")
+    return problems
+
+
+def _scorer_problems(ref: str, options: dict[str, Any], *, key: str, where: str) -> list[str]:
+    try:
+        function = _callable(load_attribute(ref, search=[Path.cwd()]), ref)
+    except InputError as error:
+        return [f"{key}: {problem}" for problem in error.problems]
+    taken = sorted(REWARD_PROVIDED & options.keys())
+    problems = [f"{where}.{name}: filled in by the program" for name in taken]
+    problems += check_options(function, options, provided=REWARD_PROVIDED, where=where)
+    if not inspect.isclass(function) and not all(accepts(function, name) for name in REWARD_PROVIDED):
+        problems.append(f"{key}: a reward function takes (prompts, responses, ...): {ref!r}")
+    return problems
+
+
+def plugin_files(config: AnyConfig) -> dict[str, Path]:
+    """Dotted key -> file, for every key that names a "file.py:attribute"."""
+    if not isinstance(config, TrainConfig):
+        return {}
+    refs = {
+        "kl.controller.kind": config.kl.controller.kind,
+        "reward.kind": config.reward.kind,
+        "reward.gold": config.reward.gold,
+    }
+    files = {key: reference_file(ref, [Path.cwd()]) for key, ref in refs.items() if ref is not None}
+    return {key: path for key, path in files.items() if path is not None}
+
+
+def _callable(obj: Any, ref: str) -> Callable[..., Any]:
+    if not callable(obj):
+        raise InputError(f"{ref!r} is not a class or function")
+    return obj  # type: ignore[no-any-return]

@@ -1,0 +1,209 @@
+"""Strict YAML: the types of YAML 1.2 (`1e-5` is a number, `off` is a text), and one line per mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from rlhf_kl.errors import InputError
+
+MAX_BYTES = 1_000_000
+MAX_NODES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions
+MAX_DEPTH = 50
+
+_Resolvers: TypeAlias = dict[str, list[tuple[str, re.Pattern[str]]]]
+_CORE = "tag:yaml.org,2002:"
+_PATTERNS = [
+    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
+    (
+        "float",
+        re.compile(
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        list("-+.0123456789"),
+    ),
+]
+
+
+def _resolvers() -> _Resolvers:
+    table: _Resolvers = {}
+    for name, pattern, first_characters in _PATTERNS:
+        for character in first_characters:
+            table.setdefault(character, []).append((_CORE + name, pattern))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(problem="nested too deeply", problem_mark=mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes exactly the texts that `_Loader` would take for something else."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # Only double quotes keep the line breaks of Unicode apart.
+        style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar(_CORE + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a file. Raises InputError: unreadable, not YAML, not a mapping, too large."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise InputError(f"{path}: larger than {MAX_BYTES // 1_000_000} MB, not a config")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    value = parse_yaml(text, where=str(path))
+    if value is None:
+        raise InputError(f"{path}: empty")
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must be a mapping (key: value), not {_kind(value)}")
+    return value
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """The value of a YAML text. Raises InputError, beginning with `where` and line:column."""
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(f"{where}:{line}: character {error.character!r} is not allowed") from None
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"{where}{_place(error.problem_mark)}: {_reason(error)}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: {error}") from None
+    if node is None:
+        return None
+    builder = _Builder(where)
+    value = builder.build(node, depth=0)
+    if builder.problems:
+        raise InputError(*builder.problems)
+    return value
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML text that `parse_yaml` reads back to an equal value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+class _Builder:
+    """Nodes to values; collects the problems that do not stop the reading."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.nodes = 0
+        self.problems: list[str] = []
+
+    def build(self, node: yaml.Node, depth: int) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise InputError(f"{self.where}: too many values (aliases multiply them)")
+        if depth > MAX_DEPTH:
+            raise InputError(f"{self.where}{_place(node.start_mark)}: nested too deeply")
+        if isinstance(node, yaml.MappingNode) and node.tag == _CORE + "map":
+            return self._mapping(node, depth)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _CORE + "seq":
+            return [self.build(item, depth + 1) for item in node.value]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        self._problem(node, f"tag {_tag(node)} is not allowed")
+        return None
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.build(key_node, depth + 1)
+            value = self.build(value_node, depth + 1)
+            if not isinstance(key, str):
+                self._problem(key_node, f"a key must be text, not {_kind(key)}")
+            elif key in result:
+                self._problem(key_node, f"key {key!r} is written twice")
+            else:
+                result[key] = value
+        return result
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        text = node.value
+        kind = node.tag.removeprefix(_CORE)
+        pattern = next((pattern for name, pattern, _ in _PATTERNS if name == kind), None)
+        if kind == "str":
+            return text
+        if pattern is None:
+            self._problem(node, f"tag {_tag(node)} is not allowed")
+        elif not pattern.match(text) and not (kind == "float" and _PATTERNS[2][1].match(text)):
+            self._problem(node, f"{text[:40]!r} does not fit its tag {_tag(node)}")
+        elif kind == "null":
+            return None
+        elif kind == "bool":
+            return text.lower() == "true"
+        elif kind == "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        elif len(text) > 100:  # int() itself refuses very long ones with an error of its own
+            self._problem(node, f"a whole number of {len(text)} digits")
+        else:
+            return int(text)
+        return None
+
+    def _problem(self, node: yaml.Node, reason: str) -> None:
+        self.problems.append(f"{self.where}{_place(node.start_mark)}: {reason}")
+
+
+def _place(mark: Any) -> str:
+    return "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+
+
+def _tag(node: yaml.Node) -> str:
+    return str(node.tag).replace(_CORE, "!!")
+
+
+def _reason(error: yaml.MarkedYAMLError) -> str:
+    parts = [part for part in (error.context, error.problem) if part]
+    return "not valid YAML: " + ", ".join(parts)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
+    return names[type(value)]

@@ -1,0 +1,1 @@
+"""Texts, prompts and preference pairs from files."""

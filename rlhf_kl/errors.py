@@ -1,0 +1,33 @@
+"""The errors a user can cause, and the exit code that each one means."""
+
+from __future__ import annotations
+
+
+class RlhfKlError(Exception):
+    """Base of all errors that are reported in words, without a traceback."""
+
+    exit_code = 1
+
+
+class InputError(RlhfKlError, ValueError):
+    """Bad command line, config or input: one line per problem, exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = [" ".join(problem.split()) for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+
+class GuardStop(RlhfKlError):
+    """A guard stopped the run (a failed check at step 0, a KL above the ceiling, ...): exit code 3."""
+
+    exit_code = 3
+
+
+class Interrupted(RlhfKlError):
+    """A signal ended the run after its last update was saved: exit code 130 (SIGINT) or 143 (SIGTERM)."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.exit_code = 128 + signal_number
+        super().__init__("interrupted: --resume goes on from the last checkpoint")

@@ -1,0 +1,133 @@
+"""What every KL controller shares: bounds, saved state, and the checks around a plugin that has none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import deque
+from typing import Any, ClassVar
+
+
+def require_number(name: str, value: object) -> float:
+    """`value` as a finite float; ValueError otherwise (None, NaN, text and booleans included)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def require_positive(name: str, value: object) -> float:
+    """`value` as a finite float above zero; ValueError otherwise."""
+    number = require_number(name, value)
+    if number <= 0.0:
+        raise ValueError(f"{name} must be above 0, got {value!r}")
+    return number
+
+
+def require_fraction(name: str, value: object) -> float:
+    """`value` as a float in [0, 1): the weight an average keeps on its past."""
+    number = require_number(name, value)
+    if not 0.0 <= number < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+    return number
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+class KLController:
+    """Moves `coef` (beta) so that the policy's KL to its reference stays at a target.
+
+    A subclass writes `update`; it may also be any class with `coef` and `update(kl, episodes)`.
+    Options are keyword arguments. `target`, `coef`, `total_episodes`, `batch_size`, `min_coef` and
+    `max_coef` come from the run where the signature has them and the config does not write them.
+
+    The KL is in nats, in the unit of the target. Nothing here knows about tensors.
+    """
+
+    state_names: ClassVar[tuple[str, ...] | None] = None  # None: every attribute that JSON can hold
+    adjusts: ClassVar[bool] = True  # False: beta does not answer to the KL, so it cannot be too slow
+
+    def __init__(self, *, coef: float = 0.1, min_coef: float = 1e-4, max_coef: float = 10.0) -> None:
+        self.coef = require_positive("coef", coef)
+        self.min_coef = require_positive("min_coef", min_coef)
+        self.max_coef = require_positive("max_coef", max_coef)
+        if self.min_coef > self.max_coef:
+            raise ValueError(f"min_coef {self.min_coef:g} is above max_coef {self.max_coef:g}")
+        if not self.min_coef <= self.coef <= self.max_coef:
+            raise ValueError(
+                f"coef {self.coef:g} is outside [min_coef, max_coef] = [{self.min_coef:g}, {self.max_coef:g}]"
+            )
+
+    def update(self, kl: float, episodes: int) -> None:
+        """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats."""
+        raise NotImplementedError(f"{type(self).__name__} has no update(kl, episodes)")
+
+    def observe_backtrack(self, factor: float) -> None:
+        """The fraction of the last policy update that was kept; told before `update`."""
+
+    def log_steps(self, episodes: int) -> tuple[float, float]:
+        """Largest fall and rise of log(coef) in one update while the KL is between 0 and 2x target."""
+        del episodes
+        return math.inf, math.inf
+
+    def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
+        """Lowest and highest coef that `updates` updates of `batch_size` episodes can arrive at."""
+        fall, rise = self.log_steps(batch_size)
+        low = self.coef * math.exp(-min(fall * updates, 700.0)) if updates else self.coef
+        high = self.coef * math.exp(min(rise * updates, 700.0)) if updates else self.coef
+        bounds = bounds_of(self)
+        return max(low, bounds[0]), min(high, bounds[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return saved_attributes(self, self.state_names)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restore_attributes(self, state)
+
+    def _set_coef(self, coef: float) -> None:
+        self.coef = clip(coef, self.min_coef, self.max_coef)
+
+    def _move(self, log_step: float) -> None:
+        """coef *= exp(log_step), inside the bounds and without overflow."""
+        self._set_coef(self.coef * math.exp(clip(log_step, -50.0, 50.0)))
+
+
+def bounds_of(controller: Any) -> tuple[float, float]:
+    """The controller's own (min_coef, max_coef); 0 and infinity where it has none."""
+    low, high = getattr(controller, "min_coef", None), getattr(controller, "max_coef", None)
+    return (0.0 if low is None else float(low)), (math.inf if high is None else float(high))
+
+
+def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Attributes of `obj` that survive JSON (tuples and deques as lists); all of them unless named."""
+    attributes = vars(obj) if hasattr(obj, "__dict__") else {}
+    return {
+        name: _plain(value)
+        for name, value in attributes.items()
+        if (names is None or name in names) and _json_able(_plain(value))
+    }
+
+
+def restore_attributes(obj: Any, state: dict[str, Any]) -> None:
+    """Set what `saved_attributes` gave, in the container type the attribute has now."""
+    for name, value in state.items():
+        now = getattr(obj, name, None)
+        if isinstance(now, deque):
+            setattr(obj, name, deque(value, maxlen=now.maxlen))
+        elif isinstance(now, tuple):
+            setattr(obj, name, tuple(value))
+        else:
+            setattr(obj, name, copy.deepcopy(value))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (deque, tuple)) else value
+
+
+def _json_able(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,144 @@
+"""The belt around any controller, ours or a user's: what the trainer talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from typing import Any
+
+from rlhf_kl.kl_controllers.base import (
+    KLController,
+    bounds_of,
+    clip,
+    require_number,
+    restore_attributes,
+    saved_attributes,
+)
+
+
+class KLControl:
+    """Wraps a controller so that no measurement and no plugin can break the run's beta.
+
+    A missing or non-finite KL moves nothing. A coef that comes out non-finite, zero or negative is
+    undone together with the controller's state. Bounds: the ones given here, else the controller's own.
+    `update` returns alerts, each `name: what happened`.
+    """
+
+    def __init__(self, controller: Any, min_coef: float | None = None, max_coef: float | None = None) -> None:
+        if not hasattr(controller, "coef") or not callable(getattr(controller, "update", None)):
+            raise ValueError(f"{type(controller).__name__} needs `coef` and `update(kl, episodes)`")
+        own_low, own_high = bounds_of(controller)
+        self.controller = controller
+        self.min_coef = own_low if min_coef is None else max(own_low, require_number("min_coef", min_coef))
+        self.max_coef = own_high if max_coef is None else min(own_high, require_number("max_coef", max_coef))
+        if self.min_coef > self.max_coef:
+            raise ValueError(f"min_coef {self.min_coef:g} is above max_coef {self.max_coef:g}")
+        self._coef = require_number("coef", float(controller.coef))
+        if self._coef < 0.0:
+            raise ValueError(f"coef must not be negative, got {self._coef:g}")
+        self._zero_is_meant = self._coef == 0.0
+        if not self._zero_is_meant and not self.min_coef <= self._coef <= self.max_coef:
+            bounds = f"[{self.min_coef:g}, {self.max_coef:g}]"
+            raise ValueError(f"coef {self._coef:g} is outside [min_coef, max_coef] = {bounds}")
+
+    @property
+    def coef(self) -> float:
+        """beta for the next update: finite, inside the bounds, above 0 (0 only if it started there)."""
+        return self._coef
+
+    @property
+    def at_bound(self) -> bool:
+        """Whether coef lies at one of its bounds (never for a constant or an unbounded one)."""
+        if self.min_coef == self.max_coef or self._coef == 0.0:
+            return False
+        return self._coef <= self.min_coef * (1 + 1e-9) or self._coef >= self.max_coef * (1 - 1e-9)
+
+    def update(self, kl: float | None, episodes: int) -> list[str]:
+        """Tell the controller one rollout's mean KL (nats, the target's unit). Returns alerts."""
+        if kl is None or not math.isfinite(kl):
+            return [f"kl-not-finite: measured KL is {kl}; coef stays at {self._coef:.6g}"]
+        before = copy.deepcopy(self._controller_state())
+        try:
+            self.controller.update(float(kl), int(episodes))
+            coef = float(self.controller.coef)
+        except ArithmeticError as error:
+            coef, reason = math.nan, f"{type(error).__name__}: {error}"
+        else:
+            reason = f"the controller set it to {coef}"
+        if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._zero_is_meant):
+            self._load_controller(before)
+            self._write_coef(self._coef)
+            return [f"coef-not-finite: {reason} at KL {kl:.6g}; back to {self._coef:.6g}"]
+        self._coef = coef if coef == 0.0 else clip(coef, self.min_coef, self.max_coef)
+        if self._coef != coef:
+            self._write_coef(self._coef)
+        return []
+
+    def observe_backtrack(self, factor: float) -> None:
+        """Pass on which fraction of the last policy update was kept (1 = whole)."""
+        if hasattr(self.controller, "observe_backtrack"):
+            self.controller.observe_backtrack(clip(float(factor), 0.0, 1.0))
+
+    def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
+        """Lowest and highest coef this run can arrive at, as far as the controller knows."""
+        reach = getattr(self.controller, "reach", None)
+        low, high = reach(updates, batch_size) if callable(reach) else (0.0, math.inf)
+        return max(low, self.min_coef), min(high, self.max_coef)
+
+    def start_warnings(self, updates: int, batch_size: int) -> list[str]:
+        """What to say before the run: a horizon or gain that cannot move beta in it, state not saved."""
+        warnings = []
+        low, high = self.reach(updates, batch_size)
+        adjusts = getattr(self.controller, "adjusts", True) and self._coef > 0.0
+        if adjusts and low * 2 > self._coef and high < 2 * self._coef:
+            warnings.append(
+                f"controller-too-slow: in {updates} updates of {batch_size} episodes "
+                f"{type(self.controller).__name__} can move beta only from {self._coef:.4g} "
+                f"to between {low:.4g} and {high:.4g}"
+            )
+        if unsaved := self.unsaved():
+            warnings.append(f"controller-state: {', '.join(unsaved)} cannot be saved; add state_dict")
+        return warnings
+
+    def unsaved(self) -> list[str]:
+        """Attributes of a plugin without `state_dict` that a checkpoint would lose."""
+        own = (
+            getattr(type(self.controller), "state_dict", KLController.state_dict)
+            is not KLController.state_dict
+        )
+        if own or getattr(self.controller, "state_names", None) is not None:
+            return []
+        return sorted(set(getattr(self.controller, "__dict__", {})) - set(saved_attributes(self.controller)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kind": type(self.controller).__name__,
+            "coef": self._coef,
+            "controller": copy.deepcopy(self._controller_state()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the state belongs to another controller."""
+        kind = type(self.controller).__name__
+        if state.get("kind") != kind:
+            raise ValueError(f"the saved controller is {state.get('kind')}, the config's is {kind}")
+        self._load_controller(copy.deepcopy(state["controller"]))
+        self._coef = float(state["coef"])
+        self._write_coef(self._coef)
+
+    def _controller_state(self) -> dict[str, Any]:
+        if hasattr(self.controller, "state_dict"):
+            state: dict[str, Any] = self.controller.state_dict()
+            return state
+        return saved_attributes(self.controller)
+
+    def _load_controller(self, state: dict[str, Any]) -> None:
+        if hasattr(self.controller, "load_state_dict"):
+            self.controller.load_state_dict(state)
+        else:
+            restore_attributes(self.controller, state)
+
+    def _write_coef(self, coef: float) -> None:
+        with contextlib.suppress(AttributeError):  # a plugin's coef may be a read-only property
+            self.controller.coef = coef

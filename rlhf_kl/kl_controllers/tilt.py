@@ -1,0 +1,126 @@
+"""The best policy a KL budget allows, from scores of reference samples alone.
+
+The optimum of E[score] - beta * KL(pi || ref) is the tilt pi* = ref * exp(score / beta) / Z (Korbak et al.
+2022, 2205.11275; Rafailov et al. 2023, appendix A.1). With n samples of the reference and weights
+w = softmax(score / beta): KL(beta) = sum w log(n w), score gain(beta) = sum w score - mean score. For
+Gaussian scores of spread sigma this is KL = sigma^2 / (2 beta^2), gain = sigma * sqrt(2 KL); real scores
+saturate. KL is per *sequence*, in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+MIN_ESS = 30.0  # below this the weights sit on a few samples and both figures come out too low
+
+
+class Tilt(NamedTuple):
+    kl: float  # nats per sequence, KL(tilt || reference)
+    gain: float  # mean score of the tilt minus mean score of the reference
+    ess: float  # effective sample size, 1 / sum w^2
+
+
+class Solution(NamedTuple):
+    coef: float
+    tilt: Tilt  # at the smallest trusted coef when extrapolated
+    extrapolated: bool
+
+    @property
+    def note(self) -> str:
+        """One line to show when the figure is not measured but extrapolated; empty otherwise."""
+        if not self.extrapolated:
+            return ""
+        return (
+            f"coef {self.coef:.4g} is extrapolated by the Gaussian law from KL {self.tilt.kl:.3g} nats: "
+            f"beyond it the effective sample size falls below {self.tilt.ess:.0f}"
+        )
+
+
+def centre_groups(scores: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
+    """Scores less the mean of their group (a group = the responses to one prompt).
+
+    Only the spread within a prompt can be bought with KL. The rest of a group of m is scaled by
+    sqrt(m / (m - 1)), which keeps the within-group variance right when m is small. Groups of one tell
+    nothing and are left out, unless there are no others: then the common mean is taken off.
+    """
+    if len(scores) != len(groups):
+        raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
+    members: dict[Hashable, list[float]] = defaultdict(list)
+    for score, group in zip(scores, groups, strict=True):
+        members[group].append(float(score))
+    usable = [values for values in members.values() if len(values) > 1]
+    if not usable:
+        usable = [[float(score) for score in scores]]
+    centred = []
+    for values in usable:
+        mean = math.fsum(values) / len(values)
+        scale = math.sqrt(len(values) / max(1, len(values) - 1))
+        centred += [(value - mean) * scale for value in values]
+    return centred
+
+
+def tilted(scores: Sequence[float], coef: float) -> Tilt:
+    """KL, score gain and effective sample size of the tilt at `coef`.
+
+    Raises ValueError when there are no scores or coef is not above 0.
+    """
+    if not scores or not coef > 0.0:
+        raise ValueError("tilted needs at least one score and a coef above 0")
+    top = max(scores)
+    powers = [(score - top) / coef for score in scores]
+    raw = [math.exp(power) for power in powers]
+    total = math.fsum(raw)
+    # sum w log(n w) with log w = power - log total: no log of an underflown weight
+    mean_power = math.fsum(r * p for r, p in zip(raw, powers, strict=True)) / total
+    kl = max(0.0, mean_power - math.log(total) + math.log(len(scores)))
+    gain = math.fsum(r * s for r, s in zip(raw, scores, strict=True)) / total - math.fsum(scores) / len(
+        scores
+    )
+    return Tilt(kl, gain, total * total / math.fsum(r * r for r in raw))
+
+
+def solve_tilt(scores: Sequence[float], target_kl: float, *, min_ess: float = MIN_ESS) -> Solution:
+    """The coef whose tilt has `target_kl` nats per sequence, by bisection in log(coef).
+
+    Where the effective sample size would fall below `min_ess`, goes on from the last trusted point by the
+    Gaussian law KL ~ 1/coef^2, which errs on the careful side (a larger coef) when scores saturate.
+    Raises ValueError for a target that is not positive, or scores that are constant or too few.
+    """
+    if not (math.isfinite(target_kl) and target_kl > 0.0):
+        raise ValueError(f"target_kl must be above 0, got {target_kl!r}")
+    mean = math.fsum(scores) / max(1, len(scores))
+    spread = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / max(1, len(scores)))
+    if not spread > 1e-12 * max(1.0, abs(mean)):
+        raise ValueError("scores are constant: no beta changes anything")
+    if len(scores) <= min_ess:
+        raise ValueError(f"{len(scores)} scores are too few for an effective sample size of {min_ess:g}")
+    low, high = math.log(spread) - 15.0, math.log(spread) + 15.0
+    for _ in range(50):  # KL falls and ess rises with coef: the larger of the two roots is what is wanted
+        middle = (low + high) / 2.0
+        tilt = tilted(scores, math.exp(middle))
+        if tilt.ess < min_ess or tilt.kl > target_kl:
+            low = middle
+        else:
+            high = middle
+    tilt = tilted(scores, math.exp(high))
+    if tilt.kl >= 0.999 * target_kl:
+        return Solution(math.exp(high), tilt, extrapolated=False)
+    return Solution(math.exp(high) * math.sqrt(tilt.kl / target_kl), tilt, extrapolated=True)
+
+
+def solve_coef(scores: Sequence[float], target_kl: float, *, min_ess: float = MIN_ESS) -> float:
+    """`solve_tilt(...).coef`; ask `solve_tilt` where it matters whether the figure is extrapolated."""
+    return solve_tilt(scores, target_kl, min_ess=min_ess).coef
+
+
+def gain_at_kl(scores: Sequence[float], kl: float, *, min_ess: float = MIN_ESS) -> float | None:
+    """Upper limit of the score gain at `kl` nats per sequence; None where the samples cannot tell."""
+    if not math.isfinite(kl) or len(scores) <= min_ess:
+        return None
+    if kl <= 0.0:
+        return 0.0
+    solution = solve_tilt(scores, kl, min_ess=min_ess)
+    return None if solution.extrapolated else solution.tilt.gain

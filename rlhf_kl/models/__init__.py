@@ -1,0 +1,1 @@
+"""Loading models and tokenizers, and running them over padded batches."""

@@ -1,0 +1,1 @@
+"""Pure math on tensors: no state, no configuration, no input or output."""

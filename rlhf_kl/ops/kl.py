@@ -1,0 +1,120 @@
+"""Estimators of KL(pi || ref) per token from log-probs of the sampled tokens, and the KL-shaped reward.
+
+With lr = log pi(a|s) - log ref(a|s) and a sampled from pi. Sources: Schulman 2020, "Approximating KL
+divergence" (k1, k2, k3); Tang & Munos 2025 (2506.09477) and Liu et al. 2025 (2510.01555) for gradients.
+`exact` (the sum over the vocabulary) needs full distributions: `rlhf_kl.ops.logprobs.exact_kl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """lr. Unbiased, noisy, often negative for a sample.
+
+    Gradient: in the reward, its policy gradient is grad KL(pi || ref). As a loss its expected gradient is 0.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """lr^2 / 2. Biased, low variance, never negative.
+
+    Gradient: as a loss, grad KL(pi || ref) at the state where the token was sampled.
+    """
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """exp(-lr) - 1 + lr. Unbiased, never negative; less noisy than k1 only near the reference.
+
+    Gradient: as a loss, grad KL(ref || pi), the other direction. In the reward,
+    grad KL(pi || ref) - grad KL(ref || pi).
+    """
+    lr = logprobs - ref_logprobs
+    return torch.expm1(-lr) + lr
+
+
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|lr|. Biased upward, never negative; its gradient is that of no KL."""
+    return (logprobs - ref_logprobs).abs()
+
+
+def importance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """exp(lr) * lr. Unbiased for KL(pi || ref) only when the tokens were sampled from *ref*.
+
+    Averaged over samples from pi, as in a rollout, it is too high: three times at a tiny KL, more further out.
+    """
+    lr = logprobs - ref_logprobs
+    return lr.exp() * lr
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "importance": importance,
+}
+
+
+def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
+    """Per-token KL estimate, same shape as the log-probs, in nats.
+
+    Errors: ValueError for an unknown name, and for `exact`, which cannot be had from sampled tokens alone.
+    """
+    if estimator == "exact":
+        raise ValueError("exact KL needs full distributions: use rlhf_kl.exact_kl(logits, ref_logits)")
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {estimator!r}: one of {', '.join(ESTIMATORS)}")
+    if logprobs.shape != ref_logprobs.shape:
+        raise ValueError(
+            f"logprobs {tuple(logprobs.shape)} and ref_logprobs {tuple(ref_logprobs.shape)} differ"
+        )
+    return ESTIMATORS[estimator](logprobs, ref_logprobs)
+
+
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, coef: float, estimator: str = "k1", mask: Tensor | None = None
+) -> Tensor:
+    """coef * mean KL estimate, a scalar in nats per token.
+
+    `logprobs` and `ref_logprobs` have one shape; `mask` (that shape, bool) selects the policy's tokens.
+    """
+    kl = estimate_kl(logprobs, ref_logprobs, estimator)
+    if mask is None:
+        return coef * kl.mean()
+    return coef * torch.where(mask, kl, torch.zeros_like(kl)).sum() / mask.sum()
+
+
+def rewards_with_kl(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    coef: float,
+    estimator: str = "k1",
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scores with the KL penalty taken off: (rewards, kl), both of the log-probs' shape.
+
+    Equal shapes are elementwise: rewards = scores - coef * kl. Scores (B,) with log-probs (B, T) need the
+    `mask` (B, T) and land on the last chosen token of each row (Ziegler et al. 2019, section 2).
+    """
+    from rlhf_kl.ops.reward_shaping import shape_rewards
+
+    kl = estimate_kl(logprobs, ref_logprobs, estimator)
+    if scores.shape == kl.shape:
+        if mask is not None:
+            kl = torch.where(mask, kl, torch.zeros_like(kl))
+            scores = torch.where(mask, scores, torch.zeros_like(scores))
+        return scores - coef * kl, kl
+    if kl.dim() != 2 or scores.shape != kl.shape[:1]:
+        raise ValueError(f"scores {tuple(scores.shape)} fit neither (B, T) nor (B,) of {tuple(kl.shape)}")
+    if mask is None:
+        raise ValueError("scores (B,) with log-probs (B, T) need a mask (B, T) to find the last token")
+    kl = torch.where(mask, kl, torch.zeros_like(kl))
+    return shape_rewards(scores, kl, mask, coef), kl

@@ -1,0 +1,143 @@
+"""Scores for responses, and how a raw score becomes what PPO sees."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import context_length
+from rlhf_kl.models.text import encode_all, pad
+from rlhf_kl.types import RewardFn
+
+SCORING_ROWS = 64  # texts in one forward pass of a reward model
+
+
+class RewardModel:
+    """A sequence classifier as a reward function; texts are re-encoded with its own tokenizer."""
+
+    def __init__(self, model: Any, tokenizer: Any, rows: int = SCORING_ROWS) -> None:
+        self.model, self.tokenizer, self.rows = model, tokenizer, rows
+        # The classifier reads the last token that is not the pad id: it must be a real token, the EOS.
+        self.model.config.pad_token_id = tokenizer.pad_token_id
+        if tokenizer.pad_token_id == tokenizer.eos_token_id:
+            raise InputError("reward.model: its pad token is its eos token, so the EOS would never be scored")
+        self.limit = context_length(model)
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """One score per response, in the model's own unit."""
+        return self.score(prompts, responses).tolist()
+
+    @torch.no_grad()
+    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
+        """Scores (B,) float32 on the CPU."""
+        rows = self.encode(prompts, responses)
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # near-equal lengths pad little
+        scores = torch.zeros(len(rows))
+        for start in range(0, len(order), self.rows):
+            picked = order[start : start + self.rows]
+            scores[picked] = self.forward([rows[i] for i in picked]).float().cpu()
+        return scores
+
+    def encode(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[int]]:
+        """bos, prompt, response, eos; a text longer than the context loses its beginning."""
+        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        end = [self.tokenizer.eos_token_id]
+        rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts)]
+        return rows if self.limit is None else [row[-self.limit :] for row in rows]
+
+    def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Scores (B,) of encoded texts, with gradients where they are on."""
+        ids, mask = pad(rows, self.tokenizer.pad_token_id, left=False)
+        device = next(self.model.parameters()).device
+        logits: Tensor = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        return logits[:, 0]
+
+
+def bind_reward(attribute: Any, options: dict[str, Any]) -> RewardFn:
+    """A user's function with its options, or an instance of a user's class made with them."""
+    if inspect.isclass(attribute):
+        made: RewardFn = attribute(**options)
+        return made
+    bound: RewardFn = partial(attribute, **options)
+    return bound
+
+
+def checked_scores(reward: RewardFn, prompts: Sequence[str], responses: Sequence[str], name: str) -> Tensor:
+    """Scores (B,) float32 of a reward function that may misbehave.
+
+    Errors: InputError that names the function, what it did and the sample it did it on.
+    """
+    try:
+        returned = reward(prompts, responses)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"reward {name}: raised {type(error).__name__}: {error}") from error
+    try:
+        scores = [_number(score) for score in returned]
+    except TypeError:
+        raise InputError(
+            f"reward {name}: returned {type(returned).__name__}, not one number per response"
+        ) from None
+    if len(scores) != len(responses):
+        raise InputError(f"reward {name}: returned {len(scores)} scores for {len(responses)} responses")
+    for score, raw, response in zip(scores, returned, responses, strict=True):
+        if score is None or not math.isfinite(score):
+            raise InputError(f"reward {name}: the score of {response[:60]!r} is {raw!r}, not a finite number")
+    return torch.tensor(scores, dtype=torch.float32)
+
+
+def _number(score: Any) -> float | None:
+    if isinstance(score, bool | str) or not hasattr(score, "__float__"):
+        return None
+    return float(score)
+
+
+@dataclass(frozen=True)
+class ScoreShaping:
+    """Raw score -> normalised on reference samples, clipped, less the penalty for a missing EOS.
+
+    Source: Ziegler et al. 2019, section 2.1 (normalisation on reference samples).
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    clip: float | None = None
+    missing_eos_penalty: float = 0.0
+
+    @classmethod
+    def fit(
+        cls, scores: Tensor, *, normalize: bool, clip: float | None, missing_eos_penalty: float
+    ) -> ScoreShaping:
+        """From raw scores (N,) of reference samples. Errors: InputError where all scores are the same."""
+        std = float(scores.std(correction=0))
+        if not std > 1e-8 * max(1.0, float(scores.abs().max())):
+            raise InputError(
+                f"reward: every one of {len(scores)} reference samples scores {float(scores[0]):g}: "
+                "a constant score teaches nothing"
+            )
+        if not normalize:
+            return cls(clip=clip, missing_eos_penalty=missing_eos_penalty)
+        return cls(float(scores.mean()), std, clip, missing_eos_penalty)
+
+    def __call__(self, scores: Tensor, ended: Tensor) -> Tensor:
+        """Raw scores (B,) and whether each response ended (B,) -> shaped scores (B,)."""
+        shaped = (scores - self.mean) / self.std
+        if self.clip is not None:
+            shaped = shaped.clamp(-self.clip, self.clip)
+        return shaped - self.missing_eos_penalty * (~ended).to(shaped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to shape scores as before."""
+        return asdict(self)
+
+
+GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]

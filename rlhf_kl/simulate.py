@@ -1,0 +1,177 @@
+"""A controller against a given KL sequence or against a plant: no model, no torch, seconds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_kl.kl_controllers.control import KLControl
+from rlhf_kl.kl_controllers.tilt import tilted
+
+
+class SimulatedUpdate(NamedTuple):
+    step: int
+    kl: float  # measured, what the controller sees
+    coef: float  # used in this update
+    coef_next: float
+
+
+def gaussian_law(sigma: float) -> Callable[[float], float]:
+    """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores."""
+    return lambda coef: sigma * sigma / (2.0 * coef * coef)
+
+
+def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
+    """beta -> KL per sequence of the tilt of these reference scores; saturates at log(their number).
+
+    Tabulated over log(beta) once: a bench asks thousands of times.
+    """
+    spread = math.sqrt(math.fsum((s - math.fsum(scores) / len(scores)) ** 2 for s in scores) / len(scores))
+    origin, width = math.log(spread) - 7.0, 0.1
+    table = [tilted(scores, math.exp(origin + width * i)).kl for i in range(121)]
+
+    def law(coef: float) -> float:
+        place = min(max((math.log(coef) - origin) / width, 0.0), len(table) - 1.001)
+        index = int(place)
+        return table[index] + (place - index) * (table[index + 1] - table[index])
+
+    return law
+
+
+def ideal_coef(law: Callable[[float], float], kl: float) -> float:
+    """The beta at which a falling `law` gives `kl` nats per sequence, by bisection in log(beta)."""
+    low, high = -12.0, 12.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if law(math.exp(middle)) > kl else (low, middle)
+    return math.exp(high)
+
+
+def example_scores(sigma: float = 1.0, number: int = 1024, seed: int = 0) -> list[float]:
+    """Scores as a reward model gives them: two kinds of responses and a cap that many can reach."""
+    rng = random.Random(seed)
+    raw = [rng.gauss(0.9, 0.6) if rng.random() < 0.4 else rng.gauss(-0.6, 0.8) for _ in range(number)]
+    return [sigma * min(score, 1.6) for score in raw]
+
+
+@dataclass
+class Plant:
+    """A policy under training, as its controller sees it.
+
+    sqrt(KL) approaches the square root of `law(beta)` by a share `speed` per update, at most by `climb`
+    per update on the way up (a clipped policy update goes only so far). Beyond `sticky_kl` the way down
+    slows in proportion: a policy that has drifted far is hardly brought back by beta. `inertia` is the
+    share of the last step that carries over (Adam's momentum, a value model that lags). All in nats per
+    sequence; `measure` divides by `length` for a per-token KL and adds relative noise.
+    """
+
+    law: Callable[[float], float]
+    speed: float = 0.2
+    noise: float = 0.05
+    length: float = 1.0
+    climb: float = math.inf
+    sticky_kl: float = math.inf
+    inertia: float = 0.0
+    seed: int = 0
+    root_kl: float = 0.0
+    last_step: float = 0.0
+    _rng: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.speed <= 1.0:
+            raise ValueError(f"speed must be in (0, 1], got {self.speed}")
+        if not 0.0 <= self.inertia < 1.0:
+            raise ValueError(f"inertia must be in [0, 1), got {self.inertia}")
+        if self.noise < 0.0 or not self.length > 0.0 or not self.climb > 0.0:
+            raise ValueError("noise must not be negative, length and climb must be above 0")
+        self._rng = random.Random(self.seed)
+
+    @property
+    def kl(self) -> float:
+        """The true KL, in the unit that is measured."""
+        return self.root_kl**2 / self.length
+
+    def measure(self) -> float:
+        return self.kl * max(0.0, 1.0 + self.noise * self._rng.gauss(0.0, 1.0))
+
+    def advance(self, coef: float, ceiling: float | None = None) -> float:
+        """One policy update at `coef`, cut where the KL would cross `ceiling`. Returns the fraction kept."""
+        step = self.speed * (math.sqrt(self.law(coef)) - self.root_kl)
+        if step < 0.0 and self.root_kl**2 > self.sticky_kl:
+            step *= self.sticky_kl / self.root_kl**2
+        step = self.inertia * self.last_step + (1.0 - self.inertia) * min(step, self.climb)
+        step = max(step, -self.root_kl)
+        room = math.inf if ceiling is None else max(0.0, math.sqrt(ceiling * self.length) - self.root_kl)
+        kept = 1.0 if step <= room else room / step
+        self.last_step = kept * step
+        self.root_kl += self.last_step
+        return kept
+
+
+def simulate_sequence(
+    controller: Any, kls: Sequence[float], episodes: int = 64, alerts: list[str] | None = None
+) -> list[SimulatedUpdate]:
+    """Feed `kls` (nats, the target's unit), one per update of `episodes` responses.
+
+    controller: a `KLControl`, or anything that one can wrap. A KL that is not finite moves nothing.
+    alerts: a list that the control's alerts are added to, each with its step in front.
+    """
+    control = controller if isinstance(controller, KLControl) else KLControl(controller)
+    rows = []
+    for step, kl in enumerate(kls, start=1):
+        coef = control.coef
+        said = control.update(kl, episodes)
+        if alerts is not None:
+            alerts.extend(f"step {step}: {alert}" for alert in said)
+        rows.append(SimulatedUpdate(step, kl, coef, control.coef))
+    return rows
+
+
+def simulate_plant(
+    controller: Any, plant: Plant, updates: int = 60, episodes: int = 64, ceiling: float | None = None
+) -> list[SimulatedUpdate]:
+    """Close the loop in the trainer's order: measure, update the policy at coef, then update coef."""
+    control = controller if isinstance(controller, KLControl) else KLControl(controller)
+    rows = []
+    for step in range(1, updates + 1):
+        kl, coef = plant.measure(), control.coef
+        control.observe_backtrack(plant.advance(coef, ceiling))
+        control.update(kl, episodes)
+        rows.append(SimulatedUpdate(step, kl, coef, control.coef))
+    return rows
+
+
+def tail_error(rows: Sequence[SimulatedUpdate], target: float) -> float:
+    """Mean |KL/target - 1| over the second half."""
+    tail = rows[len(rows) // 2 :]
+    return math.fsum(abs(row.kl / target - 1.0) for row in tail) / len(tail)
+
+
+def peak(rows: Sequence[SimulatedUpdate], target: float) -> float:
+    """Largest KL/target."""
+    return max(row.kl for row in rows) / target
+
+
+def plot(rows: Sequence[SimulatedUpdate], target: float | None, file: Path) -> None:
+    """KL with its target above, beta on a log axis below. The format is that of the file's suffix."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    steps = [row.step for row in rows]
+    above.plot(steps, [row.kl for row in rows], marker=".")
+    if target is not None:
+        above.axhline(target, linestyle="--", color="gray", label="target")
+        above.legend()
+    above.set_ylabel("KL (nats)")
+    below.plot(steps, [row.coef for row in rows], marker=".", color="tab:red")
+    if all(row.coef > 0.0 for row in rows):
+        below.set_yscale("log")
+    below.set_ylabel("beta")
+    below.set_xlabel("update")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)

@@ -1,0 +1,33 @@
+"""Untrusted text made safe to show: prompts, responses, file names."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Controls, lone surrogates, line and paragraph separators: they move the cursor or break a line.
+_UNSAFE = frozenset({"Cc", "Cs", "Zl", "Zp"})
+# Format characters that reorder or hide the text around them (joiners of emoji and scripts stay).
+_BIDI = frozenset(
+    "\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff"
+)
+_NAMES = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def safe_text(text: str, *, keep_newlines: bool = False) -> str:
+    r"""`text` with control characters shown as text, as in ``\x1b[2J`` or ``\u202e``.
+
+    Newlines become ``\n`` unless `keep_newlines`. Printable text is returned unchanged, markup too:
+    showing it without interpreting markup is the caller's part.
+    """
+    return "".join(
+        char if not _is_unsafe(char) or (keep_newlines and char == "\n") else _name(char) for char in text
+    )
+
+
+def _is_unsafe(char: str) -> bool:
+    return char in _BIDI or unicodedata.category(char) in _UNSAFE
+
+
+def _name(char: str) -> str:
+    code = ord(char)
+    return _NAMES.get(char) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")

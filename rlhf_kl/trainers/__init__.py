@@ -1,0 +1,1 @@
+"""The training loops: PPO, supervised fine-tuning, reward models."""

@@ -1,0 +1,70 @@
+"""AdamW and the learning-rate schedules that all trainers share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over the trainable tensors, eps 1e-5 (Huang et al. 2022, detail 3); no decay on vectors."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    # The foreach path updates all tensors in a few calls and gives the same numbers every time.
+    return torch.optim.AdamW(groups, lr=learning_rate, eps=1e-5, foreach=True)
+
+
+def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
+    """Factor of the learning rate at `progress` in [0, 1]: constant, linear to 0, or half a cosine to 0.
+
+    A pure function of progress, so a resumed run needs no schedule state.
+    """
+    if warmup > 0 and progress < warmup:
+        return progress / warmup
+    rest = (progress - warmup) / max(1e-12, 1 - warmup)
+    if schedule == "constant":
+        return 1.0
+    if schedule == "linear":
+        return max(0.0, 1.0 - rest)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, rest)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The same learning rate for all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as named tensors, for safetensors."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, slot in state.items()
+        for name, value in slot.items()
+    }
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The reverse of `optimizer_tensors`; the parameter groups stay as built."""
+    slots: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        index, name = key.split(".", 1)
+        slots.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Trainable tensors of several modules, each once."""
+    seen: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                seen.setdefault(id(parameter), parameter)
+    return list(seen.values())

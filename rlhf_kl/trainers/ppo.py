@@ -1,0 +1,416 @@
+"""PPO with a KL penalty to a frozen reference. Source: Ziegler et al. 2019 (1909.08593); Schulman et al. 2017."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.models.actor_critic import ActorCritic, response_logits
+from rlhf_kl.ops.gae import gae
+from rlhf_kl.ops.kl import ESTIMATORS
+from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
+from rlhf_kl.ops.losses import policy_loss, value_loss
+from rlhf_kl.ops.masked import masked_mean, masked_sum, whiten
+from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
+from rlhf_kl.reward_functions import GoldScorer, ScoreShaping, checked_scores
+from rlhf_kl.rollout.collect import Sampling, assemble, draw, exact_kl_now, measure, response_texts
+from rlhf_kl.seeding import shuffled, uniforms
+from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
+from rlhf_kl.trainers.metrics import Gathered, rollout_metrics
+from rlhf_kl.trainers.optim import lr_factor, set_learning_rate
+from rlhf_kl.types import RewardFn, RolloutBatch
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: its row of metrics, and the samples it was made from."""
+
+    row: dict[str, Any]
+    prompts: list[str]
+    responses: list[str]
+    gold: list[float] | None
+    rollout: RolloutBatch
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the losses of one update pull towards; tensors (B, T)."""
+
+    advantages: Tensor  # whitened over the global batch
+    returns: Tensor
+    kl_weight: float  # beta of the KL in the loss, in units of the whitened advantages; 0 = none there
+
+
+class PPOTrainer:
+    """Everything one update needs; `update(step)` is the algorithm."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        model: ActorCritic,
+        optimizer: torch.optim.Optimizer,
+        reference: Any,
+        reward: RewardFn,
+        shaping: ScoreShaping,
+        controller: KLControl,
+        prompts: PromptStream,
+        tokenizer: Any,
+        sampling: Sampling,
+        gold: GoldScorer | None = None,
+    ) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.core: ActorCritic = accelerator.unwrap_model(self.model)
+        self.reference, self.reward, self.gold = reference, reward, gold
+        self.shaping, self.controller = shaping, controller
+        self.prompts, self.tokenizer, self.sampling = prompts, tokenizer, sampling
+        self.forecast = KLForecast()
+        self.world, self.rank = accelerator.num_processes, accelerator.process_index
+        self.local_rows = config.rollout.batch_size // self.world
+        self.trained = [p for p in self.core.parameters() if p.requires_grad]
+
+    # ------------------------------------------------------------------ one update
+
+    def update(self, step: int) -> Update:
+        """Update number `step` (from 1). The row describes the policy that sampled its rollout."""
+        cfg, controller = self.config, self.controller
+        started = time.perf_counter()
+        prompts = self.prompts.batch(step, self.rank * self.local_rows, self.local_rows)
+        noise = uniforms(cfg.rollout.batch_size, self.sampling.max_new_tokens, cfg.run.seed, "rollout", step)
+        mine = noise[self.rank * self.local_rows :][: self.local_rows]
+        with self.autocast():
+            sampled = draw(
+                self.core.policy, prompts, mine, self.sampling, self.accelerator.device
+            )  # 1. y ~ pi(.|x)
+        responses = response_texts(self.tokenizer, sampled)
+        sampled_at = time.perf_counter()
+        scores = checked_scores(self.reward, prompts.texts, responses, cfg.reward.kind)
+        gold = self.gold(prompts.texts, responses) if self.gold else None
+        shaped = self.shaping(scores, sampled.ended.cpu())
+        with self.autocast():
+            measured = measure(self.model, self.reference, prompts, sampled, self.sampling.temperature)
+        rollout = assemble(prompts, sampled, measured, scores, shaped)
+        scored_at = time.perf_counter()
+
+        coef = controller.coef
+        targets = self.targets(rollout, coef)  # 2. rewards, 3. advantages
+        before = [p.detach().clone() for p in self.trained] if self.ceiling is not None else []
+        losses = self.optimize(rollout, targets, step)  # 4. clipped epochs
+        gathered = self.gather(rollout, gold)
+        row = rollout_metrics(gathered, coef, cfg.kl.target_value, cfg.kl.unit)
+        kl = row[f"kl/{cfg.kl.unit}"]
+        self.forecast.observe(kl)
+        cut = self.hold_ceiling(rollout, before, kl)
+        controller.observe_backtrack(cut.factor)
+        alerts = controller.update(kl, cfg.rollout.batch_size)  # 5. move beta toward the target
+        if losses.pop("skipped"):
+            alerts.append("update-skipped: a gradient was not finite, its step was left out")
+        row |= losses
+        row |= {
+            "step": step,
+            "episodes": step * cfg.rollout.batch_size,
+            "kl/coef": coef,
+            "kl/coef_next": controller.coef,
+            "kl/ceiling": self.ceiling,
+            "kl/backtrack_factor": cut.factor,
+            "kl/after_update": cut.kl_after,
+            "dist/world_size": self.world,
+            "dist/coef_spread": self.spread(controller.coef),
+            "time/rollout_s": sampled_at - started,
+            "time/score_s": scored_at - sampled_at,
+            "time/update_s": time.perf_counter() - scored_at,
+            "alerts": alerts,
+        }
+        return Update(row, prompts.texts, responses, gold, rollout)
+
+    # ------------------------------------------------------------------ rewards and advantages
+
+    def targets(self, rollout: RolloutBatch, coef: float) -> Targets:
+        """Rewards shaped by the KL where it belongs into the reward, then advantages and returns."""
+        cfg = self.config.ppo
+        kl = self.kl_in_reward(rollout)
+        rewards = shape_rewards(rollout.shaped_scores, kl, rollout.mask, coef)
+        if cfg.whiten_rewards:
+            rewards, _ = whiten(rewards, rollout.mask, center=False, reduce=self.sum_over_processes)
+        advantages, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
+        if cfg.critic_lam is not None:
+            _, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.critic_lam)
+        advantages, std = whiten(advantages, rollout.mask, reduce=self.sum_over_processes)
+        # The KL in the loss stands beside advantages that were divided by std: so is its beta.
+        weight = 0.0 if self.config.kl.placement == "reward" else coef / float(std)
+        return Targets(advantages, returns, weight)
+
+    def kl_in_reward(self, rollout: RolloutBatch) -> Tensor:
+        """What each token pays in the reward, before beta: (B, T)."""
+        kl = self.config.kl
+        if kl.placement == "loss":
+            return torch.zeros_like(rollout.logprobs)
+        if kl.placement == "rao_blackwell":
+            return kl_of_next_states(rollout.exact_kl, rollout.mask)
+        if kl.estimator == "exact":
+            return rollout.exact_kl
+        return ESTIMATORS[kl.estimator](rollout.logprobs, rollout.ref_logprobs)
+
+    # ------------------------------------------------------------------ epochs
+
+    def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> dict[str, Any]:
+        """Several epochs of clipped minibatch updates; returns the means over what was trained on."""
+        cfg = self.config.ppo
+        set_learning_rate(
+            self.optimizer, cfg.learning_rate * lr_factor(cfg.lr_schedule, (step - 1) / self.config.updates)
+        )
+        size = cfg.minibatch_size // self.world
+        totals: dict[str, float] = {}
+        first_max, skipped, trained = 0.0, 0, 0.0
+        for epoch in range(cfg.epochs):
+            order = shuffled(len(rollout), self.config.run.seed, "minibatches", step, epoch)
+            epoch_kl = 0.0
+            for number, rows in enumerate(order.split(size)):
+                stats, finite = self.minibatch(rollout, targets, rows.to(rollout.mask.device), step)
+                skipped += not finite
+                if epoch == 0 and number == 0:
+                    first_max = stats["max_logratio"]
+                epoch_kl = stats["approx_kl"] / stats["tokens"]
+                trained += stats["tokens"]
+                for name, value in stats.items():
+                    totals[name] = totals.get(name, 0.0) + value
+            if cfg.max_update_kl is not None and epoch_kl > cfg.max_update_kl:
+                break
+        return {
+            "policy/loss": totals["policy_loss"] / trained,
+            "policy/approx_kl": totals["approx_kl"] / trained,
+            "policy/clip_fraction": totals["clipped"] / trained,
+            "policy/logratio_first_max": first_max,
+            "policy/grad_norm": totals["grad_norm"] / (number + 1) / (epoch + 1),
+            "policy/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "policy/epochs": epoch + 1,
+            "value/loss": totals["value_loss"] / trained,
+            "value/explained_variance": self.explained_variance(rollout, targets),
+            "skipped": skipped,
+        }
+
+    def minibatch(
+        self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int
+    ) -> tuple[dict[str, float], bool]:
+        """One optimizer step; sums over the global minibatch, and whether the gradient was finite."""
+        cfg = self.config.ppo
+        tokens = float(self.sum_over_processes(rollout.mask[rows].sum().double()))
+        by_length = rows[torch.argsort(rollout.attention_mask[rows].sum(1), stable=True)]
+        pieces = by_length.split(cfg.microbatch_size)
+        sums = torch.zeros(4, dtype=torch.float64, device=rows.device)
+        largest = torch.zeros((), device=rows.device)
+        for i, piece in enumerate(pieces):
+            with self.no_sync(last=i == len(pieces) - 1):
+                loss, stats, top = self.losses(rollout.select(piece), targets, piece, step)
+                # Token sums over the *global* count: microbatches and ranks of unequal length weigh right;
+                # DDP averages gradients over ranks, hence the factor.
+                self.accelerator.backward(loss * (self.world / tokens))
+            sums += stats
+            largest = torch.maximum(largest, top)
+        norm = self.accelerator.clip_grad_norm_(self.trained, cfg.max_grad_norm)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        sums = self.sum_over_processes(sums)
+        names = ("policy_loss", "value_loss", "approx_kl", "clipped")
+        stats = dict(zip(names, sums.tolist(), strict=True))
+        largest = self.max_over_processes(largest)
+        return stats | {"tokens": tokens, "grad_norm": float(norm), "max_logratio": float(largest)}, finite
+
+    def losses(
+        self, batch: RolloutBatch, targets: Targets, rows: Tensor, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss of a microbatch, sums for the log (4,), and the largest |log ratio|."""
+        cfg, mask = self.config.ppo, batch.mask
+        width = mask.shape[1]
+        advantages, returns = targets.advantages[rows, :width], targets.returns[rows, :width]
+        with self.autocast():
+            logits, values = self.model(batch.input_ids, batch.attention_mask, width)
+        logprobs = chosen_logprobs(logits, batch.response_ids, self.sampling.temperature)
+        logprobs = torch.where(mask, logprobs, batch.logprobs)
+        surrogate, clipped = policy_loss(logprobs, batch.logprobs, advantages, cfg.cliprange)
+        value = value_loss(values, batch.values, returns, cfg.cliprange_value)
+        policy_total, value_total = masked_sum(surrogate, mask), masked_sum(value, mask)
+        loss = cfg.vf_coef * value_total
+        if step > cfg.value_warmup:
+            loss = loss + policy_total
+            if targets.kl_weight:
+                loss = loss + targets.kl_weight * masked_sum(self.kl_in_loss(batch, logits, logprobs), mask)
+        else:
+            loss = loss + 0.0 * policy_total  # keeps every tensor in the graph for DDP
+        log_ratio = (logprobs - batch.logprobs).detach()
+        approx_kl = masked_sum(torch.expm1(log_ratio) - log_ratio, mask)
+        stats = torch.stack([policy_total.detach(), value_total.detach(), approx_kl, (clipped & mask).sum()])
+        return loss, stats.double(), log_ratio.abs().max()
+
+    def kl_in_loss(self, batch: RolloutBatch, logits: Tensor, logprobs: Tensor) -> Tensor:
+        """Differentiable KL of each token for the loss: (B, T)."""
+        if self.config.kl.estimator != "exact":
+            return ESTIMATORS[self.config.kl.estimator](logprobs, batch.ref_logprobs)
+        with torch.no_grad(), self.autocast():
+            width = batch.mask.shape[1]
+            ref_logits = response_logits(self.reference, batch.input_ids, batch.attention_mask, width)
+        return exact_kl(logits, ref_logits, self.sampling.temperature)
+
+    def explained_variance(self, rollout: RolloutBatch, targets: Targets) -> float:
+        """1 - var(returns - values) / var(returns), over the global batch."""
+        mask, reduce = rollout.mask, self.sum_over_processes
+
+        def variance(x: Tensor) -> Tensor:
+            return masked_mean((x - masked_mean(x, mask, reduce=reduce)) ** 2, mask, reduce=reduce)
+
+        return float(
+            1 - variance(targets.returns - rollout.values) / variance(targets.returns).clamp_min(1e-8)
+        )
+
+    # ------------------------------------------------------------------ the belt
+
+    @property
+    def ceiling(self) -> float | None:
+        """Nats in the target's unit above which an update is cut; None = no ceiling."""
+        return self.config.kl.ceiling_value
+
+    def hold_ceiling(self, rollout: RolloutBatch, before: list[Tensor], kl_start: float) -> Cut:
+        """Shorten the update where the next rollout's KL is forecast above the ceiling."""
+        if self.ceiling is None or self.config.kl.ceiling.action != "backtrack":
+            return Cut(1.0, kl_start, float("nan"))
+        limit = self.ceiling / self.forecast.ratio
+        cut = shorten_update(
+            self.trained,
+            before,
+            lambda: self.kl_now(rollout),
+            kl_start,
+            limit,
+            lambda: self.descend_kl(rollout),
+        )
+        self.forecast.predicted = cut.kl_after
+        return cut
+
+    def kl_now(self, rollout: RolloutBatch) -> float:
+        """Exact KL in the target's unit, of the model as it is, at the rollout's states, over all processes."""
+        with self.autocast():
+            kl = exact_kl_now(self.core, self.reference, rollout, self.sampling.temperature)
+        count = rollout.mask.sum() if self.config.kl.unit == "token" else rollout.mask.any(1).sum()
+        total, count = self.sum_over_processes(torch.stack([kl.double().sum(), count.double()])).tolist()
+        return total / count
+
+    def descend_kl(self, rollout: RolloutBatch) -> None:
+        """One gradient step on the exact KL at the rollout's states, of the length of a usual update."""
+        tokens = float(self.sum_over_processes(rollout.mask.sum().double()))
+        width = self.config.ppo.microbatch_size
+        for rows in torch.arange(len(rollout), device=rollout.mask.device).split(width):
+            batch = rollout.select(rows)
+            with self.autocast():
+                logits, values = self.model(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
+                with torch.no_grad():
+                    ref = response_logits(
+                        self.reference, batch.input_ids, batch.attention_mask, batch.mask.shape[1]
+                    )
+            kl = masked_sum(exact_kl(logits, ref, self.sampling.temperature), batch.mask)
+            self.accelerator.backward((kl + 0.0 * values.sum()) * (self.world / tokens))
+        grads = [p.grad for p in self.trained]
+        norm = torch.sqrt(
+            sum((g.double().square().sum() for g in grads if g is not None), torch.zeros(()).double())
+        )
+        size = torch.sqrt(torch.tensor(float(sum(p.numel() for p in self.trained))))
+        rate = (
+            4 * self.config.ppo.epochs * self.config.ppo.learning_rate * float(size) / max(float(norm), 1e-12)
+        )
+        with torch.no_grad():
+            for p, g in zip(self.trained, grads, strict=True):
+                if g is not None:
+                    p.sub_(rate * g)
+        self.optimizer.zero_grad()
+
+    # ------------------------------------------------------------------ processes
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """bf16 where the run asks for it."""
+        return self.accelerator.autocast()  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def no_sync(self, *, last: bool) -> Iterator[None]:
+        """Gradients travel between processes once a minibatch, with its last microbatch."""
+        if last:
+            yield
+        else:
+            with self.accelerator.no_sync(self.model):
+                yield
+
+    def sum_over_processes(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
+        return x if self.world == 1 else self.accelerator.reduce(x, reduction="sum")  # type: ignore[no-any-return]
+
+    def max_over_processes(self, x: Tensor) -> Tensor:
+        """The largest value of a scalar over all processes."""
+        return x if self.world == 1 else self.accelerator.gather(x.reshape(1)).max()  # type: ignore[no-any-return]
+
+    def spread(self, value: float) -> float:
+        """Largest minus smallest of a number over processes."""
+        if self.world == 1:
+            return 0.0
+        every = self.accelerator.gather(
+            torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
+        )
+        return float(every.max() - every.min())
+
+    def gather(self, rollout: RolloutBatch, gold: list[float] | None) -> Gathered:
+        """What the metrics are made from, of the global batch."""
+        device = rollout.mask.device
+        gold_tensor = torch.tensor(gold if gold is not None else [0.0] * len(rollout), device=device)
+        fields = [
+            rollout.exact_kl,
+            rollout.logprobs,
+            rollout.ref_logprobs,
+            rollout.entropy,
+            rollout.mask.float(),
+            rollout.scores,
+            rollout.shaped_scores,
+            gold_tensor,
+            rollout.ended.float(),
+        ]
+        if self.world > 1:
+            fields = [self.accelerator.pad_across_processes(f, dim=1) if f.dim() > 1 else f for f in fields]
+            fields = [self.accelerator.gather(f) for f in fields]
+        kl, logprobs, ref_logprobs, entropy, mask, scores, shaped, golds, ended = (
+            f.float().cpu() for f in fields
+        )
+        return Gathered(
+            exact_kl=kl,
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            entropy=entropy,
+            mask=mask.bool(),
+            scores=scores,
+            shaped_scores=shaped,
+            gold=golds if gold is not None else None,
+            ended=ended.bool(),
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State besides tensors, JSON-able."""
+        return {
+            "controller": self.controller.state_dict(),
+            "shaping": self.shaping.state_dict(),
+            "forecast": self.forecast.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; the optimizer and the weights are loaded beside it."""
+        self.controller.load_state_dict(state["controller"])
+        self.shaping = ScoreShaping(**state["shaping"])
+        self.forecast.load_state_dict(state["forecast"])

@@ -1,0 +1,84 @@
+"""The loop of supervised training that `sft` and `reward-model` share: epochs of shuffled minibatches."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_kl.config.schema import EpochsSection
+from rlhf_kl.seeding import shuffled
+from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
+
+
+class Objective(Protocol):
+    """What is trained: rows of data, and the loss on some of them."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def size(self, row: int) -> int:
+        """Length of a row in tokens: rows of near-equal length go together."""
+        ...
+
+    def weight(self, row: int) -> float:
+        """What the row counts in a mean: its scored tokens, or 1."""
+        ...
+
+    def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
+        """Summed loss of some rows, and sums for the log."""
+        ...
+
+
+class SupervisedTrainer:
+    """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches."""
+
+    def __init__(self, model: nn.Module, objective: Objective, settings: EpochsSection, seed: int) -> None:
+        self.model, self.objective, self.settings, self.seed = model, objective, settings, seed
+        self.optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
+        self.per_epoch = math.ceil(len(objective) / settings.batch_size)
+        self.steps = max(1, round(settings.epochs * self.per_epoch))
+
+    def train(self, start: int = 1) -> Iterator[dict[str, Any]]:
+        """Yields a row of figures after each step; `start` is the first step to run (resume)."""
+        for step in range(start, self.steps + 1):
+            began = time.perf_counter()
+            row = self.step(step)
+            row |= {"step": step, "time/step_s": time.perf_counter() - began}
+            yield row
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One optimizer step."""
+        settings = self.settings
+        rows = sorted(self.batch(step), key=self.objective.size)
+        # Half a step in, so that the first step of a warm-up is not taken at rate 0.
+        factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
+        set_learning_rate(self.optimizer, settings.learning_rate * factor)
+        weight = sum(self.objective.weight(row) for row in rows)
+        totals: dict[str, float] = {}
+        for i in range(0, len(rows), settings.microbatch_size):
+            loss, sums = self.objective.loss(rows[i : i + settings.microbatch_size])
+            (loss / weight).backward()
+            for name, value in {"train/loss": float(loss.detach()), **sums}.items():
+                totals[name] = totals.get(name, 0.0) + value
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        figures = {name: value / weight for name, value in totals.items()}
+        return figures | {
+            "train/grad_norm": float(norm),
+            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+        }
+
+    def batch(self, step: int) -> list[int]:
+        """Rows of a step: a function of seed and step alone."""
+        epoch, place = divmod(step - 1, self.per_epoch)
+        order = shuffled(len(self.objective), self.seed, "epoch", epoch).tolist()
+        size = self.settings.batch_size
+        return order[place * size : (place + 1) * size]

@@ -1,0 +1,92 @@
+"""The batches that flow between the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RewardFn(Protocol):
+    """Scores responses: one finite number per response."""
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts, left-padded, with the texts they came from."""
+
+    texts: list[str]
+    ids: Tensor  # (B, P) long
+    mask: Tensor  # (B, P) bool, True = a token of the prompt
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Responses of one policy with everything that PPO needs to know about them; never mutated."""
+
+    prompt_ids: Tensor  # (B, P) long, left-padded
+    prompt_mask: Tensor  # (B, P) bool
+    response_ids: Tensor  # (B, T) long, EOS included, padded on the right
+    mask: Tensor  # (B, T) bool, True = a token the policy chose
+    logprobs: Tensor  # (B, T) of the policy that sampled
+    ref_logprobs: Tensor  # (B, T)
+    exact_kl: Tensor  # (B, T) nats, over the whole vocabulary
+    entropy: Tensor  # (B, T) nats
+    values: Tensor  # (B, T) of the state before each token
+    scores: Tensor  # (B,) raw
+    shaped_scores: Tensor  # (B,) normalised, clipped, penalties taken off
+    ended: Tensor  # (B,) bool, True = the response has an EOS
+
+    def __post_init__(self) -> None:
+        b, t = self.response_ids.shape
+        for field in fields(self):
+            shape = getattr(self, field.name).shape
+            expected: tuple[int, ...]
+            if field.name.startswith("prompt_"):
+                expected = (b, self.prompt_ids.shape[1])
+            elif field.name in ("scores", "shaped_scores", "ended"):
+                expected = (b,)
+            else:
+                expected = (b, t)
+            if tuple(shape) != expected:
+                raise ValueError(f"RolloutBatch.{field.name} has shape {tuple(shape)}, expected {expected}")
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each response, EOS included: (B,)."""
+        return self.mask.sum(1)
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Prompt and response: (B, P + T)."""
+        return torch.cat([self.prompt_ids, self.response_ids], 1)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """(B, P + T) bool."""
+        return torch.cat([self.prompt_mask, self.mask], 1)
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """The given rows, trimmed: no column that is padding in all of them."""
+        picked = replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        left = int(picked.prompt_mask.shape[1] - picked.prompt_mask.sum(1).max())
+        width = max(1, int(picked.mask.sum(1).max()))
+        trimmed = {}
+        for field in fields(self):
+            tensor = getattr(picked, field.name)
+            if field.name.startswith("prompt_"):
+                trimmed[field.name] = tensor[:, left:]
+            elif tensor.dim() == 2:
+                trimmed[field.name] = tensor[:, :width]
+        return replace(picked, **trimmed)

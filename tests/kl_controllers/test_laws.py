@@ -1,0 +1,194 @@
+"""Each law on numbers worked by hand."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from rlhf_kl.kl_controllers import (
+    PIDKL,
+    AdaptiveKL,
+    DualKL,
+    ExponentialKL,
+    FixedKL,
+    ProportionalKL,
+    ScheduledKL,
+    ThresholdKL,
+)
+
+
+def coefs_after(controller, kls, episodes=64):
+    seen = []
+    for kl in kls:
+        controller.update(kl, episodes)
+        seen.append(controller.coef)
+    return seen
+
+
+def test_threshold_golden_sequence():
+    seen = coefs_after(ThresholdKL(), [0.01, 0.02, 0.05, 0.1, 0.03, 0.02])
+    assert seen == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225], abs=1e-12)
+
+
+def test_threshold_lowers_and_stops_at_its_bounds():
+    assert coefs_after(ThresholdKL(coef=0.3), [0.0]) == pytest.approx([0.2])
+    assert coefs_after(ThresholdKL(), [9.0] * 20)[-1] == 1.0
+    assert coefs_after(ThresholdKL(), [0.0] * 20)[-1] == 0.01
+
+
+def test_ziegler_by_hand():
+    # n/horizon = 0.2: clipped below (0.96), clipped above (1.04), unclipped error 0.1 (1.02)
+    law = ProportionalKL(coef=1.0, target=0.1, horizon=320)
+    assert coefs_after(law, [0.0, 0.5, 0.11]) == pytest.approx([0.96, 0.9984, 1.018368])
+
+
+def test_ziegler_stays_positive_where_the_printed_law_flips_sign():
+    law = ProportionalKL(coef=1.0, target=0.1, horizon=64)
+    assert coefs_after(law, [0.0], episodes=64 * 20) == [0.5]
+    assert coefs_after(law, [9.0], episodes=64 * 20) == [1.0]
+
+
+def test_ziegler_horizon_auto_scales_with_the_run():
+    assert ProportionalKL(horizon="auto", total_episodes=6400, batch_size=64).horizon == 320
+    assert ProportionalKL(horizon="auto", total_episodes=640, batch_size=64).horizon == 64
+    with pytest.raises(ValueError, match="total_episodes"):
+        ProportionalKL(horizon="auto")
+
+
+def test_ziegler_horizon_10000_can_hardly_move_in_a_short_run():
+    low, high = ProportionalKL(coef=1.0, horizon=10000).reach(100, 64)
+    assert high == pytest.approx(1.14, abs=0.005)
+    assert low == pytest.approx(0.88, abs=0.005)
+
+
+def test_exponential_doubles_and_smooths():
+    assert coefs_after(ExponentialKL(gain=math.log(2), target=0.1), [1.1]) == pytest.approx([0.2])
+    # smoothed KL 1.1 then 0.6: factors 4^1 and 4^0.5
+    law = ExponentialKL(gain=math.log(4), target=0.1, smoothing=0.5)
+    assert coefs_after(law, [1.1, 0.1]) == pytest.approx([0.4, 0.8])
+
+
+def test_exponential_survives_a_kl_that_overflows_exp():
+    assert coefs_after(ExponentialKL(gain=5.0), [1e9]) == [10.0]
+
+
+def test_dual_is_additive_and_projected():
+    assert coefs_after(DualKL(lr=0.02), [0.2, 0.0, 0.0]) == pytest.approx([0.12, 0.10, 0.08])
+    assert coefs_after(DualKL(lr=0.02, min_coef=0.05), [0.0] * 9)[-1] == 0.05
+    assert DualKL(lr=0.02, coef=0.1).reach(2, 64) == pytest.approx((0.06, 0.14))
+
+
+def test_pid_terms_one_by_one():
+    plain = {"target": 1.0, "hold": 0, "rate": 9.0}
+    p = coefs_after(PIDKL(kp=1.0, ki=0.0, kd=0.0, **plain), [1.5, 1.0])
+    assert p == pytest.approx([0.1 * math.exp(0.5), 0.1])
+    i = coefs_after(PIDKL(kp=0.0, ki=0.1, kd=0.0, **plain), [1.5, 1.5, 1.0])
+    assert i == pytest.approx([0.1 * math.exp(x) for x in (0.05, 0.1, 0.1)])
+    d = coefs_after(PIDKL(kp=0.5, ki=0.0, kd=0.5, **plain), [1.0, 1.5, 1.5])
+    assert d == pytest.approx([0.1 * math.exp(x) for x in (0.0, 0.5, 0.25)])
+
+
+def test_pid_holds_a_cold_start_but_not_for_good():
+    seen = coefs_after(PIDKL(hold=3), [0.0] * 5)
+    assert seen[:3] == [0.1] * 3
+    assert seen[4] < seen[3] < 0.1
+
+
+def test_pid_does_not_wind_up_at_a_bound():
+    law = PIDKL(coef=1.0, target=0.1, max_coef=2.0)
+    assert coefs_after(law, [1.0] * 50)[-1] == 2.0
+    assert coefs_after(law, [0.05] * 3)[-1] < 1.0
+
+
+def test_pid_rate_limit():
+    assert coefs_after(PIDKL(rate=0.1, kp=5.0), [9.0]) == pytest.approx([0.1 * math.exp(0.1)])
+
+
+def test_fixed_is_fixed_and_may_be_zero():
+    assert coefs_after(FixedKL(coef=0.3), [0.0, 9.0]) == [0.3, 0.3]
+    assert coefs_after(FixedKL(coef=0.0), [9.0]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("constant", [0.1] * 5),
+        ("linear", [0.15, 0.2, 0.25, 0.3, 0.3]),
+        ("cosine", [0.129289, 0.2, 0.270711, 0.3, 0.3]),
+    ],
+)
+def test_schedule_follows_progress_and_not_the_kl(shape, expected):
+    law = ScheduledKL(total_episodes=256, coef=0.1, end_coef=0.3, shape=shape)
+    assert coefs_after(law, [0.0, 9.0, 0.0, 9.0, 0.0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_schedule_tightens_by_default():
+    assert coefs_after(ScheduledKL(total_episodes=64), [0.0])[-1] > 0.1
+
+
+def test_adaptive_raises_beta_more_for_a_higher_kl():
+    answers = []
+    for last in (0.05, 0.1, 0.2, 0.8):
+        law = AdaptiveKL(target=0.1, up=5.0, down=5.0)
+        coefs_after(law, [0.0, 0.03, last])
+        answers.append(law.coef)
+    assert answers == sorted(answers)
+    assert answers[0] < answers[-1] / 2
+
+
+def test_adaptive_leaves_a_kl_at_target_alone():
+    law = AdaptiveKL(coef=0.2, target=0.1)
+    assert coefs_after(law, [0.1] * 30) == pytest.approx([0.2] * 30)
+
+
+def test_adaptive_moves_at_most_its_rate():
+    seen = [0.1, *coefs_after(AdaptiveKL(down=0.3, up=0.7), [0.0, 0.0, 5.0, 50.0, 0.0, 0.0, 0.1, 3.0])]
+    steps = [math.log(b / a) for a, b in pairwise(seen)]
+    assert min(steps) >= -0.3 - 1e-9
+    assert max(steps) <= 0.7 + 1e-9
+    assert AdaptiveKL(down=0.3, up=0.7).log_steps(64) == (0.3, 0.7)
+
+
+def test_adaptive_hears_that_updates_were_cut():
+    # The same KLs; once they stand still by themselves, once because the ceiling cuts every update to half.
+    free, cut = AdaptiveKL(target=0.1), AdaptiveKL(target=0.1)
+    for kl in (0.0, 0.05, 0.1, 0.12, 0.13, 0.13):
+        cut.observe_backtrack(0.5)
+        for law in (free, cut):
+            law.update(kl, 64)
+    assert cut.coef > free.coef
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "word"),
+    [
+        (ThresholdKL, {"target": -0.1}, "target"),
+        (ThresholdKL, {"target": math.nan}, "target"),
+        (ThresholdKL, {"low": 2.0}, "low"),
+        (ThresholdKL, {"factor": 1.0}, "factor"),
+        (ThresholdKL, {"coef": 2.0}, "max_coef"),
+        (ThresholdKL, {"min_coef": 2.0, "max_coef": 1.0}, "min_coef"),
+        (ProportionalKL, {"horizon": 0}, "horizon"),
+        (ProportionalKL, {"horizon": "soon"}, "horizon"),
+        (ProportionalKL, {"horizon": 10, "coef": 0.0}, "coef"),
+        (ExponentialKL, {"gain": -1.0}, "gain"),
+        (ExponentialKL, {"smoothing": 1.0}, "smoothing"),
+        (DualKL, {"lr": 0.0}, "lr"),
+        (PIDKL, {"kp": -1.0}, "kp"),
+        (PIDKL, {"kp": 0.0, "ki": 0.0}, "kp"),
+        (PIDKL, {"rate": 0.0}, "rate"),
+        (FixedKL, {"coef": -0.1}, "coef"),
+        (FixedKL, {"coef": math.inf}, "coef"),
+        (FixedKL, {"coef": True}, "coef"),
+        (ScheduledKL, {"total_episodes": 0}, "total_episodes"),
+        (ScheduledKL, {"total_episodes": 9, "shape": "square"}, "shape"),
+        (AdaptiveKL, {"target": 0.0}, "target"),
+        (AdaptiveKL, {"approach": 1.0}, "approach"),
+        (AdaptiveKL, {"speed": 0.0}, "speed"),
+        (AdaptiveKL, {"inertia": 1.5}, "inertia"),
+        (AdaptiveKL, {"up": -1.0}, "up"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(cls, options, word):
+    with pytest.raises(ValueError, match=word):
+        cls(**options)

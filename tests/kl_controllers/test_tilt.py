@@ -1,0 +1,101 @@
+import math
+import random
+from statistics import NormalDist, pvariance
+
+import pytest
+
+from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, solve_coef, solve_tilt, tilted
+
+NORMAL = [NormalDist().inv_cdf((i + 0.5) / 4096) for i in range(4096)]
+
+
+def test_two_scores_by_hand():
+    # beta = 1/ln 3 makes the weights 1/4 and 3/4
+    tilt = tilted([0.0, 1.0], 1.0 / math.log(3.0))
+    assert tilt.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert tilt.gain == pytest.approx(0.25)
+    assert tilt.ess == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("coef", [1.0, 2.0, 4.0])
+def test_gaussian_scores_follow_the_gaussian_law(coef):
+    tilt = tilted(NORMAL, coef)
+    assert tilt.kl == pytest.approx(0.5 / coef**2, rel=0.02)
+    assert tilt.gain == pytest.approx(1.0 / coef, rel=0.02)
+
+
+def test_only_the_scale_of_score_over_beta_counts():
+    scores = [random.Random(3).gauss(0, 1) for _ in range(200)]
+    here, there = tilted(scores, 0.7), tilted([100.0 + 5.0 * s for s in scores], 3.5)
+    assert there.kl == pytest.approx(here.kl)
+    assert there.gain == pytest.approx(5.0 * here.gain)
+
+
+def test_a_vanishing_beta_picks_the_best_and_does_not_overflow():
+    tilt = tilted([0.0, 1.0, 2.0, 3.0], 1e-300)
+    assert tilt == pytest.approx((math.log(4), 1.5, 1.0))
+
+
+def test_solve_inverts_the_gaussian_law():
+    assert solve_coef(NORMAL, 0.5) == pytest.approx(1.0, rel=0.01)
+    assert gain_at_kl(NORMAL, 0.5) == pytest.approx(1.0, rel=0.01)
+    assert not solve_tilt(NORMAL, 0.5).extrapolated
+
+
+def test_beyond_the_samples_it_extrapolates_and_says_so():
+    few = NORMAL[::32]
+    solution = solve_tilt(few, 8.0)
+    assert solution.extrapolated
+    assert "extrapolated" in solution.note
+    assert solution.coef == pytest.approx(0.25, rel=0.25)  # the law: 1 / sqrt(16)
+    assert gain_at_kl(few, 8.0) is None
+    assert solve_tilt(NORMAL, 0.5).note == ""
+
+
+def test_a_wider_budget_never_asks_for_a_larger_beta():
+    coefs = [solve_coef(NORMAL[::8], kl) for kl in (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)]
+    assert coefs == sorted(coefs, reverse=True)
+
+
+def test_saturating_scores_keep_the_gain_below_their_cap():
+    capped = [min(s, 0.5) for s in NORMAL]
+    mean = sum(capped) / len(capped)
+    # KL cannot pass -log of the share at the cap, nor the score the cap
+    assert tilted(capped, 1e-5).kl == pytest.approx(-math.log(sum(s == 0.5 for s in capped) / 4096))
+    assert tilted(capped, 1e-5).gain == pytest.approx(0.5 - mean)
+
+
+def test_gain_at_no_kl_is_nothing():
+    assert gain_at_kl(NORMAL, 0.0) == 0.0
+    assert gain_at_kl(NORMAL, math.nan) is None
+    assert gain_at_kl([1.0, 2.0], 0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "kl", "word"),
+    [
+        ([1.0] * 100, 0.1, "constant"),
+        ([1.0, 2.0], 0.1, "too few"),
+        (NORMAL, 0.0, "target_kl"),
+        ([], 0.1, "constant"),
+    ],
+)
+def test_what_cannot_be_solved_is_an_error(scores, kl, word):
+    with pytest.raises(ValueError, match=word):
+        solve_coef(scores, kl)
+
+
+def test_groups_lose_their_means_and_keep_their_spread():
+    rng = random.Random(0)
+    groups = [g for g in range(2000) for _ in range(3)]
+    offsets = [rng.gauss(0, 10) for _ in range(2000)]
+    centred = centre_groups([offsets[g] + rng.gauss(0, 2) for g in groups], groups)
+    assert math.fsum(centred) == pytest.approx(0.0, abs=1e-6)
+    assert pvariance(centred) == pytest.approx(4.0, rel=0.06)
+
+
+def test_groups_of_one_are_left_out_unless_there_are_no_others():
+    assert centre_groups([1.0, 3.0, 50.0], ["a", "a", "b"]) == pytest.approx([-math.sqrt(2), math.sqrt(2)])
+    assert len(centre_groups([1.0, 3.0, 50.0], ["a", "b", "c"])) == 3
+    with pytest.raises(ValueError, match="groups"):
+        centre_groups([1.0], [])

@@ -1,0 +1,255 @@
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import typer
+
+from rlhf_kl.cli.simulate import simulate
+from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ProportionalKL, ThresholdKL
+from rlhf_kl.simulate import (
+    Plant,
+    example_scores,
+    gaussian_law,
+    ideal_coef,
+    peak,
+    simulate_plant,
+    simulate_sequence,
+    tail_error,
+    tilt_law,
+)
+
+TARGET, LENGTH = 0.1, 20.0
+SATURATING = tilt_law(example_scores())
+
+
+def adaptive(coef):
+    return AdaptiveKL(coef=coef, target=TARGET, min_coef=1e-5, max_coef=1e3)
+
+
+def laws(name, sigma):
+    return gaussian_law(sigma) if name == "gaussian" else lambda coef: SATURATING(coef / sigma)
+
+
+def test_gaussian_plant_arrives_at_its_law():
+    plant = Plant(gaussian_law(2.0), noise=0.0)
+    rows = simulate_plant(FixedKL(coef=1.0), plant, updates=80)
+    assert rows[0].kl == 0.0
+    assert rows[-1].kl == pytest.approx(2.0)  # 2^2 / (2 * 1^2)
+    assert all(a.kl < b.kl for a, b in pairwise(rows[:30]))
+
+
+def test_first_order_approach_in_the_root():
+    plant = Plant(gaussian_law(math.sqrt(2.0)), speed=0.5, noise=0.0)
+    rows = simulate_plant(FixedKL(coef=1.0), plant, updates=3)
+    assert [math.sqrt(row.kl) for row in rows] == pytest.approx([0.0, 0.5, 0.75])
+
+
+def test_the_saturating_plant_flattens():
+    slopes = [math.log(SATURATING(b / 1.1) / SATURATING(b * 1.1)) / math.log(1.21) for b in (3.0, 0.5, 0.15)]
+    assert slopes == sorted(slopes, reverse=True)
+    assert slopes[0] == pytest.approx(2.0, abs=0.2)
+    assert slopes[-1] < 0.6
+
+
+def test_noise_is_relative_and_seeded():
+    def kls(seed):
+        return [r.kl for r in simulate_plant(FixedKL(coef=1.0), Plant(gaussian_law(1.0), seed=seed), 20)]
+
+    assert kls(1) == kls(1) != kls(2)
+
+
+def test_a_ceiling_cuts_and_tells():
+    class Deaf(FixedKL):
+        def observe_backtrack(self, factor):
+            heard.append(factor)
+
+    heard: list[float] = []
+    rows = simulate_plant(Deaf(coef=0.1), Plant(gaussian_law(1.0), noise=0.0), 20, ceiling=0.5)
+    assert max(row.kl for row in rows) == pytest.approx(0.5)
+    assert min(heard) < 0.1
+
+
+def test_sticky_and_climbing_plants_do_what_they_say():
+    climbing = Plant(gaussian_law(1.0), noise=0.0, climb=0.1)
+    roots = [math.sqrt(row.kl) for row in simulate_plant(FixedKL(coef=0.01), climbing, 10)]
+    assert [b - a for a, b in pairwise(roots)] == pytest.approx([0.1] * 9)
+    free, sticky = (Plant(gaussian_law(1.0), noise=0.0, root_kl=3.0, sticky_kl=s) for s in (math.inf, 1.0))
+    for plant in (free, sticky):
+        plant.advance(10.0)
+    assert free.kl < sticky.kl < 9.0
+
+
+@pytest.mark.parametrize("law", ["gaussian", "saturating"])
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("speed", [0.1, 0.2, 0.4])
+def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
+    equilibrium = laws(law, sigma)
+    ideal = ideal_coef(equilibrium, TARGET * LENGTH)
+    errors = []
+    for start in (0.1, 0.3, 1.0, 3.0, 10.0):
+        plant = Plant(equilibrium, speed=speed, length=LENGTH, climb=0.25, seed=7)
+        rows = simulate_plant(adaptive(ideal * start), plant)
+        errors.append(tail_error(rows, TARGET))
+        assert peak(rows, TARGET) < 1.6
+    # 5 % noise alone gives 0.04; the worst is a start at 10x on a slow saturating plant
+    assert sum(errors) / len(errors) < 0.13
+    assert max(errors) < 0.25
+
+
+def test_adaptive_beats_ziegler_where_both_start_wrong():
+    law = gaussian_law(1.0)
+    ideal = ideal_coef(law, TARGET * LENGTH)
+
+    def run(controller):
+        return simulate_plant(controller, Plant(law, length=LENGTH, climb=0.25))
+
+    ours = run(adaptive(0.3 * ideal))
+    theirs = run(ProportionalKL(coef=0.3 * ideal, target=TARGET, horizon=320))
+    assert tail_error(ours, TARGET) < 0.5 * tail_error(theirs, TARGET)
+    assert peak(ours, TARGET) < peak(theirs, TARGET)
+
+
+def test_adaptive_under_a_ceiling_settles_below_it():
+    law = gaussian_law(1.0)
+    controller = adaptive(0.1 * ideal_coef(law, TARGET * LENGTH))
+    rows = simulate_plant(controller, Plant(law, length=LENGTH), ceiling=1.3 * TARGET)
+    assert tail_error(rows, TARGET) < 0.1
+
+
+@pytest.mark.parametrize("kind", sorted(set(CONTROLLERS) - {"schedule"}))
+def test_rows_chain(kind):
+    options = {"horizon": 320} if kind == "proportional" else {}
+    rows = simulate_sequence(CONTROLLERS[kind](**options), [0.0, 0.05, 0.3, 0.1])
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    assert all(a.coef_next == b.coef for a, b in pairwise(rows))
+
+
+def test_alerts_of_a_sequence_carry_their_step():
+    alerts: list[str] = []
+    simulate_sequence(ThresholdKL(), [0.1, math.nan], alerts=alerts)
+    assert [alert.split(": ")[:2] for alert in alerts] == [["step 2", "kl-not-finite"]]
+
+
+@pytest.mark.parametrize("options", [{"speed": 0.0}, {"noise": -1.0}, {"length": 0.0}, {"inertia": 1.0}])
+def test_a_plant_that_makes_no_sense_is_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Plant(gaussian_law(1.0), **options)
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def run(capsys):
+    app = typer.Typer()
+    app.command()(simulate)
+
+    def call(*arguments):
+        app(list(arguments), standalone_mode=False)
+        return capsys.readouterr()
+
+    return call
+
+
+def rows_of(output):
+    return json.loads(output.out)
+
+
+def test_the_golden_threshold_table(run):
+    output = run("--controller", "threshold", "--kl", "0.01,0.02,0.05,0.1,0.03,0.02", "--json")
+    rows = rows_of(output)
+    assert list(rows[0]) == ["step", "kl", "coef", "coef_next"]
+    assert [round(row["coef_next"], 4) for row in rows] == [0.1, 0.1, 0.15, 0.225, 0.225, 0.225]
+    assert output.err == ""
+
+
+def test_a_kl_that_is_not_a_number_is_null_and_said(run):
+    output = run("--kl", "0.1,nan,0.2", "--json")
+    rows = rows_of(output)
+    assert rows[1]["kl"] is None
+    assert rows[1]["coef"] == rows[1]["coef_next"]
+    assert "step 2: kl-not-finite" in output.err
+
+
+@pytest.mark.parametrize("plant", ["gaussian", "saturating"])
+def test_the_default_law_on_a_plant(run, plant):
+    rows = rows_of(run("--plant", plant, "--coef", "0.1", "--target", "0.05", "--json"))
+    assert len(rows) == 60
+    assert rows[0]["coef"] == 0.1
+    assert sum(abs(row["kl"] / 0.05 - 1) for row in rows[30:]) / 30 < 0.15
+
+
+def test_table_and_picture(run, tmp_path):
+    picture = tmp_path / "sub" / "loop.png"
+    output = run("--updates", "5", "--plot", str(picture))
+    assert "coef_next" in output.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_runs_own_controller_and_sizes(run, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "rollout: {batch_size: 32}\n"
+        "ppo: {total_episodes: 320, minibatch_size: 32}\n"
+        "kl: {target: 0.05, controller: {kind: proportional, coef: 0.4, horizon: 64}}\n"
+    )
+    rows = rows_of(run("--config", str(file), "--json"))
+    assert len(rows) == 10
+    assert rows[0]["coef"] == 0.4
+    assert rows[0]["coef_next"] == pytest.approx(0.36)  # KL 0: 1 - 0.2 * 32/64
+    shorter = rows_of(run("--config", str(file), "--set", "kl.controller.horizon=320", "--json"))
+    assert shorter[0]["coef_next"] == pytest.approx(0.392)
+    other = rows_of(run("--config", str(file), "--controller", "threshold", "--kl", "0.2", "--json"))
+    assert other[0]["coef_next"] == pytest.approx(0.6)
+
+
+def test_a_horizon_that_cannot_move_beta_is_said(run, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("kl: {controller: {kind: proportional, horizon: 10000}}\n")
+    assert "controller-too-slow" in run("--config", str(file), "--json").err
+
+
+def test_a_plugin_from_a_file(run, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Halving:\n"
+        "    def __init__(self, coef: float):\n        self.coef = coef\n"
+        "    def update(self, kl, episodes):\n        self.coef /= 2\n"
+    )
+    rows = rows_of(run("--controller", f"{tmp_path}/mine.py:Halving", "--kl", "1,1", "--json"))
+    assert [row["coef_next"] for row in rows] == [0.05, 0.025]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--controller", "adaptiv"], "did you mean adaptive"),
+        (["--plant", "gausian"], "did you mean gaussian"),
+        (["--kl", "0.1,x"], "--kl"),
+        (["--kl", "-0.1"], "--kl"),
+        (["--kl", ","], "--kl"),
+        (["--kl", "0.1", "--plant", "gaussian"], "one of them"),
+        (["--set", "kl.target=0.1"], "--config"),
+        (["--coef", "-1"], "coef"),
+        (["--target", "0"], "target"),
+        (["--speed", "2"], "speed"),
+        (["--updates", "3", "--plot", "loop.nonsense"], "--plot"),
+    ],
+)
+def test_bad_input_is_one_line(run, arguments, word):
+    with pytest.raises(InputError, match=word) as caught:
+        run(*arguments)
+    assert len(caught.value.problems) == 1
+
+
+def test_no_torch():
+    code = (
+        "import sys, typer; from rlhf_kl.cli.simulate import simulate; app = typer.Typer()\n"
+        "app.command()(simulate)\n"
+        "app(['--updates', '3', '--json'], standalone_mode=False)\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
