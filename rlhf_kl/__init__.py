@@ -36,9 +36,7 @@ _CONTROLLERS = (
 )
 _HOMES = {
     **dict.fromkeys(_CONTROLLERS, "rlhf_kl.kl_controllers"),
-    **dict.fromkeys(
-        ("k1", "k2", "k3", "absolute", "importance", "kl_penalty", "rewards_with_kl"), "rlhf_kl.ops.kl"
-    ),
+    **dict.fromkeys(("k1", "k2", "k3", "absolute", "importance", "kl_penalty", "rewards_with_kl"), "rlhf_kl.ops.kl"),
     "exact_kl": "rlhf_kl.ops.logprobs",
 }
 

@@ -40,7 +40,8 @@ class Checkpoint:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors by name."""
-        return load_file(self.path / "optimizer.safetensors")
+        tensors: dict[str, Tensor] = load_file(self.path / "optimizer.safetensors")
+        return tensors
 
 
 def save_checkpoint(
@@ -50,9 +51,7 @@ def save_checkpoint(
 
     def write(place: Path) -> None:
         save_model(model, str(place / "model.safetensors"))
-        save_file(
-            {name: tensor.contiguous() for name, tensor in optimizer.items()}, place / "optimizer.safetensors"
-        )
+        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, place / "optimizer.safetensors")
         (place / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"

@@ -85,9 +85,7 @@ def load_attribute(ref: str, *, search: Sequence[Path], builtins: Mapping[str, A
         raise InputError(f"{source} has no {attribute!r}{suggestion(attribute, public)}") from None
 
 
-def check_options(
-    obj: Callable[..., Any], options: Mapping[str, Any], *, provided: set[str], where: str
-) -> list[str]:
+def check_options(obj: Callable[..., Any], options: Mapping[str, Any], *, provided: set[str], where: str) -> list[str]:
     """Problems of calling `obj(**options)`, found from its signature alone: `obj` is never called.
 
     provided: parameters that the program fills in where the options do not.

@@ -83,9 +83,9 @@ def perplexity(
         ids, mask = pad([piece.ids for piece in group], tokenizer.pad_token_id, left=False)
         ids, mask = ids.to(device), mask.to(device)
         first = torch.tensor([piece.first for piece in group], device=device).unsqueeze(1)
-        logits = model(
-            input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False
-        ).logits[:, :-1]
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False).logits[
+            :, :-1
+        ]
         scored = mask[:, 1:] & (torch.arange(1, ids.shape[1], device=device) >= first)
         logprobs = chosen_logprobs(logits, ids[:, 1:])
         total -= float(logprobs[scored].double().sum())
@@ -106,11 +106,7 @@ def perplexity(
 
 def distinct_n(texts: Sequence[str], n: int = 2) -> float:
     """Share of n-grams of words that are distinct, over all texts (Li et al. 2016, 1510.03055)."""
-    grams = [
-        tuple(words[i : i + n])
-        for words in (text.split() for text in texts)
-        for i in range(len(words) - n + 1)
-    ]
+    grams = [tuple(words[i : i + n]) for words in (text.split() for text in texts) for i in range(len(words) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,11 +63,8 @@ class RewardModel:
 
 def bind_reward(attribute: Any, options: dict[str, Any]) -> RewardFn:
     """A user's function with its options, or an instance of a user's class made with them."""
-    if inspect.isclass(attribute):
-        made: RewardFn = attribute(**options)
-        return made
-    bound: RewardFn = partial(attribute, **options)
-    return bound
+    bound = attribute(**options) if inspect.isclass(attribute) else partial(attribute, **options)
+    return cast(RewardFn, bound)
 
 
 def checked_scores(reward: RewardFn, prompts: Sequence[str], responses: Sequence[str], name: str) -> Tensor:
@@ -84,9 +81,7 @@ def checked_scores(reward: RewardFn, prompts: Sequence[str], responses: Sequence
     try:
         scores = [_number(score) for score in returned]
     except TypeError:
-        raise InputError(
-            f"reward {name}: returned {type(returned).__name__}, not one number per response"
-        ) from None
+        raise InputError(f"reward {name}: returned {type(returned).__name__}, not one number per response") from None
     if len(scores) != len(responses):
         raise InputError(f"reward {name}: returned {len(scores)} scores for {len(responses)} responses")
     for score, raw, response in zip(scores, returned, responses, strict=True):
@@ -114,9 +109,7 @@ class ScoreShaping:
     missing_eos_penalty: float = 0.0
 
     @classmethod
-    def fit(
-        cls, scores: Tensor, *, normalize: bool, clip: float | None, missing_eos_penalty: float
-    ) -> ScoreShaping:
+    def fit(cls, scores: Tensor, *, normalize: bool, clip: float | None, missing_eos_penalty: float) -> ScoreShaping:
         """From raw scores (N,) of reference samples. Errors: InputError where all scores are the same."""
         std = float(scores.std(correction=0))
         if not std > 1e-8 * max(1.0, float(scores.abs().max())):

@@ -39,9 +39,7 @@ PLANTS: dict[str, tuple[str, dict[str, float]]] = {
 class VelocityPI(KLController):
     """log beta += clip(kp*(e - e_prev) + ki*e, -0.4, 1.2), e = clip(sqrt(KL/target) - 1, -1, 2)."""
 
-    def __init__(
-        self, *, kp: float, ki: float, target: float, coef: float, min_coef: float, max_coef: float
-    ) -> None:
+    def __init__(self, *, kp: float, ki: float, target: float, coef: float, min_coef: float, max_coef: float) -> None:
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
         self.target, self.kp, self.ki, self.last = target, kp, ki, -1.0
 

@@ -135,9 +135,7 @@ def test_options_that_fit_are_no_problem() -> None:
     assert check_options(Controller, {}, provided={"coef"}, where="c") == []
     assert check_options(takes_anything, {"x": 1, "y": [2]}, provided={"prompts"}, where="c") == []
     assert check_options(unknown_annotation, {"strength": 1}, provided={"prompts"}, where="c") == []
-    assert (
-        check_options(functools.partial(Controller, coef=1.0), {"hold": 1}, provided=set(), where="c") == []
-    )
+    assert check_options(functools.partial(Controller, coef=1.0), {"hold": 1}, provided=set(), where="c") == []
 
 
 def test_a_list_of_yaml_is_good_for_a_tuple_and_a_text_for_a_path() -> None:

@@ -9,7 +9,7 @@ from rlhf_kl.builtin.grammar import openings, write_response
 from rlhf_kl.errors import InputError
 
 HELDOUT_SHARE = 0.1  # of the openings; every held-out part draws its prompts from these and only these
-NOISE_SCALE = 0.5  # gold units per logit of the labeller
+NOISE_SCALE = 0.3  # gold units per logit of the labeller
 FLIP_SHARE = 0.03  # labels turned round whatever the scores say
 CORRUPTED_SHARE = 0.25  # pairs of which one response is damaged
 

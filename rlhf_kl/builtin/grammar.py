@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-MIN_WORDS, MAX_WORDS = 28, 36  # of a written response, punctuation counted
-BODY_WORDS = 22  # a body is long enough from here on
+MIN_WORDS, MAX_WORDS = 20, 28  # of a written response, punctuation counted
+BODY_WORDS = 15  # a body is long enough from here on
 CLOSING_WORTH = 0.5
 EMPHASIS = 0.25  # what "very" adds to the size of a predicate's sentiment
 
@@ -53,38 +53,38 @@ STRONG, MILD = 1.0, 0.5
 
 _ADJECTIVES: dict[str, dict[float, str]] = {
     "any": {
-        STRONG: "wonderful excellent perfect great",
-        MILD: "good nice lovely",
-        0.0: "ordinary average typical",
-        -MILD: "bad poor disappointing",
-        -STRONG: "awful terrible horrible dreadful",
+        STRONG: "wonderful excellent perfect",
+        MILD: "good nice",
+        0.0: "ordinary average",
+        -MILD: "bad poor",
+        -STRONG: "awful terrible horrible",
     },
     "food": {
         STRONG: "delicious",
-        MILD: "tasty fresh",
-        0.0: "plain simple",
-        -MILD: "bland cold stale",
+        MILD: "tasty",
+        0.0: "plain",
+        -MILD: "bland cold",
         -STRONG: "disgusting",
     },
     "people": {
         STRONG: "brilliant",
-        MILD: "friendly polite helpful",
-        0.0: "formal quiet",
-        -MILD: "slow careless lazy",
+        MILD: "friendly polite",
+        0.0: "formal",
+        -MILD: "slow careless",
         -STRONG: "rude",
     },
     "room": {
         STRONG: "spotless",
-        MILD: "clean comfortable cosy",
-        0.0: "basic modern",
-        -MILD: "noisy cramped damp",
+        MILD: "clean cosy",
+        0.0: "basic",
+        -MILD: "noisy damp",
         -STRONG: "filthy",
     },
     "place": {
         STRONG: "beautiful",
-        MILD: "peaceful pretty sunny",
-        0.0: "small hidden",
-        -MILD: "crowded gloomy dull",
+        MILD: "peaceful pretty",
+        0.0: "small",
+        -MILD: "crowded gloomy",
         -STRONG: "ugly",
     },
 }
@@ -95,7 +95,7 @@ _FACTS = {
     "place": "behind the main building|next to the church",
 }
 _INTENSIFIERS = {MILD: ("very", "really", "so"), STRONG: ("absolutely", "truly", "simply")}
-_NEGATED = {"not good": -0.5, "not great": -0.25, "not nice": -0.5, "not bad": 0.25, "not perfect": -0.25}
+_NEGATED = {"not good": -0.5, "not nice": -0.5, "not bad": 0.25, "not perfect": -0.25}
 _COMPARED = {"better than we expected": 0.75, "worse than we expected": -0.75, "just as we expected": 0.0}
 
 
@@ -141,9 +141,7 @@ def _readable(topic: str) -> dict[str, Predicate]:
     """Every predicate that is grammatical about a topic; words that do not fit it ("tasty" of a view) are
     worth nothing there, and so is a pair that takes back what it says ("good and bad")."""
     fitting = {p.text: p.sentiment for p in _predicates(topic)["plain"]}
-    words = [
-        word for source in _ADJECTIVES.values() for adjectives in source.values() for word in adjectives.split()
-    ]
+    words = [word for source in _ADJECTIVES.values() for adjectives in source.values() for word in adjectives.split()]
     found = {word: Predicate(word, fitting.get(word, 0.0)) for word in words}
     for word in words:
         worth = fitting.get(word, 0.0)
@@ -265,8 +263,7 @@ _PLACES = {
 }
 _KIND = {kind: place for place, (kinds, _) in _PLACES.items() for kind in kinds}
 _EXPECTED = {
-    place: tuple(a for a in ASPECTS.values() if a.places in ("both", place))
-    for place in ("lodging", "eatery")
+    place: tuple(a for a in ASPECTS.values() if a.places in ("both", place)) for place in ("lodging", "eatery")
 }
 
 

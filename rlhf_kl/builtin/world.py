@@ -29,12 +29,10 @@ class WorldSpec:
 
 
 WORLDS = {
-    "reviews": WorldSpec("reviews", CorpusSizes(train_texts=9_600, pairs=3_600)),
+    "reviews": WorldSpec("reviews", CorpusSizes(train_texts=9_600, pairs=4_000)),
     "reviews-small": WorldSpec(
         "reviews-small",
-        CorpusSizes(
-            train_texts=3000, heldout_texts=60, prompts=400, heldout_prompts=64, pairs=1500, heldout_pairs=100
-        ),
+        CorpusSizes(train_texts=3000, heldout_texts=60, prompts=400, heldout_prompts=64, pairs=1500, heldout_pairs=100),
         sft=(
             "policy.architecture.hidden_size=64",
             "policy.architecture.layers=2",
@@ -68,9 +66,7 @@ def cache_folder() -> Path:
     return Path(base).absolute() / "rlhf-kl"
 
 
-def part_key(
-    spec: WorldSpec, sources: Sequence[Path], versions: dict[str, str], settings: Sequence[str]
-) -> str:
+def part_key(spec: WorldSpec, sources: Sequence[Path], versions: dict[str, str], settings: Sequence[str]) -> str:
     """A key that changes with the spec, the code that makes the part, its settings and library versions."""
     digest = hashlib.sha256()
     digest.update(json.dumps([asdict(spec), versions, list(settings)], sort_keys=True).encode())

@@ -12,20 +12,12 @@ from rlhf_kl.cli.options import Quiet
 
 
 def evaluate(
-    run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")
-    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
-    config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The starting policy of a config.")
-    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="The starting policy of a config.")] = None,
     checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint of the run.")] = None,
-    reference: Annotated[
-        str | None, typer.Option(metavar="DIR-or-id", help="A model to stand beside it.")
-    ] = None,
-    texts: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Held-out texts; default: the config's.")
-    ] = None,
+    reference: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="A model to stand beside it.")] = None,
+    texts: Annotated[str | None, typer.Option(metavar="FILE", help="Held-out texts; default: the config's.")] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
     quiet: Quiet = False,
@@ -45,9 +37,7 @@ def _table(figures: dict[str, Any]) -> str:
     lines = [f"{'':<16}{'policy':>12}{'reference':>12}"] if beside else []
     for name, value in figures.items():
         if name != "reference" and value is not None:
-            lines.append(
-                f"{name:<16}{_shown(value):>12}" + (f"{_shown(beside.get(name)):>12}" if beside else "")
-            )
+            lines.append(f"{name:<16}{_shown(value):>12}" + (f"{_shown(beside.get(name)):>12}" if beside else ""))
     return "\n".join(line.rstrip() for line in lines)
 
 

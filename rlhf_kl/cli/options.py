@@ -30,17 +30,11 @@ Seed: TypeAlias = Annotated[
 Resume: TypeAlias = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")
 ]
-Overwrite: TypeAlias = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")
-]
-Quiet: TypeAlias = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")
-]
+Overwrite: TypeAlias = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")]
+Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")]
 
 
-def overrides(
-    sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None
-) -> list[str]:
+def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
     """All that the command line changes, in the form of `--set`; the named options win."""
     changes = list(sets or [])
     if output_dir is not None:

@@ -29,9 +29,7 @@ def simulate(
         str | None, typer.Option(metavar="FILE", help="Take controller, target and sizes of this config.")
     ] = None,
     sets: Set = None,
-    kl: Annotated[
-        str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs, instead of a plant.")
-    ] = None,
+    kl: Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs, instead of a plant.")] = None,
     plant: Annotated[
         str | None,
         typer.Option(metavar="LAW", help="saturating (default) or gaussian: how KL answers to beta."),
@@ -174,9 +172,7 @@ def _sequence(setup: _Setup, kls: list[float]) -> tuple[list[SimulatedUpdate], l
 def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
     if as_json:
         # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl
-        print(
-            json.dumps([{k: v if math.isfinite(v) else None for k, v in r._asdict().items()} for r in rows])
-        )
+        print(json.dumps([{k: v if math.isfinite(v) else None for k, v in r._asdict().items()} for r in rows]))
         return
     from rich.console import Console
     from rich.table import Table

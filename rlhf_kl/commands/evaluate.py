@@ -54,9 +54,7 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
 
 def newest_run() -> Path:
     """The run below runs/ that was written to last."""
-    found = [
-        path for path in RUNS.glob("*") if (path / "config.yaml").is_file() and (path / "final").is_dir()
-    ]
+    found = [path for path in RUNS.glob("*") if (path / "config.yaml").is_file() and (path / "final").is_dir()]
     if not found:
         raise InputError("no finished run under runs/: name one with --run, or a model with --model")
     return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
@@ -96,9 +94,7 @@ def _eval_run(
     if folder is not None and not final:
         load_policy(_checkpoint(folder, request.checkpoint), policy)
     freeze(model).to(accelerator.device)
-    reference_ref = sources.policy(
-        _located(request.reference or config.reference.model or config.policy.model)
-    )
+    reference_ref = sources.policy(_located(request.reference or config.reference.model or config.policy.model))
     reference = freeze(load_causal_lm(reference_ref, "reference")).to(accelerator.device)
     texts = _texts(request, config, sources)
     figures = _perplexity(policy, tokenizer, texts, display, "policy")
@@ -136,9 +132,7 @@ def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
     tied = set(getattr(policy, "all_tied_weights_keys", {}) or {})
     lost = [key for key in missing if key not in tied]
     if lost or unexpected:
-        raise InputError(
-            f"{checkpoint.path}: its tensors do not fit the policy: {(lost + list(unexpected))[:3]}"
-        )
+        raise InputError(f"{checkpoint.path}: its tensors do not fit the policy: {(lost + list(unexpected))[:3]}")
     policy.tie_weights()
 
 
@@ -173,8 +167,6 @@ def _texts(request: EvalRequest, config: TrainConfig, sources: Sources) -> list[
     )
 
 
-def _perplexity(
-    model: Any, tokenizer: Any, texts: list[str], display: TrainingDisplay, name: str
-) -> Perplexity:
+def _perplexity(model: Any, tokenizer: Any, texts: list[str], display: TrainingDisplay, name: str) -> Perplexity:
     with display.progress(f"reading {len(texts)} documents: {name}") as advance:
         return perplexity(model, tokenizer, texts, advance=advance)

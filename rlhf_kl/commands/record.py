@@ -132,7 +132,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
 
-    def receive(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler."""
         if self.signal is not None:
             raise Interrupted(number)

@@ -38,9 +38,7 @@ def run_reward_model(
     recorder = Recorder(folder, config, "reward-model", display)
     display.message(f"{len(pairs)} pairs, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
-        last = run_supervised(
-            recorder, trainer, model, lambda: pair_accuracy(reward, heldout), display, title
-        )
+        last = run_supervised(recorder, trainer, model, lambda: pair_accuracy(reward, heldout), display, title)
         write_folder(folder.final, lambda place: save_model(model, tokenizer, place))
         return recorder.summary(steps=trainer.steps, final=last, stopped_by=None)
     finally:

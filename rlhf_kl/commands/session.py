@@ -50,9 +50,7 @@ def make_accelerator(section: RunSection) -> Any:
         _, _, number = section.device.partition(":")
         if number:
             if int(number) >= torch.cuda.device_count():
-                raise InputError(
-                    f"run.device: {section.device}: there are {torch.cuda.device_count()} CUDA devices"
-                )
+                raise InputError(f"run.device: {section.device}: there are {torch.cuda.device_count()} CUDA devices")
             torch.cuda.set_device(int(number))
     if section.device == "mps" and not torch.backends.mps.is_available():
         raise InputError("run.device: mps is not available here")

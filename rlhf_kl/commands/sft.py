@@ -23,9 +23,7 @@ from rlhf_kl.trainers.sft import TextObjective
 from rlhf_kl.trainers.supervised import SupervisedTrainer
 
 
-def run_sft(
-    config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft"
-) -> dict[str, Any]:
+def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft") -> dict[str, Any]:
     """Train a language model; returns the summary."""
     accelerator = make_accelerator(config.run)
     sources = Sources(display)
@@ -34,9 +32,7 @@ def run_sft(
     model.to(accelerator.device)
     objective = TextObjective(model, tokenizer, texts, context_length(model))
     if objective.truncated:
-        display.message(
-            f"{objective.truncated} of {len(texts)} texts are longer than the context and are cut off"
-        )
+        display.message(f"{objective.truncated} of {len(texts)} texts are longer than the context and are cut off")
     trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed)
     recorder = Recorder(folder, config, "sft", display)
     display.message(f"{len(texts)} texts, {parameter_count(model):,} parameters, {trainer.steps} steps")

@@ -35,9 +35,7 @@ class Sources:
         """A folder or hub id of a causal language model."""
         return str(self.world(ref).policy()) if is_builtin(ref) else ref
 
-    def texts(
-        self, ref: str, column: str, what: str, *, heldout: bool, limit: int | None = None
-    ) -> list[str]:
+    def texts(self, ref: str, column: str, what: str, *, heldout: bool, limit: int | None = None) -> list[str]:
         """Texts to train on, or (`heldout`) those of a built-in world that were kept apart."""
         if is_builtin(ref):
             path = self.world(ref).file("heldout" if heldout else "train")
@@ -113,7 +111,8 @@ def split_heldout(rows: list[Any], what: str) -> tuple[list[Any], list[Any]]:
     """Every twentieth row apart, for texts and pairs. Errors: InputError for fewer than twenty rows."""
     if len(rows) < HELDOUT_SHARE:
         raise InputError(f"{what}: {len(rows)} rows are too few to keep some apart: name held-out ones")
-    train, kept = [], []
+    train: list[Any] = []
+    kept: list[Any] = []
     for number, row in enumerate(rows, 1):
         (kept if number % HELDOUT_SHARE == 0 else train).append(row)
     return train, kept

@@ -111,11 +111,9 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     reference_ref = config.reference.model
     same = reference_ref is None or sources.policy(reference_ref) == ref
     reference = (
-        copy.deepcopy(policy)
-        if same
-        else load_causal_lm(sources.policy(reference_ref or ""), "reference.model")
+        copy.deepcopy(policy) if same else load_causal_lm(sources.policy(reference_ref or ""), "reference.model")
     )
-    reference = freeze(reference).to(device)
+    freeze(reference).to(device)
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("reference.model: has another vocabulary than policy.model: no KL between them")
     reward = sources.reward(config.reward)
@@ -237,17 +235,13 @@ class TrainRun:
         config, parts = self.config, self.parts
         count = config.rollout.reference_samples
         each = min(PER_PROMPT, count)
-        chosen = shuffled(len(parts.prompts), config.run.seed, "reference prompts")[
-            : max(1, count // each)
-        ].tolist()
+        chosen = shuffled(len(parts.prompts), config.run.seed, "reference prompts")[: max(1, count // each)].tolist()
         indices = [i for i in chosen for _ in range(each)]
         scores, ended, lengths = [], [], []
         with self.display.progress("sampling the reference", len(indices)) as advance:
             for start in range(0, len(indices), SAMPLING_ROWS):
                 batch = parts.prompts.pick(indices[start : start + SAMPLING_ROWS])
-                noise = uniforms(
-                    len(batch), parts.sampling.max_new_tokens, config.run.seed, "reference samples", start
-                )
+                noise = uniforms(len(batch), parts.sampling.max_new_tokens, config.run.seed, "reference samples", start)
                 with self.accelerator.autocast():
                     sampled = draw(parts.reference, batch, noise, parts.sampling, self.accelerator.device)
                 responses = response_texts(parts.tokenizer, sampled)
@@ -351,7 +345,7 @@ class TrainRun:
                 self.note_best(row)
                 if step % config.tracking.samples_every == 0 or step in (1, total):
                     self.record_samples(step, update)
-                self.measure_speed(row, update, time.perf_counter() - mark)
+                self.measure_speed(row, time.perf_counter() - mark)
                 mark = time.perf_counter()
                 self.recorder.row(row)
                 self.display.update(row)
@@ -437,7 +431,7 @@ class TrainRun:
                 }
             )
 
-    def measure_speed(self, row: dict[str, Any], update: Update, seconds: float) -> None:
+    def measure_speed(self, row: dict[str, Any], seconds: float) -> None:
         """Rates over the whole step by the wall clock: evaluation, logging and checkpoints included."""
         samples = self.config.rollout.batch_size
         row["time/step_s"] = seconds
@@ -490,7 +484,7 @@ class TrainRun:
         self.recorder.row({"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated})
         self.write_final()
         last = tail[-1] if tail else {}
-        summary = self.recorder.summary(
+        return self.recorder.summary(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
             final=last | evaluated,
@@ -504,7 +498,6 @@ class TrainRun:
             starting_coef=self.coef,
             stopped_by=None,
         )
-        return summary
 
     def tilt_share(self, tail: list[dict[str, Any]]) -> float | None:
         """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
@@ -553,17 +546,11 @@ def gradient_notes(config: TrainConfig) -> list[str]:
             "rao_blackwell has the true gradient"
         )
     if kl.placement == "reward" and kl.estimator in ("k2", "k3"):
-        notes.append(
-            f"kl.estimator {kl.estimator} in the reward: not the gradient of KL(policy || reference); k1 is"
-        )
+        notes.append(f"kl.estimator {kl.estimator} in the reward: not the gradient of KL(policy || reference); k1 is")
     if kl.placement == "loss" and kl.estimator == "k1":
-        notes.append(
-            "kl.estimator k1 in the loss: its expected gradient is zero, so nothing holds the policy"
-        )
+        notes.append("kl.estimator k1 in the loss: its expected gradient is zero, so nothing holds the policy")
     if kl.placement == "loss" and kl.estimator == "k3":
-        notes.append(
-            "kl.estimator k3 in the loss: has the gradient of KL(reference || policy), the other direction"
-        )
+        notes.append("kl.estimator k3 in the loss: has the gradient of KL(reference || policy), the other direction")
     return [f"kl-gradient: {note}" for note in notes]
 
 

@@ -37,27 +37,34 @@ class World:
         self.spec: WorldSpec = world_spec(ref)
         self.display = display
         self.folder = cache_folder() / self.spec.name
+        self.found: dict[str, Path] = {}  # a key is worked out once: its sources may change while we run
 
     # ------------------------------------------------------------------ parts
 
     def corpus(self) -> Path:
         """Folder with texts, prompts and pairs as .jsonl."""
-        key = part_key(self.spec, CORPUS_SOURCES, {}, [])
-        return self._part(f"corpus-{key}", self._write_corpus)
+        if "corpus" not in self.found:
+            key = part_key(self.spec, CORPUS_SOURCES, {}, [])
+            self.found["corpus"] = self._part(f"corpus-{key}", self._write_corpus)
+        return self.found["corpus"]
 
     def policy(self) -> Path:
         """Folder of the pre-trained policy with its tokenizer."""
-        settings = load_config("sft", "sft_reviews.yaml", list(self.spec.sft)).model_dump_json()
-        key = part_key(self.spec, TRAINER_SOURCES, _versions(), [settings])
-        return self._part(f"policy-{key}", self._train_policy)
+        if "policy" not in self.found:
+            config = load_config("sft", "sft_reviews.yaml", list(self.spec.sft))
+            settings = config.model_dump_json(include={"policy", "sft"})
+            key = part_key(self.spec, TRAINER_SOURCES, _versions(), [settings])
+            self.found["policy"] = self._part(f"policy-{key}", self._train_policy)
+        return self.found["policy"]
 
     def reward_model(self) -> Path:
         """Folder of the reward model."""
-        settings = load_config(
-            "reward-model", "reward_reviews.yaml", list(self.spec.reward_model)
-        ).model_dump_json()
-        key = part_key(self.spec, TRAINER_SOURCES, _versions(), [self.policy().name, settings])
-        return self._part(f"reward-{key}", self._train_reward_model)
+        if "reward" not in self.found:
+            config = load_config("reward-model", "reward_reviews.yaml", list(self.spec.reward_model))
+            settings = config.model_dump_json(include={"policy", "reward_model"})
+            key = part_key(self.spec, TRAINER_SOURCES, _versions(), [self.policy().name, settings])
+            self.found["reward"] = self._part(f"reward-{key}", self._train_reward_model)
+        return self.found["reward"]
 
     def file(self, name: str) -> Path:
         """One file of the corpus: train, heldout, prompts, heldout_prompts, pairs, heldout_pairs."""
@@ -87,9 +94,7 @@ class World:
             f"data.texts={json.dumps(str(self.file('train')))}",
             f"data.eval_texts={json.dumps(str(self.file('heldout')))}",
         ]
-        config = load_config(
-            "sft", "sft_reviews.yaml", [*overrides, *LEAN]
-        )
+        config = load_config("sft", "sft_reviews.yaml", [*overrides, *LEAN])
         assert isinstance(config, SFTConfig)
         self._train(folder, config, run_sft, f"building {self.spec.name}: policy")
 
@@ -120,9 +125,7 @@ class World:
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
         target = self.folder / name
         if not target.is_dir():
-            with _lock(
-                self.folder / f".{name}.lock", self.display, f"another process is building {name}: waiting"
-            ):
+            with _lock(self.folder / f".{name}.lock", self.display, f"another process is building {name}: waiting"):
                 if not target.is_dir():  # else the other process has built it by now
                     for leftover in self.folder.glob(f".{name}.*.tmp"):
                         shutil.rmtree(leftover, ignore_errors=True)

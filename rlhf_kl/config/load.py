@@ -361,9 +361,7 @@ def _component_problems(raw: dict[str, Any]) -> list[str]:
     problems = controller_problems(controller) + reward_problems(reward)
     kl, ppo, rollout = (_section(cls, raw.get(key)) for cls, key in _CONSTRUCTION)
     if not problems and kl is not None and ppo is not None and rollout is not None:
-        problems = construction_problems(
-            cast(KLSection, kl), cast(PPOSection, ppo), cast(RolloutSection, rollout)
-        )
+        problems = construction_problems(cast(KLSection, kl), cast(PPOSection, ppo), cast(RolloutSection, rollout))
     return problems
 
 

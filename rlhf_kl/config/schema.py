@@ -256,9 +256,7 @@ class PPOSection(OptimiserSection):
     @model_validator(mode="after")
     def _divides(self) -> Self:
         _refuse(
-            *_require_divides(
-                "ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size
-            )
+            *_require_divides("ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size)
         )
         return self
 
@@ -348,13 +346,9 @@ class KLSection(Section):
         if isinstance(self.target, str) and self.unit != "token":
             problems.append(f"kl.target must be a number where kl.unit is {self.unit}: {self.target!r}")
         if self.placement == "rao_blackwell" and self.estimator != "exact":
-            problems.append(
-                f"kl.estimator must be 'exact' where kl.placement is rao_blackwell: {self.estimator!r}"
-            )
+            problems.append(f"kl.estimator must be 'exact' where kl.placement is rao_blackwell: {self.estimator!r}")
         if self.ceiling is not None and self.ceiling.nats(self.target_value) <= self.target_value:
-            problems.append(
-                f"kl.ceiling.value must be above kl.target ({self.target_value:g}): {self.ceiling.value}"
-            )
+            problems.append(f"kl.ceiling.value must be above kl.target ({self.target_value:g}): {self.ceiling.value}")
         _refuse(*problems)
         return self
 
@@ -404,9 +398,7 @@ class TrainConfig(Section):
         rollout: RolloutSection | None = info.data.get("rollout")
         if rollout is not None:
             _refuse(
-                *_require_divides(
-                    "ppo.minibatch_size", ppo.minibatch_size, "rollout.batch_size", rollout.batch_size
-                )
+                *_require_divides("ppo.minibatch_size", ppo.minibatch_size, "rollout.batch_size", rollout.batch_size)
             )
         return ppo
 

@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.depth > MAX_DEPTH:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(problem="nested too deeply", problem_mark=mark)
         self.depth += 1
         node = super().compose_node(parent, index)

@@ -49,9 +49,7 @@ def columns(rows: list[Row], names: list[str], where: str) -> list[list[str]]:
         for values, name in zip(found, names, strict=True):
             if name not in row:
                 guess = nearest(name, [str(key) for key in row])
-                hint = (
-                    f"; did you mean {guess}?" if guess else f" (it has {', '.join(map(str, row)) or 'none'})"
-                )
+                hint = f"; did you mean {guess}?" if guess else f" (it has {', '.join(map(str, row)) or 'none'})"
                 raise InputError(f"{where}: row {number} has no column {name!r}{hint}")
             if not isinstance(row[name], str):
                 kind = "null" if row[name] is None else type(row[name]).__name__
@@ -81,7 +79,7 @@ def _csv(text: str, where: str) -> Iterator[Row]:
         raise InputError(f"{where}: {error}") from error
 
 
-def _txt(text: str, where: str) -> Iterator[Row]:
+def _txt(text: str, _where: str) -> Iterator[Row]:
     for line in text.splitlines():
         if line.strip():
             yield {"text": line}

@@ -49,15 +49,11 @@ def check_prompts(texts: Sequence[str], rows: Sequence[Sequence[int]], room: int
     """Errors: InputError for an empty prompt or one longer than `room` tokens (context less new tokens)."""
     empty = [i for i, text in enumerate(texts, 1) if not text.strip()]
     if empty:
-        raise InputError(
-            f"{where}: {len(empty)} of {len(texts)} prompts are empty, the first in row {empty[0]}"
-        )
+        raise InputError(f"{where}: {len(empty)} of {len(texts)} prompts are empty, the first in row {empty[0]}")
     if room is None:
         return
     if room < 1:
-        raise InputError(
-            f"rollout.max_new_tokens: leaves no room for a prompt in the model's context ({room} tokens)"
-        )
+        raise InputError(f"rollout.max_new_tokens: leaves no room for a prompt in the model's context ({room} tokens)")
     long = [i for i, row in enumerate(rows, 1) if len(row) > room]
     if long:
         size = len(rows[long[0] - 1])

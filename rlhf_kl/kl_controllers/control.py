@@ -103,10 +103,7 @@ class KLControl:
 
     def unsaved(self) -> list[str]:
         """Attributes of a plugin without `state_dict` that a checkpoint would lose."""
-        own = (
-            getattr(type(self.controller), "state_dict", KLController.state_dict)
-            is not KLController.state_dict
-        )
+        own = getattr(type(self.controller), "state_dict", KLController.state_dict) is not KLController.state_dict
         if own or getattr(self.controller, "state_names", None) is not None:
             return []
         return sorted(set(getattr(self.controller, "__dict__", {})) - set(saved_attributes(self.controller)))

@@ -58,9 +58,7 @@ class PIDKL(KLController):
         self.updates += 1
         if self.updates <= self.hold and error < 0.0:
             return
-        wanted = (
-            math.log(self.start_coef) + self.kp * error + self.ki * (self.total + error) + self.kd * change
-        )
+        wanted = math.log(self.start_coef) + self.kp * error + self.ki * (self.total + error) + self.kd * change
         step = clip(wanted - math.log(self.coef), -self.rate, self.rate)
         before = self.coef
         self._move(step)

@@ -76,9 +76,7 @@ def tilted(scores: Sequence[float], coef: float) -> Tilt:
     # sum w log(n w) with log w = power - log total: no log of an underflown weight
     mean_power = math.fsum(r * p for r, p in zip(raw, powers, strict=True)) / total
     kl = max(0.0, mean_power - math.log(total) + math.log(len(scores)))
-    gain = math.fsum(r * s for r, s in zip(raw, scores, strict=True)) / total - math.fsum(scores) / len(
-        scores
-    )
+    gain = math.fsum(r * s for r, s in zip(raw, scores, strict=True)) / total - math.fsum(scores) / len(scores)
     return Tilt(kl, gain, total * total / math.fsum(r * r for r in raw))
 
 

@@ -25,7 +25,8 @@ def response_logits(model: Any, ids: Tensor, mask: Tensor, width: int) -> Tensor
 
     Runs the model's own forward, so soft-capping and scaling of the logits stay in.
     """
-    return _forward(model, ids, mask, width, hidden=False).logits[:, :-1]
+    logits: Tensor = _forward(model, ids, mask, width, hidden=False).logits
+    return logits[:, :-1]
 
 
 def _forward(model: Any, ids: Tensor, mask: Tensor, width: int, *, hidden: bool) -> Any:
@@ -45,9 +46,7 @@ class ActorCritic(nn.Module):
     Source: Ziegler et al. 2019 (shared trunk); Ouyang et al. 2022 (separate, from the reward model).
     """
 
-    def __init__(
-        self, policy: Any, value_trunk: Any | None = None, value_head: nn.Linear | None = None
-    ) -> None:
+    def __init__(self, policy: Any, value_trunk: Any | None = None, value_head: nn.Linear | None = None) -> None:
         super().__init__()
         self.policy = policy
         self.value_trunk = value_trunk

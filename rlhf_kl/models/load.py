@@ -62,9 +62,7 @@ def _load(cls: Any, ref: str, what: str, allowed_missing: tuple[str, ...] = (), 
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise InputError(f"{what} {ref}: weights are missing and would be random: {shown}")
     if report.get("mismatched_keys"):
-        raise InputError(
-            f"{what} {ref}: weights of another shape: {sorted(map(str, report['mismatched_keys']))[:4]}"
-        )
+        raise InputError(f"{what} {ref}: weights of another shape: {sorted(map(str, report['mismatched_keys']))[:4]}")
     _switch_dropout_off(model)
     return model
 

@@ -41,7 +41,5 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tens
 def decode_responses(tokenizer: Any, ids: Tensor, mask: Tensor) -> list[str]:
     """Texts of responses (B, T) without special tokens."""
     rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
-    texts: list[str] = tokenizer.batch_decode(
-        rows, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return texts

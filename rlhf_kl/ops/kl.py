@@ -72,9 +72,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}: one of {', '.join(ESTIMATORS)}")
     if logprobs.shape != ref_logprobs.shape:
-        raise ValueError(
-            f"logprobs {tuple(logprobs.shape)} and ref_logprobs {tuple(ref_logprobs.shape)} differ"
-        )
+        raise ValueError(f"logprobs {tuple(logprobs.shape)} and ref_logprobs {tuple(ref_logprobs.shape)} differ")
     return ESTIMATORS[estimator](logprobs, ref_logprobs)
 
 

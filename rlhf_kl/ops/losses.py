@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float
-) -> tuple[Tensor, Tensor]:
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
     """Clipped surrogate per token and whether the clip was the binding side, both (B, T).
 
     max(-A r, -A clip(r, 1 - c, 1 + c)) with r = pi / pi_old.

@@ -19,9 +19,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tens
     """
     rewards = torch.where(mask, -coef * kl, torch.zeros_like(kl))
     has_tokens = mask.any(1).to(rewards.dtype)
-    return rewards.scatter_add(
-        1, last_token(mask).unsqueeze(1), (scores.to(rewards) * has_tokens).unsqueeze(1)
-    )
+    return rewards.scatter_add(1, last_token(mask).unsqueeze(1), (scores.to(rewards) * has_tokens).unsqueeze(1))
 
 
 def kl_of_next_states(kl: Tensor, mask: Tensor) -> Tensor:

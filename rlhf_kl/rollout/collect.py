@@ -111,9 +111,7 @@ def exact_kl_now(model: ActorCritic, reference: Any, rollout: RolloutBatch, temp
         ids, mask = rollout.input_ids[rows], rollout.attention_mask[rows]
         logits = response_logits(model.policy, ids, mask, width)
         ref_logits = response_logits(reference, ids, mask, width)
-        pieces.append(
-            compare_distributions(logits, ref_logits, rollout.response_ids[rows], temperature).exact_kl
-        )
+        pieces.append(compare_distributions(logits, ref_logits, rollout.response_ids[rows], temperature).exact_kl)
     kl = torch.cat(pieces)
     return torch.where(rollout.mask, kl, torch.zeros_like(kl))
 

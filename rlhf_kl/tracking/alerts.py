@@ -310,9 +310,7 @@ def _thirds(values: Sequence[float]) -> tuple[float, float, float]:
     return median(values[:size]), median(values[size : 2 * size]), median_low(values[2 * size :])
 
 
-def _rises(
-    values: Sequence[float], floor: float, least: int = _CLIMB_WINDOWS[0], growth: float = 1.3
-) -> bool:
+def _rises(values: Sequence[float], floor: float, least: int = _CLIMB_WINDOWS[0], growth: float = 1.3) -> bool:
     """Each third of a full window above the one before; the last over `growth` x the first and `floor`."""
     if len(values) < least:
         return False

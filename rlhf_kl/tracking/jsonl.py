@@ -80,9 +80,7 @@ def truncate_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = b"".join(
-        line + b"\n"
-        for line, row in _read_lines(path)
-        if not isinstance(s := row.get("step"), int) or s <= step
+        line + b"\n" for line, row in _read_lines(path) if not isinstance(s := row.get("step"), int) or s <= step
     )
     if kept != path.read_bytes():
         write_bytes_atomic(path, kept)

@@ -7,9 +7,7 @@ import unicodedata
 # Controls, lone surrogates, line and paragraph separators: they move the cursor or break a line.
 _UNSAFE = frozenset({"Cc", "Cs", "Zl", "Zp"})
 # Format characters that reorder or hide the text around them (joiners of emoji and scripts stay).
-_BIDI = frozenset(
-    "\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff"
-)
+_BIDI = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
 _NAMES = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -19,9 +17,7 @@ def safe_text(text: str, *, keep_newlines: bool = False) -> str:
     Newlines become ``\n`` unless `keep_newlines`. Printable text is returned unchanged, markup too:
     showing it without interpreting markup is the caller's part.
     """
-    return "".join(
-        char if not _is_unsafe(char) or (keep_newlines and char == "\n") else _name(char) for char in text
-    )
+    return "".join(char if not _is_unsafe(char) or (keep_newlines and char == "\n") else _name(char) for char in text)
 
 
 def _is_unsafe(char: str) -> bool:

@@ -39,15 +39,11 @@ def check_start(
     shared = shared_trainable(model, reference)
     if shared:
         raise GuardStop(f"step 0: policy and reference share trainable tensors: {', '.join(shared[:3])}")
-    if not all(
-        bool(torch.isfinite(t).all()) for t in (measured.logprobs, measured.ref_logprobs, measured.exact_kl)
-    ):
+    if not all(bool(torch.isfinite(t).all()) for t in (measured.logprobs, measured.ref_logprobs, measured.exact_kl)):
         raise GuardStop("step 0: a log-prob of the policy or the reference is not finite")
     largest = float(measured.exact_kl.max())
     if same_start and largest > (KL_LIMIT if float32 else 1e-2):
-        raise GuardStop(
-            f"step 0: the reference is the starting policy, yet their exact KL is {largest:.3g} nats"
-        )
+        raise GuardStop(f"step 0: the reference is the starting policy, yet their exact KL is {largest:.3g} nats")
     gap = padding_gap(model.policy, prompts, sampled, measured.logprobs, temperature)
     if gap > limit:
         raise GuardStop(
@@ -62,9 +58,7 @@ def check_start(
 
 
 @torch.no_grad()
-def padding_gap(
-    policy: Any, prompts: PromptBatch, sampled: Sampled, logprobs: Tensor, temperature: float
-) -> float:
+def padding_gap(policy: Any, prompts: PromptBatch, sampled: Sampled, logprobs: Tensor, temperature: float) -> float:
     """Largest difference of a log-prob (B, T) to that of the same row alone, without any padding."""
     device = sampled.ids.device
     worst = 0.0

@@ -48,9 +48,7 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
     mean_sequence = float(sequence_kl.mean())
     measured = token_kl if unit == "token" else mean_sequence
     scores_shaped = float(batch.shaped_scores.mean())
-    per_position = [
-        float(batch.exact_kl[:, t][mask[:, t]].mean()) for t in range(mask.shape[1]) if mask[:, t].any()
-    ]
+    per_position = [float(batch.exact_kl[:, t][mask[:, t]].mean()) for t in range(mask.shape[1]) if mask[:, t].any()]
     return {
         "objective/scores": float(batch.scores.mean()),
         "objective/scores_std": float(batch.scores.std(correction=0)),

@@ -44,11 +44,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as named tensors, for safetensors."""
     state = optimizer.state_dict()["state"]
-    return {
-        f"{index}.{name}": torch.as_tensor(value)
-        for index, slot in state.items()
-        for name, value in slot.items()
-    }
+    return {f"{index}.{name}": torch.as_tensor(value) for index, slot in state.items() for name, value in slot.items()}
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:

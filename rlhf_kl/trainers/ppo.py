@@ -90,9 +90,7 @@ class PPOTrainer:
         noise = uniforms(cfg.rollout.batch_size, self.sampling.max_new_tokens, cfg.run.seed, "rollout", step)
         mine = noise[self.rank * self.local_rows :][: self.local_rows]
         with self.autocast():
-            sampled = draw(
-                self.core.policy, prompts, mine, self.sampling, self.accelerator.device
-            )  # 1. y ~ pi(.|x)
+            sampled = draw(self.core.policy, prompts, mine, self.sampling, self.accelerator.device)  # 1. y ~ pi(.|x)
         responses = response_texts(self.tokenizer, sampled)
         sampled_at = time.perf_counter()
         scores = checked_scores(self.reward, prompts.texts, responses, cfg.reward.kind)
@@ -225,13 +223,11 @@ class PPOTrainer:
         self.optimizer.zero_grad()
         sums = self.sum_over_processes(sums)
         names = ("policy_loss", "value_loss", "approx_kl", "clipped")
-        stats = dict(zip(names, sums.tolist(), strict=True))
         largest = self.max_over_processes(largest)
-        return stats | {"tokens": tokens, "grad_norm": float(norm), "max_logratio": float(largest)}, finite
+        figures: dict[str, float] = dict(zip(names, sums.tolist(), strict=True))
+        return figures | {"tokens": tokens, "grad_norm": float(norm), "max_logratio": float(largest)}, finite
 
-    def losses(
-        self, batch: RolloutBatch, targets: Targets, rows: Tensor, step: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def losses(self, batch: RolloutBatch, targets: Targets, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Summed loss of a microbatch, sums for the log (4,), and the largest |log ratio|."""
         cfg, mask = self.config.ppo, batch.mask
         width = mask.shape[1]
@@ -271,9 +267,7 @@ class PPOTrainer:
         def variance(x: Tensor) -> Tensor:
             return masked_mean((x - masked_mean(x, mask, reduce=reduce)) ** 2, mask, reduce=reduce)
 
-        return float(
-            1 - variance(targets.returns - rollout.values) / variance(targets.returns).clamp_min(1e-8)
-        )
+        return float(1 - variance(targets.returns - rollout.values) / variance(targets.returns).clamp_min(1e-8))
 
     # ------------------------------------------------------------------ the belt
 
@@ -284,7 +278,8 @@ class PPOTrainer:
 
     def hold_ceiling(self, rollout: RolloutBatch, before: list[Tensor], kl_start: float) -> Cut:
         """Shorten the update where the next rollout's KL is forecast above the ceiling."""
-        if self.ceiling is None or self.config.kl.ceiling.action != "backtrack":
+        section = self.config.kl.ceiling
+        if section is None or self.ceiling is None or section.action != "backtrack":
             return Cut(1.0, kl_start, float("nan"))
         limit = self.ceiling / self.forecast.ratio
         cut = shorten_update(
@@ -304,7 +299,7 @@ class PPOTrainer:
             kl = exact_kl_now(self.core, self.reference, rollout, self.sampling.temperature)
         count = rollout.mask.sum() if self.config.kl.unit == "token" else rollout.mask.any(1).sum()
         total, count = self.sum_over_processes(torch.stack([kl.double().sum(), count.double()])).tolist()
-        return total / count
+        return float(total / count)
 
     def descend_kl(self, rollout: RolloutBatch) -> None:
         """One gradient step on the exact KL at the rollout's states, of the length of a usual update."""
@@ -315,19 +310,13 @@ class PPOTrainer:
             with self.autocast():
                 logits, values = self.model(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
                 with torch.no_grad():
-                    ref = response_logits(
-                        self.reference, batch.input_ids, batch.attention_mask, batch.mask.shape[1]
-                    )
+                    ref = response_logits(self.reference, batch.input_ids, batch.attention_mask, batch.mask.shape[1])
             kl = masked_sum(exact_kl(logits, ref, self.sampling.temperature), batch.mask)
             self.accelerator.backward((kl + 0.0 * values.sum()) * (self.world / tokens))
         grads = [p.grad for p in self.trained]
-        norm = torch.sqrt(
-            sum((g.double().square().sum() for g in grads if g is not None), torch.zeros(()).double())
-        )
+        norm = torch.sqrt(sum((g.double().square().sum() for g in grads if g is not None), torch.zeros(()).double()))
         size = torch.sqrt(torch.tensor(float(sum(p.numel() for p in self.trained))))
-        rate = (
-            4 * self.config.ppo.epochs * self.config.ppo.learning_rate * float(size) / max(float(norm), 1e-12)
-        )
+        rate = 4 * self.config.ppo.epochs * self.config.ppo.learning_rate * float(size) / max(float(norm), 1e-12)
         with torch.no_grad():
             for p, g in zip(self.trained, grads, strict=True):
                 if g is not None:
@@ -338,7 +327,8 @@ class PPOTrainer:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """bf16 where the run asks for it."""
-        return self.accelerator.autocast()  # type: ignore[no-any-return]
+        context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
 
     @contextlib.contextmanager
     def no_sync(self, *, last: bool) -> Iterator[None]:
@@ -351,19 +341,17 @@ class PPOTrainer:
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
-        return x if self.world == 1 else self.accelerator.reduce(x, reduction="sum")  # type: ignore[no-any-return]
+        return x if self.world == 1 else self.accelerator.reduce(x, reduction="sum")
 
     def max_over_processes(self, x: Tensor) -> Tensor:
         """The largest value of a scalar over all processes."""
-        return x if self.world == 1 else self.accelerator.gather(x.reshape(1)).max()  # type: ignore[no-any-return]
+        return x if self.world == 1 else self.accelerator.gather(x.reshape(1)).max()
 
     def spread(self, value: float) -> float:
         """Largest minus smallest of a number over processes."""
         if self.world == 1:
             return 0.0
-        every = self.accelerator.gather(
-            torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
-        )
+        every = self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device))
         return float(every.max() - every.min())
 
     def gather(self, rollout: RolloutBatch, gold: list[float] | None) -> Gathered:
@@ -384,9 +372,7 @@ class PPOTrainer:
         if self.world > 1:
             fields = [self.accelerator.pad_across_processes(f, dim=1) if f.dim() > 1 else f for f in fields]
             fields = [self.accelerator.gather(f) for f in fields]
-        kl, logprobs, ref_logprobs, entropy, mask, scores, shaped, golds, ended = (
-            f.float().cpu() for f in fields
-        )
+        kl, logprobs, ref_logprobs, entropy, mask, scores, shaped, golds, ended = (f.float().cpu() for f in fields)
         return Gathered(
             exact_kl=kl,
             logprobs=logprobs,

@@ -36,7 +36,7 @@ class PairObjective:
         """Tokens of the longer response."""
         return max(len(self.chosen[row]), len(self.rejected[row]))
 
-    def weight(self, row: int) -> float:
+    def weight(self, _row: int, /) -> float:
         """Every pair counts the same."""
         return 1.0
 
@@ -44,18 +44,14 @@ class PairObjective:
         """Summed loss in nats; `train/accuracy` counts pairs in the right order."""
         scores = self.reward_model.forward([self.chosen[i] for i in rows] + [self.rejected[i] for i in rows])
         chosen, rejected = scores.float().chunk(2)
-        return bradley_terry_loss(chosen, rejected).sum(), {
-            "train/accuracy": float((chosen > rejected).sum())
-        }
+        return bradley_terry_loss(chosen, rejected).sum(), {"train/accuracy": float((chosen > rejected).sum())}
 
 
 def initialise_head(score: nn.Linear, seed: int) -> None:
     """N(0, 1/(d+1)) weights (Huang et al. 2023, reward head initialisation), drawn for this head alone."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        score.weight.copy_(
-            torch.randn(score.weight.shape, generator=generator) / (score.in_features + 1) ** 0.5
-        )
+        score.weight.copy_(torch.randn(score.weight.shape, generator=generator) / (score.in_features + 1) ** 0.5)
         if score.bias is not None:
             score.bias.zero_()
 

@@ -29,7 +29,7 @@ class TextObjective:
         """Tokens of a row."""
         return len(self.rows[row])
 
-    def weight(self, row: int) -> float:
+    def weight(self, row: int, /) -> float:
         """Learned tokens of a row."""
         return float(len(self.rows[row]) - 1)
 

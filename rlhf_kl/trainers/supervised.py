@@ -26,7 +26,7 @@ class Objective(Protocol):
         """Length of a row in tokens: rows of near-equal length go together."""
         ...
 
-    def weight(self, row: int) -> float:
+    def weight(self, row: int, /) -> float:
         """What the row counts in a mean: its scored tokens, or 1."""
         ...
 

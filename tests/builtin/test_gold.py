@@ -8,12 +8,8 @@ from rlhf_kl.builtin.gold import gold_score
 from rlhf_kl.builtin.grammar import write_review
 
 PROMPT = "We stayed at the harbour hotel last weekend ."
-GOOD = (
-    "The room was clean and cosy . The staff were polite while the view was pretty . We will come back soon ."
-)
-NEUTRAL = (
-    "The room was basic . The staff were formal while the view was hidden . We may try it again next year ."
-)
+GOOD = "The room was clean and cosy . The staff were polite while the view was pretty . We will come back soon ."
+NEUTRAL = "The room was basic . The staff were formal while the view was hidden . We may try it again next year ."
 BAD = "The room was damp and noisy . The staff were lazy while the view was ugly . We will never return ."
 END = "We will come back soon ."
 
@@ -57,8 +53,7 @@ def test_every_fault_loses(worse):
 def test_praise_is_capped():
     aspects = ("soup", "coffee", "dessert", "room", "bed", "bathroom", "location", "view", "garden", "waiter")
     scores = [
-        gold(" ".join(f"The {a} was wonderful ." for a in aspects[:n]) + f" {END}")
-        for n in range(1, len(aspects) + 1)
+        gold(" ".join(f"The {a} was wonderful ." for a in aspects[:n]) + f" {END}") for n in range(1, len(aspects) + 1)
     ]
     assert scores == sorted(scores)
     assert scores[1] > 1.9

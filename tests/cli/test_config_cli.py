@@ -21,9 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rlhf_kl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rlhf_kl", *arguments], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-m", "rlhf_kl", *arguments], capture_output=True, text=True, check=False)
 
 
 def test_validate_says_ok_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,18 +40,14 @@ def test_every_problem_is_one_line_on_stderr(here: Path, capsys: pytest.CaptureF
 
 
 def test_what_show_prints_is_a_config(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.run(["config", "show", "ppo_static.yaml", "--set", "kl.target=0.2", "--set", "run.seed=3"]) == 0
-    )
+    assert cli.run(["config", "show", "ppo_static.yaml", "--set", "kl.target=0.2", "--set", "run.seed=3"]) == 0
     (here / "again.yaml").write_text(capsys.readouterr().out)
     assert load_config("train", "again.yaml") == load_config(
         "train", "ppo_static.yaml", ["kl.target=0.2", "run.seed=3"]
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "section"), [("train", "ppo"), ("sft", "sft"), ("reward-model", "reward_model")]
-)
+@pytest.mark.parametrize(("kind", "section"), [("train", "ppo"), ("sft", "sft"), ("reward-model", "reward_model")])
 def test_schema_is_one_json_document(kind: str, section: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["config", "schema", "--kind", kind]) == 0
     assert section in json.loads(capsys.readouterr().out)["properties"]
@@ -63,9 +57,7 @@ def test_schema_is_one_json_document(kind: str, section: str, capsys: pytest.Cap
     "arguments",
     [["nonsense"], ["--nonsense"], ["config"], ["config", "show"], ["config", "schema", "--kind", "x"]],
 )
-def test_a_bad_command_line_is_one_line_and_exit_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_command_line_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -236,8 +236,7 @@ data: {prompts: missing.jsonl}
         "ppo.gamma must be at most 1: 1.5",
         "ppo.epochs must be a whole number: 2.5",
         "kl.target must be positive: -0.1",
-        "kl.controller.kind: unknown name 'pdi'; did you mean pid? "
-        "(or write module:attribute or file.py:attribute)",
+        "kl.controller.kind: unknown name 'pdi'; did you mean pid? (or write module:attribute or file.py:attribute)",
         "tracking.tensorboard must be a boolean (write true or false): 'off'",
         "data.prompts: no such file: missing.jsonl",
     } | {line for line in problems(text, write) if line.startswith("ppo.microbatch_size")}
@@ -290,9 +289,7 @@ data: {prompts: missing.jsonl}
         ("policy: {model: ''}", "policy.model must be not empty: ''"),
     ],
 )  # fmt: skip
-def test_a_problem_names_the_key_the_value_and_what_was_expected(
-    write: Write, text: str, line: str | None
-) -> None:
+def test_a_problem_names_the_key_the_value_and_what_was_expected(write: Write, text: str, line: str | None) -> None:
     found = problems(text + "\n", write)
     assert len(found) == 1
     if line is not None:
@@ -347,9 +344,7 @@ def test_a_controllers_options_are_checked_against_its_signature(write: Write) -
         ("{kind: schedule, shape: round}", "kl.controller"),
     ],
 )
-def test_what_a_built_in_controller_refuses_is_found_before_the_run(
-    write: Write, controller: str, key: str
-) -> None:
+def test_what_a_built_in_controller_refuses_is_found_before_the_run(write: Write, controller: str, key: str) -> None:
     [line] = problems(f"kl: {{controller: {controller}}}\n", write)
     assert line.split(": ")[0].split(" must")[0] == key
 
@@ -387,9 +382,7 @@ def test_paths_are_tried_from_the_file_then_from_here_and_stored_absolute(write:
     assert config.eval.texts == str(here / "only_here.txt")
     assert config.policy.model == str(here / "sub/model")
     assert config.reference.model == "org/name"
-    assert load_config("train", here / "sub/x.yaml", ["data.prompts=both.txt"]).data.prompts == str(
-        here / "both.txt"
-    )
+    assert load_config("train", here / "sub/x.yaml", ["data.prompts=both.txt"]).data.prompts == str(here / "both.txt")
 
 
 def test_a_parents_paths_are_its_own(write: Write, here: Path) -> None:
@@ -461,9 +454,7 @@ leaves = (
 )  # fmt: skip
 trees = st.recursive(
     leaves,
-    lambda v: (
-        st.lists(v, max_size=2) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=5), v, max_size=4)
-    ),
+    lambda v: st.lists(v, max_size=2) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=5), v, max_size=4),
     max_leaves=12,
 )
 

@@ -60,7 +60,5 @@ def test_an_unknown_kind_names_the_nearest() -> None:
 def test_the_files_behind_a_config_are_known(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("")
-    config = TrainConfig.model_validate(
-        {"reward": {"kind": f"{file}:f"}, "kl": {"controller": {"kind": "a:B"}}}
-    )
+    config = TrainConfig.model_validate({"reward": {"kind": f"{file}:f"}, "kl": {"controller": {"kind": "a:B"}}})
     assert plugin_files(config) == {"reward.kind": file}

@@ -37,9 +37,7 @@ def test_episodes_round_up_to_whole_batches(episodes: int, updates: int) -> None
     assert TrainConfig.model_validate({"ppo": {"total_episodes": episodes}}).updates == updates
 
 
-@pytest.mark.parametrize(
-    ("word", "nats"), [("conservative", 0.02), ("moderate", 0.075), ("aggressive", 0.15)]
-)
+@pytest.mark.parametrize(("word", "nats"), [("conservative", 0.02), ("moderate", 0.075), ("aggressive", 0.15)])
 def test_a_preset_is_nats_per_token(word: str, nats: float) -> None:
     assert KLSection.model_validate({"target": word}).target_value == nats
     with pytest.raises(ValidationError):

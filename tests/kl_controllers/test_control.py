@@ -97,9 +97,7 @@ def test_the_run_starts_from_the_coef_given(kind):
 
 
 def test_context_fills_only_what_is_taken_and_not_written():
-    law = build_controller(
-        ThresholdKL, {"target": 0.05}, target=0.1, coef=0.3, total_episodes=9, min_coef=None
-    )
+    law = build_controller(ThresholdKL, {"target": 0.05}, target=0.1, coef=0.3, total_episodes=9, min_coef=None)
     assert (law.target, law.coef, law.min_coef) == (0.05, 0.3, 0.01)
 
 

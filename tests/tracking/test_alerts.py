@@ -13,9 +13,7 @@ from rlhf_kl.tracking.alerts import KLAlerts, health
 Row = dict[str, Any]
 
 
-def _run(
-    alerts: KLAlerts, make_row: Callable[[int], Row], updates: int, first: int = 1
-) -> list[tuple[int, str]]:
+def _run(alerts: KLAlerts, make_row: Callable[[int], Row], updates: int, first: int = 1) -> list[tuple[int, str]]:
     """(update, slug) of every alert."""
     said = []
     for step in range(first, first + updates):

@@ -113,9 +113,7 @@ def test_the_band_is_said_in_words() -> None:
 
 
 def test_without_a_target_and_with_missing_figures() -> None:
-    lines = _live(
-        60, {"step": 1, "kl/token": 0.5, "objective/scores": None, "kl/coef": float("nan")}, target=None
-    )
+    lines = _live(60, {"step": 1, "kl/token": 0.5, "objective/scores": None, "kl/coef": float("nan")}, target=None)
     assert [line.split()[0] for line in lines] == ["update", "KL/token"]
     assert "no target" in lines[1]
 
@@ -207,9 +205,7 @@ def test_nested_progress_in_a_terminal() -> None:
     console = _terminal(60)
     with TrainingDisplay(console=console) as display:
         with display.progress("built-in world", 2) as outer:
-            with display.progress(
-                "pre-training with a name that is too long for a line of sixty", 40
-            ) as advance:
+            with display.progress("pre-training with a name that is too long for a line of sixty", 40) as advance:
                 for _ in range(40):
                     advance(note="loss 2.31")
             outer()

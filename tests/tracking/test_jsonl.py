@@ -24,9 +24,7 @@ def test_rows_come_back_and_reach_the_file_at_once(tmp_path: Path) -> None:
 def test_the_file_is_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with JsonlWriter(path) as writer:
-        writer.write(
-            {"a": math.nan, "b": [math.inf, np.float32(0.5)], "c": {"d": -math.inf}, "e": np.int64(3)}
-        )
+        writer.write({"a": math.nan, "b": [math.inf, np.float32(0.5)], "c": {"d": -math.inf}, "e": np.int64(3)})
 
     def forbidden(name: str) -> float:
         raise AssertionError(name)

@@ -167,9 +167,7 @@ def _open_elsewhere(path: Path) -> subprocess.CompletedProcess[str]:
         "except InputError:\n"
         "    sys.exit(2)\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
 
 
 def test_claims_are_plain_names(tmp_path: Path) -> None:

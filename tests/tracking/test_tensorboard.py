@@ -72,9 +72,7 @@ def test_rebuild_never_doubles_a_point(tmp_path: Path) -> None:
 def test_sample_text_is_shown_as_it_is(tmp_path: Path) -> None:
     response = "<script>alert(1)</script>\n# no heading **no bold**\x1b[2J\ud800"
     with TensorBoardWriter(tmp_path, {}) as board:
-        board.sample(
-            {"step": 3, "prompt": "[x](http://a)", "response": response, "score": 1.25, "gold": None}
-        )
+        board.sample({"step": 3, "prompt": "[x](http://a)", "response": response, "score": 1.25, "gold": None})
     (markdown,) = _texts(_read(tmp_path), "samples")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -19,9 +19,7 @@ def test_versions_are_those_installed() -> None:
 
 def _git(path: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(path), *identity, *arguments], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["git", "-C", str(path), *identity, *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

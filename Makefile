@@ -1,0 +1,60 @@
+# `make help` lists the targets. PYTHON=/path/to/python uses an environment that exists (GPU boxes) and skips
+# the pins; otherwise everything goes into .venv with the versions of .ci/constraints.txt.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+BASE_PYTHON ?= python3
+CONFIG ?= ppo_adaptive.yaml
+
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+else
+PY := .venv/bin/python
+READY := .venv/.ready
+endif
+
+.venv/.ready: pyproject.toml .ci/constraints.txt
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: Python 3.11 or newer is needed; name one with BASE_PYTHON=python3.12"; exit 2; }
+	$(BASE_PYTHON) -m venv .venv
+	@# torch first and by itself: a range that is asked for before it is installed would bring CUDA packages
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
+	@touch $@
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+install: $(READY)  ## make the environment
+
+train: $(READY)  ## train on the built-in model (FRESH=1 starts over, CONFIG=name.yaml)
+	$(PY) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
+
+test: $(READY)  ## the tests that finish in minutes
+	$(PY) -m pytest
+
+test-slow: $(READY)  ## the tests that take longer
+	$(PY) -m pytest -m slow
+
+lint: $(READY)  ## ruff: style and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(READY)  ## mypy, strict
+	$(PY) -m mypy
+
+imports: $(READY)  ## the layers that modules may import from
+	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+check: lint types imports test  ## everything that CI runs
+
+bench-control: $(READY)  ## how well each controller holds the target (an hour or two on 2 cores)
+	$(PY) scripts/bench_control.py
+
+bench-plant: $(READY)  ## the same on simulated plants (a minute)
+	$(PY) scripts/bench_plant.py
+
+clean:  ## remove the environment and caches, never runs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+
+.PHONY: help install train test test-slow lint types imports check bench-control bench-plant clean

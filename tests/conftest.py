@@ -1,0 +1,194 @@
+"""Real tiny models on disk, and one reduced built-in world for the whole test session."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: one thread gives the same sums every time and is fastest for tiny models.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from rlhf_kl.commands.world import World
+
+REPOSITORY = Path(__file__).parent.parent
+LETTERS = "abcd"  # with pad, bos and eos a vocabulary of seven
+
+
+class Outcome(NamedTuple):
+    """What a command line did."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: str | Path) -> Outcome:
+    """One command line, in this process."""
+    from rlhf_kl import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.run([str(argument) for argument in arguments])
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="session")
+def rlhf_kl() -> Callable[..., Outcome]:
+    """`rlhf_kl("train", "--config", ...)` -> exit code, stdout, stderr."""
+    return command
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Built-in worlds live in a temporary folder, shared by the workers of a parallel run."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_KL_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def small_world(cache: Path) -> World:
+    """`builtin:reviews-small`, all parts built."""
+    from rlhf_kl.commands.world import World
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    world = World("builtin:reviews-small", TrainingDisplay(quiet=True))
+    assert world.folder.is_relative_to(cache)
+    world.reward_model()
+    return world
+
+
+@pytest.fixture(scope="session")
+def letters() -> Any:
+    """A tokenizer of seven tokens: pad, bos, eos and one for each of `abcd`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<bos>", "<eos>", *LETTERS]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def new_model(letters: Any) -> Callable[..., Any]:
+    """`new_model(seed=0, spread=0.5, context=32)`: a random GPT-2 over the seven letters.
+
+    `spread` is the noise on its weights; without it a fresh model is all but uniform.
+    """
+    import torch
+
+    from rlhf_kl.models.scratch import new_gpt2
+
+    def make(seed: int = 0, spread: float = 0.5, context: int = 32, hidden_size: int = 16) -> Any:
+        model = new_gpt2(
+            vocab_size=len(letters),
+            hidden_size=hidden_size,
+            layers=2,
+            heads=2,
+            context=context,
+            tokenizer=letters,
+            seed=seed,
+        )
+        noise = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=noise) * spread)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any, new_model: Callable[..., Any]) -> Path:
+    """The seven-letter GPT-2 as a folder that transformers loads; a context of 32."""
+    from rlhf_kl.models.load import save_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(new_model(spread=0.1), letters, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, letters: Any) -> Path:
+    """A reward model of the same letters, its head initialised but not trained."""
+    from rlhf_kl.models.load import save_model
+    from rlhf_kl.models.scratch import classifier_from_lm
+    from rlhf_kl.trainers.reward_model import initialise_head
+
+    model = classifier_from_lm(str(tiny_folder), letters, "policy.model")
+    initialise_head(model.score, seed=1)
+    folder = tmp_path_factory.mktemp("models") / "tiny-reward"
+    save_model(model, letters, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Files for the seven-letter models: prompts, texts, and a reward function in a .py file."""
+    import json
+
+    folder = tmp_path_factory.mktemp("data")
+    prompts = [x + y for x in LETTERS for y in (*LETTERS, "ab", "dc")]
+    texts = [(x + y) * n for x in LETTERS for y in LETTERS for n in (2, 5)]
+    for name, rows in (("prompt", prompts), ("text", texts)):
+        (folder / f"{name}s.jsonl").write_text("".join(json.dumps({name: row}) + "\n" for row in rows))
+    (folder / "mine.py").write_text(
+        "def count(prompts, responses, letter: str = 'a'):\n"
+        "    return [response.count(letter) / 8 for response in responses]\n"
+    )
+    return SimpleNamespace(
+        folder=folder,
+        prompts=folder / "prompts.jsonl",
+        texts=folder / "texts.jsonl",
+        reward=f"{folder / 'mine.py'}:count",
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_settings(tiny_folder: Path, tiny_data: SimpleNamespace) -> dict[str, Any]:
+    """A `train` config of a second or so: the tiny model, files, and a reward function."""
+    return {
+        "run": {"name": "tiny", "device": "cpu"},
+        "policy": {"model": str(tiny_folder)},
+        "reward": {"kind": tiny_data.reward, "missing_eos_penalty": 0.0},
+        "data": {"prompts": str(tiny_data.prompts)},
+        "rollout": {"batch_size": 16, "max_new_tokens": 8, "reference_samples": 64},
+        "ppo": {"total_episodes": 96, "epochs": 2, "minibatch_size": 8, "microbatch_size": 4},
+        "kl": {"controller": {"kind": "adaptive", "coef": 0.1}},
+        "eval": {"every": 2, "texts": str(tiny_data.texts)},
+        "checkpoint": {"every": 2, "keep": 10},
+        "tracking": {"tensorboard": False, "samples_every": 2},
+    }
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Models and texts of the wild, which are not part of the project; skips where they are missing."""
+    folder = Path(os.environ.get("RLHF_KL_REAL") or REPOSITORY.parent / "shared" / "real")
+    if not folder.is_dir():
+        pytest.skip(f"no real models here: {folder} (set RLHF_KL_REAL)")
+    return folder

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import (
+    context_length,
+    eos_ids,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    parameter_count,
+)
+
+
+@pytest.fixture
+def copied(tiny_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
+
+
+@pytest.fixture
+def copied_reward(tiny_reward_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_reward_folder, tmp_path / "copy"))
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None], name: str = "config.json") -> None:
+    values = json.loads((folder / name).read_text())
+    change(values)
+    (folder / name).write_text(json.dumps(values))
+
+
+def problem(load: Callable[..., Any], folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        load(str(folder), "policy.model")
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).startswith("policy.model")
+    return str(caught.value)
+
+
+def test_a_whole_folder_loads_in_float32_with_dropout_off(copied: Path) -> None:
+    def bf16_with_dropout(config: dict[str, Any]) -> None:
+        config.update(dtype="bfloat16", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+
+    tensors = load_file(copied / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(halves, copied / "model.safetensors", metadata={"format": "pt"})
+    edit(copied, bf16_with_dropout)
+    model, ids = load_causal_lm(str(copied)), torch.tensor([[1, 3, 4]])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with torch.no_grad():  # equal in training mode too: there is no dropout left
+        assert torch.equal(model.train()(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_folder_without_weights(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    assert "holds no weights" in problem(load_causal_lm, copied)
+    torch.save({}, copied / "pytorch_model.bin")
+    assert "pickled" in problem(load_causal_lm, copied)
+
+
+def test_a_folder_without_a_config(copied: Path) -> None:
+    (copied / "config.json").unlink()
+    assert "config.json" in problem(load_causal_lm, copied)
+
+
+def test_a_tensor_that_is_missing_would_be_random(copied: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    dropped = next(name for name in tensors if name.endswith("h.1.attn.c_attn.weight"))
+    del tensors[dropped]
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    assert "h.1.attn.c_attn.weight" in problem(load_causal_lm, copied)
+
+
+def test_weights_of_another_shape(copied: Path) -> None:
+    edit(copied, lambda config: config.update(vocab_size=9))
+    assert "policy.model" in problem(load_causal_lm, copied)
+
+
+def test_a_torn_file(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    assert "cannot be loaded" in problem(load_causal_lm, copied)
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_reward_model, load_tokenizer])
+def test_a_config_that_is_not_json(load: Callable[..., Any], copied_reward: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        (copied_reward / name).write_text("{")
+    assert "cannot be loaded" in problem(load, copied_reward)
+
+
+def test_a_name_that_is_nowhere() -> None:
+    with pytest.raises(InputError, match=r"policy\.model nobody/nothing"):
+        load_causal_lm("nobody/nothing", "policy.model")
+
+
+def test_a_causal_lm_is_no_reward_model(copied: Path) -> None:
+    assert "random" in problem(load_reward_model, copied)
+    edit(copied, lambda config: config.pop("architectures"))
+    assert "score.weight" in problem(load_reward_model, copied)
+
+
+def test_a_reward_model_without_its_head(copied_reward: Path) -> None:
+    tensors = load_file(copied_reward / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, copied_reward / "model.safetensors", metadata={"format": "pt"})
+    assert "score.weight" in problem(load_reward_model, copied_reward)
+
+
+def test_a_classifier_with_two_outputs(copied_reward: Path) -> None:
+    tensors = load_file(copied_reward / "model.safetensors")
+    tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
+    save_file(tensors, copied_reward / "model.safetensors", metadata={"format": "pt"})
+    edit(copied_reward, lambda c: c.update(id2label={"0": "x", "1": "y"}, label2id={"x": 0, "y": 1}))
+    assert "2 outputs" in problem(load_reward_model, copied_reward)
+
+
+def test_a_whole_reward_model_loads(tiny_reward_folder: Path) -> None:
+    head = load_file(tiny_reward_folder / "model.safetensors")["score.weight"]
+    assert torch.equal(load_reward_model(str(tiny_reward_folder)).score.weight, head)
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_eos(copied: Path) -> None:
+    edit(copied, lambda config: config.pop("pad_token"), "tokenizer_config.json")
+    assert load_tokenizer(str(copied)).pad_token == "<eos>"
+    edit(copied, lambda config: config.pop("eos_token"), "tokenizer_config.json")
+    assert "neither a pad nor an eos" in problem(load_tokenizer, copied)
+
+
+def test_every_token_that_ends_a_text_is_known() -> None:
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    several = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[5, 2]))
+    assert eos_ids(several, tokenizer) == [5, 2]
+    none = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
+    assert eos_ids(none, tokenizer) == [2]
+
+
+def test_sizes(tiny_folder: Path) -> None:
+    model = load_causal_lm(str(tiny_folder))
+    assert context_length(model) == 32
+    assert parameter_count(model) == sum(p.numel() for p in model.base_model.parameters())  # head is tied
+
+
+def test_real_checkpoints_that_load_with_a_random_part_elsewhere(real_data: Path) -> None:
+    """Stores only `lm_head.weight` of its tied embeddings: right as a causal LM, random as a classifier."""
+    folder = real_data / "models" / "TinyStories-656K"
+    assert "random" in _reward_problem(folder)
+
+
+def _reward_problem(folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        load_reward_model(str(folder))
+    return str(caught.value)

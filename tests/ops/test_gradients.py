@@ -1,0 +1,212 @@
+"""What each way of paying for KL really descends, by enumerating every response.
+
+A policy of three steps over a vocabulary of seven, one table of logits per prefix: all 343 responses are
+listed, so that expectations over the policy's samples are sums and gradients come out exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_kl.ops.gae import gae
+from rlhf_kl.ops.kl import estimate_kl
+from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
+from rlhf_kl.ops.losses import policy_loss
+from rlhf_kl.ops.masked import whiten
+from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
+
+VOCABULARY, BETA = 7, 0.3
+
+
+class Tables:
+    """Logits of every state of a policy of `steps` tokens, and all its responses."""
+
+    def __init__(self, steps: int, seed: int) -> None:
+        noise = torch.Generator().manual_seed(seed)
+        self.tables = [
+            torch.randn(VOCABULARY**t, VOCABULARY, generator=noise, dtype=torch.float64) for t in range(steps)
+        ]
+        self.ids = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * steps).view(-1, steps)
+        self.mask = torch.ones_like(self.ids, dtype=torch.bool)
+
+    def parameters(self) -> list[Tensor]:
+        return [table.requires_grad_() for table in self.tables]
+
+    def logits(self) -> Tensor:
+        """(responses, steps, V): of the state before each token."""
+        prefix = torch.zeros(len(self.ids), dtype=torch.long)
+        states = []
+        for t, table in enumerate(self.tables):
+            states.append(table[prefix])
+            prefix = prefix * VOCABULARY + self.ids[:, t]
+        return torch.stack(states, 1)
+
+    def log_p(self) -> Tensor:
+        """(responses,): written without the package's own functions."""
+        return self.logits().log_softmax(-1).gather(-1, self.ids.unsqueeze(-1)).squeeze(-1).sum(1)
+
+
+def gradient(loss: Tensor, policy: Tables) -> Tensor:
+    grads = torch.autograd.grad(loss, policy.parameters(), retain_graph=True, allow_unused=True, materialize_grads=True)
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def kl_gradient(policy: Tables, reference: Tables) -> Tensor:
+    """Of KL(policy || reference) between whole responses."""
+    policy.parameters()
+    log_p = policy.log_p()
+    return gradient((log_p.exp() * (log_p - reference.log_p().detach())).sum(), policy)
+
+
+def reverse_kl_gradient(policy: Tables, reference: Tables) -> Tensor:
+    """Of KL(reference || policy)."""
+    policy.parameters()
+    log_q = reference.log_p().detach()
+    return gradient((log_q.exp() * (log_q - policy.log_p())).sum(), policy)
+
+
+def objective_gradient(policy: Tables, reference: Tables, scores: Tensor) -> Tensor:
+    """Of -E[score] + BETA KL(policy || reference)."""
+    policy.parameters()
+    p = policy.log_p().exp()
+    return BETA * kl_gradient(policy, reference) - gradient((p * scores).sum(), policy)
+
+
+def pieces(policy: Tables, reference: Tables) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs under both (R, T), probability of each response (R,), exact KL of each state (R, T)."""
+    policy.parameters()
+    logits, ref_logits = policy.logits(), reference.logits().detach()
+    logprobs, ref_logprobs = chosen_logprobs(logits, policy.ids), chosen_logprobs(ref_logits, policy.ids)
+    return logprobs, ref_logprobs, policy.log_p().exp().detach(), exact_kl(logits, ref_logits)
+
+
+def in_reward(
+    policy: Tables, reference: Tables, pay: Callable[[Tensor, Tensor, Tensor], Tensor], scores: Tensor
+) -> Tensor:
+    """Expected policy gradient where each token pays `pay(logprobs, ref_logprobs, exact)` in its reward."""
+    logprobs, ref_logprobs, p, exact = pieces(policy, reference)
+    kl = pay(logprobs.detach(), ref_logprobs, exact.detach())
+    rewards = shape_rewards(scores, kl, policy.mask, BETA)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), policy.mask, 1.0, 1.0)
+    surrogate, _ = policy_loss(logprobs, logprobs.detach(), advantages, 0.2)
+    return gradient((p.unsqueeze(1) * surrogate).sum(), policy)
+
+
+def in_loss(policy: Tables, reference: Tables, estimator: str) -> Tensor:
+    """Expected gradient of the estimator as a loss on the policy's own samples."""
+    logprobs, ref_logprobs, p, _ = pieces(policy, reference)
+    return gradient((p.unsqueeze(1) * estimate_kl(logprobs, ref_logprobs, estimator)).sum(), policy)
+
+
+@pytest.fixture(params=[1, 3], ids=["one step", "three steps"])
+def steps(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.fixture
+def models(steps: int) -> tuple[Tables, Tables, Tensor]:
+    policy, reference = Tables(steps, seed=1), Tables(steps, seed=2)
+    noise = torch.Generator().manual_seed(3)
+    return policy, reference, 3 * torch.randn(len(policy.ids), generator=noise, dtype=torch.float64)
+
+
+Models = tuple[Tables, Tables, Tensor]
+one_step = pytest.mark.parametrize("steps", [1], indirect=True)
+three_steps = pytest.mark.parametrize("steps", [3], indirect=True)
+CLOSE = {"rtol": 1e-4, "atol": 1e-7}
+
+
+def test_k1_in_the_reward_is_the_kl_gradient(models: Models) -> None:
+    policy, reference, scores = models
+    found = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k1"), torch.zeros_like(scores))
+    torch.testing.assert_close(found, BETA * kl_gradient(policy, reference), **CLOSE)
+    with_scores = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k1"), scores)
+    torch.testing.assert_close(with_scores, objective_gradient(policy, reference, scores), **CLOSE)
+
+
+def test_k1_as_a_loss_pulls_nowhere(models: Models) -> None:
+    policy, reference, _ = models
+    assert float(in_loss(policy, reference, "k1").abs().max()) < 1e-6
+
+
+@one_step
+def test_k2_as_a_loss_is_the_kl_gradient_of_one_step(models: Models) -> None:
+    policy, reference, _ = models
+    found = in_loss(policy, reference, "k2")
+    torch.testing.assert_close(found, kl_gradient(policy, reference), **CLOSE)
+
+
+@three_steps
+def test_over_several_steps_a_loss_misses_what_a_token_does_to_later_states(models: Models) -> None:
+    policy, reference, _ = models
+    true, found = kl_gradient(policy, reference), in_loss(policy, reference, "k2")
+    assert float((found - true).norm() / true.norm()) > 0.05
+    last = -(VOCABULARY ** (3 - 1)) * VOCABULARY  # at the last state nothing comes later
+    torch.testing.assert_close(found[last:], true[last:], **CLOSE)
+
+
+@one_step
+def test_k3_as_a_loss_is_the_gradient_of_the_other_direction(models: Models) -> None:
+    policy, reference, _ = models
+    found = in_loss(policy, reference, "k3")
+    torch.testing.assert_close(found, reverse_kl_gradient(policy, reference), **CLOSE)
+    assert float((found - kl_gradient(policy, reference)).abs().max()) > 1e-2
+
+
+@one_step
+def test_k3_in_the_reward_is_the_difference_of_both_directions(models: Models) -> None:
+    policy, reference, scores = models
+    found = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k3"), torch.zeros_like(scores))
+    difference = kl_gradient(policy, reference) - reverse_kl_gradient(policy, reference)
+    torch.testing.assert_close(found, BETA * difference, **CLOSE)
+
+
+@one_step
+def test_exact_kl_in_the_reward_is_only_a_baseline_for_its_own_token(models: Models) -> None:
+    policy, reference, scores = models
+    found = in_reward(policy, reference, lambda *given: given[2], torch.zeros_like(scores))
+    assert float(found.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("whitened", [True, False])
+def test_exact_kl_in_the_loss_and_of_later_states_in_the_reward_is_the_true_gradient(
+    models: Models, whitened: bool, center: bool
+) -> None:
+    policy, reference, scores = models
+    logprobs, _, p, exact = pieces(policy, reference)
+    kl = kl_of_next_states(exact.detach(), policy.mask)
+    rewards = shape_rewards(scores, kl, policy.mask, BETA)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), policy.mask, 1.0, 1.0)
+    std = torch.ones((), dtype=torch.float64)
+    if whitened:
+        advantages, std = whiten(advantages, policy.mask, center=center)
+        assert abs(float(std) - 1) > 0.05  # else the test could not tell
+    surrogate, _ = policy_loss(logprobs, logprobs.detach(), advantages, 0.2)
+    found = gradient((p.unsqueeze(1) * (surrogate + BETA / std * exact)).sum(), policy)
+    torch.testing.assert_close(found * std, objective_gradient(policy, reference, scores), **CLOSE)
+
+
+@pytest.mark.parametrize("steps", [2], indirect=True)
+def test_the_exact_form_has_less_variance_than_k1(models: Models) -> None:
+    """Variance of the gradient estimate from a single response; both are unbiased."""
+    policy, reference, scores = models
+    logprobs, ref_logprobs, p, exact = pieces(policy, reference)
+    zeros = torch.zeros_like(logprobs)
+
+    def variance(kl: Tensor, weight: float) -> float:
+        rewards = shape_rewards(torch.zeros_like(scores), kl, policy.mask, BETA)
+        advantages, _ = gae(rewards, zeros, policy.mask, 1.0, 1.0)
+        total = policy_loss(logprobs, logprobs.detach(), advantages, 0.2)[0].sum(1) + weight * exact.sum(1)
+        rows = torch.stack([gradient(loss, policy) for loss in total])
+        mean = (p.unsqueeze(1) * rows).sum(0)
+        torch.testing.assert_close(mean, BETA * kl_gradient(policy, reference), **CLOSE)
+        return float((p * (rows - mean).square().sum(1)).sum())
+
+    sampled = variance(estimate_kl(logprobs.detach(), ref_logprobs, "k1"), 0.0)
+    assert variance(kl_of_next_states(exact.detach(), policy.mask), BETA) < sampled

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+
+from rlhf_kl.ops import logprobs
+from rlhf_kl.ops.logprobs import chosen_logprobs, compare_distributions, exact_kl
+
+
+@pytest.fixture
+def logits() -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.Generator().manual_seed(0)
+    return 2 * torch.randn(3, 4, 7, generator=noise), 2 * torch.randn(3, 4, 7, generator=noise)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_against_the_categorical_distribution(logits: tuple[torch.Tensor, torch.Tensor], temperature: float) -> None:
+    policy, reference = (Categorical(logits=x / temperature) for x in logits)
+    ids = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(1))
+    found = compare_distributions(*logits, ids, temperature)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found.logprobs, policy.log_prob(ids), **close)
+    torch.testing.assert_close(found.ref_logprobs, reference.log_prob(ids), **close)
+    torch.testing.assert_close(found.entropy, policy.entropy(), **close)
+    torch.testing.assert_close(found.exact_kl, kl_divergence(policy, reference), **close)
+    torch.testing.assert_close(exact_kl(*logits, temperature), kl_divergence(policy, reference), **close)
+    torch.testing.assert_close(chosen_logprobs(logits[0], ids, temperature), policy.log_prob(ids), **close)
+
+
+def test_summed_log_probs_are_the_loss_of_transformers(new_model: Callable[..., Any]) -> None:
+    model, ids = new_model(), torch.tensor([[1, 3, 4, 5, 6, 3, 3, 2], [1, 6, 5, 4, 3, 6, 6, 2]])
+    with torch.no_grad():
+        output = model(input_ids=ids, labels=ids)
+    mean = -chosen_logprobs(output.logits[:, :-1], ids[:, 1:]).mean()
+    torch.testing.assert_close(mean, output.loss)
+
+
+@pytest.mark.parametrize(("p", "q", "nats"), [((0.7, 0.3), (0.3, 0.7), 0.339), ((0.7, 0.3), (0.65, 0.35), 0.006)])
+def test_two_outcomes(p: tuple[float, float], q: tuple[float, float], nats: float) -> None:
+    assert float(exact_kl(torch.tensor(p).log(), torch.tensor(q).log())) == pytest.approx(nats, abs=5e-4)
+
+
+def test_kl_to_itself_is_zero_and_never_below(logits: tuple[torch.Tensor, torch.Tensor]) -> None:
+    policy, _ = logits
+    assert float(exact_kl(policy, policy).abs().max()) == 0.0
+    near = policy + 1e-5 * torch.randn(policy.shape, generator=torch.Generator().manual_seed(2))
+    assert (exact_kl(policy, near) >= 0).all()
+
+
+@pytest.mark.parametrize("elements", [1, 7, 15, 10**6])
+def test_the_size_of_a_chunk_changes_nothing(
+    logits: tuple[torch.Tensor, torch.Tensor], elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.zeros(3, 4, dtype=torch.long)
+    whole = compare_distributions(*logits, ids)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+    for a, b in zip(compare_distributions(*logits, ids), whole, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_forbidden_token_adds_nothing(logits: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A logit of -inf in both, as models write it for tokens that must not come."""
+    policy, reference = (x.clone() for x in logits)
+    policy[..., 2] = reference[..., 2] = -torch.inf
+    kept = [0, 1, 3, 4, 5, 6]
+    smaller = kl_divergence(Categorical(logits=policy[..., kept]), Categorical(logits=reference[..., kept]))
+    torch.testing.assert_close(exact_kl(policy, reference), smaller)
+    found = compare_distributions(policy, reference, torch.zeros(3, 4, dtype=torch.long))
+    torch.testing.assert_close(found.exact_kl, smaller)
+    torch.testing.assert_close(found.entropy, Categorical(logits=policy[..., kept]).entropy())
+
+
+@pytest.mark.parametrize("in_reference_too", [True, False])
+def test_a_forbidden_token_leaves_the_gradient_finite(
+    logits: tuple[torch.Tensor, torch.Tensor], in_reference_too: bool
+) -> None:
+    policy, reference = (x.clone() for x in logits)
+    policy[..., 2] = -torch.inf
+    if in_reference_too:
+        reference[..., 2] = -torch.inf
+    policy.requires_grad_()
+    exact_kl(policy, reference).sum().backward()
+    assert policy.grad is not None
+    assert policy.grad.isfinite().all()
+
+
+def test_a_token_that_the_reference_never_gives_is_infinitely_far() -> None:
+    policy, reference = torch.zeros(3), torch.tensor([0.0, 0.0, -torch.inf])
+    assert float(exact_kl(policy, reference)) == torch.inf
+
+
+def test_bfloat16_logits_are_compared_in_float32(logits: tuple[torch.Tensor, torch.Tensor]) -> None:
+    halves = [x.bfloat16() for x in logits]
+    ids = torch.zeros(3, 4, dtype=torch.long)
+    expected = Categorical(logits=halves[0].float()).log_prob(ids)
+    found = chosen_logprobs(halves[0], ids)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(compare_distributions(*halves, ids).logprobs, expected)
+
+
+def test_exact_kl_is_differentiable_in_both_arguments() -> None:
+    noise = torch.Generator().manual_seed(3)
+    pair = [torch.randn(2, 7, generator=noise, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+
+    def divergence(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        return kl_divergence(Categorical(logits=policy), Categorical(logits=reference)).sum()
+
+    expected = torch.autograd.grad(divergence(*pair), pair)
+    found = torch.autograd.grad(exact_kl(*pair).sum(), pair)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_kl.ops.losses import bradley_terry_loss, policy_loss, value_loss
+
+
+def surrogate(ratio: float, advantage: float, cliprange: float = 0.2) -> tuple[float, bool, float]:
+    """Loss, whether it was clipped, and d loss / d log pi, of one token."""
+    logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    old, gain = torch.zeros_like(logprob), torch.full_like(logprob, advantage)
+    loss, clipped = policy_loss(logprob, old, gain, cliprange)
+    loss.sum().backward()
+    assert logprob.grad is not None
+    return float(loss.detach()), bool(clipped), float(logprob.grad)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.0, 2.0, -2.0, False),
+        (1.1, 2.0, -2.2, False),
+        (1.5, 2.0, -2.4, True),  # a good token is made no more than 1.2 times as likely
+        (0.5, 2.0, -1.0, False),  # it may always be made likelier again
+        (0.5, -2.0, 1.6, True),  # a bad one no less than 0.8 times
+        (1.5, -2.0, 3.0, False),
+    ],
+)
+def test_the_regions_of_the_clip(ratio: float, advantage: float, loss: float, clipped: bool) -> None:
+    found, was_clipped, gradient = surrogate(ratio, advantage)
+    assert found == pytest.approx(loss)
+    assert was_clipped is clipped
+    assert gradient == pytest.approx(0.0 if clipped else -advantage * ratio)
+
+
+def test_the_first_gradient_is_that_of_the_policy_gradient() -> None:
+    noise = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(2, 3, generator=noise).requires_grad_()
+    advantages = torch.randn(2, 3, generator=noise)
+    policy_loss(logprobs, logprobs.detach(), advantages, 0.2)[0].sum().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss"),
+    [
+        (1.0, 1.0, 3.0, 2.0),
+        (1.1, 1.0, 3.0, 0.5 * 1.9**2),  # within the clip
+        (2.5, 1.0, 3.0, 0.5 * 1.8**2),  # clipped to 1.2: the larger loss counts
+        (4.0, 1.0, 1.0, 4.5),  # too far is never cheaper for being clipped
+    ],
+)
+def test_the_value_may_not_profit_from_a_long_step(value: float, old: float, target: float, loss: float) -> None:
+    found = value_loss(torch.tensor(value), torch.tensor(old), torch.tensor(target), 0.2)
+    assert float(found) == pytest.approx(loss)
+
+
+def test_a_value_beyond_its_clip_has_no_gradient_towards_the_target() -> None:
+    value = torch.tensor(2.5, requires_grad=True)
+    value_loss(value, torch.tensor(1.0), torch.tensor(3.0), 0.2).backward()
+    assert float(value.grad) == 0.0
+
+
+def test_the_pairwise_loss_counts_the_difference_only() -> None:
+    chosen, rejected = torch.tensor([0.0, 3.0, 1.0]), torch.tensor([0.0, 1.0, 3.0])
+    loss = bradley_terry_loss(chosen, rejected)
+    assert float(loss[0]) == pytest.approx(math.log(2))
+    # P(wrong order) / P(right order) = exp(difference)
+    assert float(loss[2] - loss[1]) == pytest.approx(2.0, abs=1e-6)
+    torch.testing.assert_close(bradley_terry_loss(chosen + 7, rejected + 7), loss)
+    assert bradley_terry_loss(torch.tensor([-200.0]), torch.tensor([200.0])).isfinite().all()

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.rollout.sampling import Sampled, pick_tokens, sample_responses
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import PromptBatch
+
+Make = Callable[..., Any]
+EOS, PAD = 2, 0
+TEXTS = ("ab", "abcdab", "d", "cccc")
+
+
+def sample(
+    model: Any, prompts: PromptBatch, noise: torch.Tensor, eos: tuple[int, ...] = (EOS,), temperature: float = 1.0
+) -> Sampled:
+    return sample_responses(
+        model, prompts.ids, prompts.mask, noise, eos_ids=list(eos), pad_id=PAD, temperature=temperature
+    )
+
+
+# ---- one token ----
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
+    logits = torch.tensor([2.0, -1.0, 0.5, 0.0, 1.0, -3.0, 0.3])
+    draws = 20_000
+    noise = torch.rand(draws, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    counts = torch.bincount(pick_tokens(logits.expand(draws, 7), noise, temperature), minlength=7)
+    wanted = torch.softmax(logits / temperature, -1) * draws
+    chi_square = float(((counts - wanted).square() / wanted).sum())
+    assert chi_square < 22.5  # 6 degrees of freedom: passed by chance once in a thousand
+
+
+def test_an_even_grid_of_noise_gives_the_exact_shares() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    noise = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    assert torch.bincount(pick_tokens(logits.expand(1000, 4), noise, 1.0)).tolist() == [100, 200, 300, 400]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-53])
+def test_a_forbidden_token_never_comes(uniform: float) -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    assert int(pick_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)) in (1, 3)
+
+
+def test_a_cold_temperature_takes_the_likeliest() -> None:
+    logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
+    noise = uniforms(50, 1, 0, "x")[:, 0]
+    assert torch.equal(pick_tokens(logits, noise, 1e-4), logits.argmax(-1))
+
+
+# ---- responses ----
+
+
+def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+    sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x"))
+    assert 0 < int(sampled.ended.sum()) < 64  # both kinds are there
+    for ids, mask, ended in zip(sampled.ids.tolist(), sampled.mask.tolist(), sampled.ended, strict=True):
+        length = sum(mask)
+        assert mask == [True] * length + [False] * (len(mask) - length)
+        assert (ids[length - 1] == EOS) == bool(ended)
+        assert EOS not in ids[: length - 1]
+        assert all(token == PAD for token in ids[length:])
+        assert ended or length == 12
+
+
+def test_any_of_several_eos_tokens_ends_a_response(
+    new_model: Make, prompts_of: Callable[..., PromptBatch]
+) -> None:
+    sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 4), uniforms(16, 12, 0, "x"), eos=(EOS, 5))
+    lasts = {int(row[mask][-1]) for row, mask, e in zip(*sampled, strict=True) if e}
+    assert lasts == {EOS, 5}
+
+
+def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+    every = tuple(range(7))  # any token ends it
+    sampled = sample(new_model(), prompts_of("ab", "c"), uniforms(2, 9, 0, "x"), eos=every)
+    assert sampled.ids.shape == (2, 1)
+    assert sampled.ended.all()
+
+
+def test_a_row_alone_is_the_row_in_the_batch(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+    """Padding on the left and neighbours change nothing."""
+    model, noise = new_model(), uniforms(4, 10, 0, "x")
+    together = sample(model, prompts_of(*TEXTS), noise)
+    for i, text in enumerate(TEXTS):
+        alone = sample(model, prompts_of(text), noise[i : i + 1])
+        length = int(alone.mask.sum())
+        assert alone.ids[0].tolist() == together.ids[i, :length].tolist()
+        assert int(together.mask[i].sum()) == length
+        assert bool(alone.ended[0]) == bool(together.ended[i])
+
+
+def test_a_permuted_batch_is_a_permuted_result(
+    new_model: Make, prompts_of: Callable[..., PromptBatch]
+) -> None:
+    model, noise, order = new_model(), uniforms(4, 10, 0, "x"), [2, 0, 3, 1]
+    straight = sample(model, prompts_of(*TEXTS), noise)
+    turned = sample(model, prompts_of(*(TEXTS[i] for i in order)), noise[order])
+    for a, b in zip(straight, turned, strict=True):
+        assert torch.equal(a[order], b)
+
+
+def test_the_noise_decides_everything_and_the_global_stream_nothing(
+    new_model: Make, prompts_of: Callable[..., PromptBatch]
+) -> None:
+    model, prompts = new_model(), prompts_of(*TEXTS)
+    torch.manual_seed(1)
+    one = sample(model, prompts, uniforms(4, 10, 0, "x"))
+    torch.manual_seed(2)
+    same = sample(model, prompts, uniforms(4, 10, 0, "x"))
+    other = sample(model, prompts, uniforms(4, 10, 1, "x"))
+    assert torch.equal(one.ids, same.ids)
+    assert one.ids.shape != other.ids.shape or not torch.equal(one.ids, other.ids)
+
+
+def test_sequences_come_as_often_as_the_model_says(
+    new_model: Make, prompts_of: Callable[..., PromptBatch]
+) -> None:
+    """Two tokens, 4000 samples, against the enumerated probabilities of all pairs."""
+    model, count = new_model(seed=1, spread=0.3), 4000
+    prompts = prompts_of(*["ab"] * count)
+    sampled = sample(model, prompts, uniforms(count, 2, 0, "x"), eos=(), temperature=1.3)
+    with torch.no_grad():
+        first = torch.softmax(model(input_ids=prompts.ids[:1]).logits[0, -1] / 1.3, -1)
+        after = torch.cat([prompts.ids[:1].repeat(7, 1), torch.arange(7).unsqueeze(1)], 1)
+        second = torch.softmax(model(input_ids=after).logits[:, -1] / 1.3, -1)
+    wanted = (first.unsqueeze(1) * second).flatten() * count
+    found = torch.bincount(sampled.ids[:, 0] * 7 + sampled.ids[:, 1], minlength=49)
+    likely = wanted > 5
+    chi_square = float(((found - wanted).square() / wanted)[likely].sum())
+    assert chi_square < 1.9 * int(likely.sum())
+
+
+def test_a_prompt_may_hold_the_pad_and_eos_tokens(new_model: Make) -> None:
+    """Masks never look at ids."""
+    model = new_model()
+    ids = torch.tensor([[1, 0, 2, 4]])
+    prompts = PromptBatch(["?"], ids, torch.ones_like(ids, dtype=torch.bool))
+    wider = PromptBatch(
+        ["?"], torch.tensor([[5, 5, 1, 0, 2, 4]]), torch.tensor([[False, False, True, True, True, True]])
+    )
+    noise = uniforms(1, 6, 0, "x")
+    assert torch.equal(sample(model, prompts, noise).ids, sample(model, wider, noise).ids)

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.actor_critic import freeze
+from rlhf_kl.models.load import load_reward_model, load_tokenizer
+from rlhf_kl.reward_functions import RewardModel, ScoreShaping, bind_reward, checked_scores
+
+PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
+
+
+def problem(reward: Callable[..., Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        checked_scores(reward, PROMPTS, RESPONSES, "mine.py:score")
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).startswith("reward mine.py:score: ")
+    return str(caught.value)
+
+
+def returns(value: Any) -> Callable[..., Any]:
+    return lambda prompts, responses: value
+
+
+class Two(list[float]):
+    """Something that is a number only at first sight."""
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high", True, [1.0]])
+def test_a_score_that_is_no_finite_number_names_its_sample(value: Any) -> None:
+    message = problem(returns([1.0, value, 2.0]))
+    assert "'second'" in message
+    assert repr(value) in message
+
+
+def test_a_number_too_large_for_float32_names_its_sample() -> None:
+    assert "'third'" in problem(returns([1.0, 2.0, 1e300]))
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], [1.0] * 4, []])
+def test_too_few_or_too_many_scores(value: list[float]) -> None:
+    assert f"returned {len(value)} scores for 3 responses" in problem(returns(value))
+
+
+@pytest.mark.parametrize("value", [None, 3.0])
+def test_something_that_is_no_list(value: Any) -> None:
+    assert f"returned {type(value).__name__}, not one number per response" in problem(returns(value))
+
+
+def test_a_table_of_scores_instead_of_a_column() -> None:
+    problem(returns(torch.zeros(3, 2)))
+
+
+def test_whatever_it_raises_is_told() -> None:
+    def broken(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [1 / 0 for _ in responses]
+
+    assert "raised ZeroDivisionError: division by zero" in problem(broken)
+    assert "raised TypeError" in problem(lambda responses: [1.0])
+
+
+def test_a_generator_that_breaks_half_way() -> None:
+    def broken(prompts: Sequence[str], responses: Sequence[str]) -> Any:
+        yield 1.0
+        raise KeyError("word")
+
+    assert "raised KeyError" in problem(broken)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2.0, -3.5],
+        (1, 2.0, -3.5),
+        torch.tensor([1, 2.0, -3.5]),
+        torch.tensor([1, 2.0, -3.5]).numpy(),
+        [torch.tensor(1), torch.tensor(2.0), torch.tensor(-3.5)],
+    ],
+    ids=["list", "tuple", "tensor", "array", "scalars"],
+)
+def test_numbers_of_every_make_are_taken(value: Any) -> None:
+    scores = checked_scores(returns(value), PROMPTS, RESPONSES, "x")
+    assert scores.tolist() == [1.0, 2.0, -3.5]
+    assert scores.dtype == torch.float32
+
+
+def test_a_generator_is_taken_too() -> None:
+    scores = checked_scores(lambda p, r: (float(len(x)) for x in r), PROMPTS, RESPONSES, "x")
+    assert scores.tolist() == [5.0, 6.0, 5.0]
+
+
+def test_functions_and_classes_get_their_options() -> None:
+    def words(prompts: Sequence[str], responses: Sequence[str], goal: int = 5) -> list[float]:
+        return [float(goal - len(response)) for response in responses]
+
+    class Words:
+        def __init__(self, goal: int) -> None:
+            self.goal = goal
+
+        def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+            return words(prompts, responses, self.goal)
+
+    for made in (bind_reward(words, {"goal": 6}), bind_reward(Words, {"goal": 6})):
+        assert made(PROMPTS, RESPONSES) == [1.0, 0.0, 1.0]
+
+
+# ---- the scale of the score ----
+
+
+def fit(scores: list[float], **options: Any) -> ScoreShaping:
+    return ScoreShaping.fit(
+        torch.tensor(scores), **{"normalize": True, "clip": None, "missing_eos_penalty": 0.0} | options
+    )
+
+
+def test_reference_samples_get_mean_zero_and_spread_one() -> None:
+    raw = [10.0, 14.0, 18.0, 22.0]
+    shaped = fit(raw)(torch.tensor(raw), torch.ones(4, dtype=torch.bool))
+    assert float(shaped.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(shaped.std(correction=0)) == pytest.approx(1)
+
+
+def test_clip_and_penalty_come_after_the_scale() -> None:
+    shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
+    ended = torch.tensor([True, True, False])
+    assert shaping(torch.tensor([5.0, 100.0, -100.0]), ended).tolist() == [0.0, 2.0, -2.5]
+
+
+def test_scores_may_be_left_as_they_are() -> None:
+    shaping = fit([0.0, 10.0], normalize=False)
+    assert shaping(torch.tensor([7.0]), torch.tensor([True])).tolist() == [7.0]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("value", [0.0, 3.0, 1e6])
+def test_a_constant_score_teaches_nothing(value: float, normalize: bool) -> None:
+    with pytest.raises(InputError, match="constant"):
+        fit([value] * 5, normalize=normalize)
+
+
+def test_small_differences_are_no_constant() -> None:
+    assert fit([1e-5, 2e-5]).std == pytest.approx(5e-6, rel=1e-3)
+
+
+def test_its_state_makes_the_same_shaping() -> None:
+    shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
+    assert ScoreShaping(**shaping.state_dict()) == shaping
+
+
+# ---- reward models ----
+
+
+@pytest.fixture
+def model(tiny_reward_folder: Path) -> RewardModel:
+    folder = str(tiny_reward_folder)
+    return RewardModel(freeze(load_reward_model(folder)), load_tokenizer(folder))
+
+
+def test_a_score_is_the_classifiers_logit_at_the_eos(model: RewardModel) -> None:
+    ids = torch.tensor([[1, 3, 4, 5, 6, 2]])  # bos abcd eos
+    with torch.no_grad():
+        hidden = model.model.base_model(input_ids=ids).last_hidden_state[0, -1]
+        expected = float(model.model.score(hidden))
+    assert model(["ab"], ["cd"]) == pytest.approx([expected], abs=1e-5)
+    assert model(["ab"], ["c"]) != pytest.approx([expected], abs=1e-5)
+
+
+def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder: Path) -> None:
+    prompts = ["a", "abcd", "bb", "d", "cab"]
+    responses = ["b", "", "dcbadcba", "a", "cc"]
+    together = model(prompts, responses)
+    alone = [model([p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
+    assert together == pytest.approx(alone, abs=1e-5)
+    by_two = RewardModel(model.model, model.tokenizer, rows=2)
+    assert by_two(prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+
+
+def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:
+    long = "abcd" * 20
+    (row,) = model.encode([long], ["dd"])
+    assert len(row) == 32
+    assert row[-3:] == [6, 6, 2]
+    assert model([long], ["dd"]) == pytest.approx(model(["c" + long], ["dd"]), abs=1e-5)
+
+
+def test_an_eos_that_is_the_pad_would_never_be_scored(tiny_reward_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_reward_folder))
+    tokenizer.pad_token = tokenizer.eos_token
+    with pytest.raises(InputError, match="EOS"):
+        RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer)
