@@ -27,10 +27,6 @@ def returns(value: Any) -> Callable[..., Any]:
     return lambda prompts, responses: value
 
 
-class Two(list[float]):
-    """Something that is a number only at first sight."""
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high", True, [1.0]])
 def test_a_score_that_is_no_finite_number_names_its_sample(value: Any) -> None:
     message = problem(returns([1.0, value, 2.0]))

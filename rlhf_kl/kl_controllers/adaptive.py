@@ -1,111 +1,120 @@
-"""The default: learn during the run how its KL answers to beta, and solve that for beta."""
+"""The default: learn during the run which beta holds the target, and how fast the KL gets there."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlhf_kl.kl_controllers.base import KLController, clip, require_fraction, require_positive
 
-Vector = list[float]
-
-PRIOR_SPREAD = (0.2, 0.08, 0.04, 0.25)  # of offset, return, gain and inertia at the start
-DRIFT = (0.03, 0.01, 0.01, 0.01)  # how far each may wander per update: the true response is not linear
-NOISE = 0.04  # of sqrt(KL/target) near 1, measured and modelled together
-FURTHEST = 3.0  # sqrt(KL/target) beyond which the model is not asked: there it never held
-HEARD_AT_ALL = 0.25  # an update cut to less than this says nothing about beta
+PRIOR_SPREAD = (0.05, 2.0)  # of pace, and of the log of the beta that holds the target
+DRIFT = (0.005, 0.25)  # how far each may wander per update
+NOISE = 0.035  # of one move of sqrt(KL/target): the batch's and the policy's own
+FASTEST_FALL = -0.25  # whitened advantages bound the pace back as well
+PACES = (0.05, 0.5)
+MOST_LEARNT = (-1.0, 1.5)  # of log beta from one update
+HEARD_AT_ALL = 0.25  # an update cut to less than this says little of its own length
+LESSON = 0.3  # added to log b for an update that the ceiling undid altogether
 
 
 class AdaptiveKL(KLController):
-    """Model-based control of x = sqrt(KL/target), linear in the policy's distance where KL is not.
+    """Model-based control of x = sqrt(KL/target), the policy's distance from the reference.
 
-    With v_k = x_{k+1} - x_k and u_k = log(beta_k / beta_0), this run's response is fitted recursively as
+    PPO with whitened advantages moves at a pace `a` that the balance of score and penalty decides:
 
-        v_k = offset - back * x_k - gain * u_k + inertia * v_{k-1}
+        x_{k+1} - x_k = a (1 - x_k (beta'_k / b)^p),    beta'_k = sqrt(beta_k beta_{k-1})
 
-    by a Kalman filter on the four coefficients (Ljung 1999, "System Identification", section 11.6: least
-    squares with a random walk of the parameters), from priors that a small PPO run has. Each update then
-    predicts x_{k+1}, which beta_k has already decided, and solves for the beta that takes
-    x_{k+2} a share `approach` of the way to 1; `down` and `up` limit |change of log beta| per update.
+    (half of a change is felt one update later: the optimizer's momentum and the values still know the old beta)
+    so x settles at (b / beta)^p; b is the beta that holds the target. The Gaussian law has p = 1, scores
+    that saturate come to about a half (measured on `builtin:reviews`). The controller fits a and log b
+    by an extended Kalman filter (Jazwinski 1970, ch. 8) as the run goes, predicts the x that beta_k has
+    already decided, and solves for the beta that then takes x a share `approach` of the way to 1. Changes
+    of log beta per update lie within [-down, up].
 
-    What follows from that: no integral, so nothing to wind up; no cold start to hold through, since a
-    KL on its way up is predicted, not taken for an error; the loop's gain follows a plant that saturates.
-    An update that the ceiling cut to a fraction f counts as v/f: what it would have been.
+    What follows from that: no integral, so nothing to wind up; no cold start to hold through, since a KL on
+    its way up is predicted and not taken for an error; a starting beta that is wrong by a factor of ten is
+    found out from the first moves. The first update starts at the reference, where a KL has no gradient:
+    nothing is learnt from it. An update that the ceiling cut to a fraction
+    counts as what it would have been, and every cut says that b was taken for too small.
     """
 
     state_names: ClassVar[tuple[str, ...] | None] = (
-        "coef", "start_coef", "kept", "model", "spread", "last", "last_speed",
-    )  # fmt: skip
+        "coef",
+        "kept",
+        "pace",
+        "log_holding",
+        "spread",
+        "last",
+        "log_before",
+        "seen",
+    )
 
     def __init__(
         self,
         *,
         coef: float = 0.1,
         target: float = 0.1,
-        approach: float = 0.13,
-        speed: float = 0.2,
-        gain: float = 0.1,
-        inertia: float = 0.2,
-        down: float = 0.6,
-        up: float = 1.2,
+        approach: float = 0.22,
+        pace: float = 0.15,
+        power: float = 0.45,
+        down: float = 1.2,
+        up: float = 1.8,
         min_coef: float = 1e-4,
         max_coef: float = 10.0,
     ) -> None:
-        """`speed`, `gain` and `inertia` are the priors of the fit; the model starts by trusting `coef`."""
+        """`pace` is the prior of a, `power` is p; the fit begins with the starting beta as its b."""
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
         self.target = require_positive("target", target)
-        self.approach = require_positive("approach", approach)
+        self.approach = require_fraction("approach", require_positive("approach", approach))
+        self.power = require_positive("power", power)
         self.down, self.up = require_positive("down", down), require_positive("up", up)
-        require_fraction("approach", approach)
-        speed = require_fraction("speed", require_positive("speed", speed))
-        inertia = require_fraction("inertia", inertia)
-        self.start_coef = self.coef
+        self.pace = clip(require_positive("pace", pace), *PACES)
+        self.log_holding = self.log_before = math.log(self.coef)
+        self.spread = [[PRIOR_SPREAD[0] ** 2, 0.0], [0.0, PRIOR_SPREAD[1] ** 2]]
         self.kept = 1.0  # of the update that beta_k is making now
-        self.model: Vector = [speed, speed, require_positive("gain", gain), inertia]
-        self.spread = [[PRIOR_SPREAD[i] ** 2 * (i == j) for j in range(4)] for i in range(4)]
-        self.last: dict[str, Any] | None = None  # x, u and kept of the previous update
-        self.last_speed = 0.0
+        self.last: dict[str, float] | None = None  # x, felt log beta and kept of the previous update
+        self.seen = 0
 
     def observe_backtrack(self, factor: float) -> None:
         self.kept = factor
 
     def update(self, kl: float, episodes: int) -> None:
         del episodes
-        x, u = math.sqrt(max(kl, 0.0) / self.target), math.log(self.coef / self.start_coef)
-        if self.last is not None:
-            v = x - self.last["x"]
-            if self.last["kept"] > HEARD_AT_ALL:
-                self._fit(x, v)
-            self.last_speed = v
+        x, log_coef = math.sqrt(max(kl, 0.0) / self.target), math.log(self.coef)
+        felt = (log_coef + self.log_before) / 2.0
         kept, self.kept = self.kept, 1.0
-        self.last = {"x": x, "u": u, "kept": kept}
-
-        offset, back, gain, inertia = self.model
-        v_now = kept * (offset - back * x - gain * u + inertia * self.last_speed)
-        x_next = clip(x + v_now, 0.0, FURTHEST)
-        wanted = (offset - back * x_next + inertia * v_now - self.approach * (1.0 - x_next)) / gain
-        self._move(clip(wanted - u, -self.down, self.up))
+        self.seen += 1
+        if self.last is not None and self.seen > 2 and self.last["kept"] > HEARD_AT_ALL:
+            self._learn(x - self.last["x"], **self.last)
+        self.log_holding += LESSON * (1.0 - kept)
+        self.last, self.log_before = {"x": x, "felt": felt, "kept": kept}, log_coef
+        if self.seen == 1:
+            return  # the KL of the reference to itself says nothing
+        after = max(0.05, x + kept * self._move_of(x, felt))
+        push = clip(1.0 - self.approach * (1.0 - after) / self.pace, 0.05, 20.0)
+        wanted = self.log_holding + math.log(push / max(after, 0.2)) / self.power
+        self._move(clip(wanted - log_coef, -self.down, self.up))
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
         del episodes
         return self.down, self.up
 
-    def _fit(self, x: float, v: float) -> None:
-        """One Kalman step on the model, from the move `v` that ended at `x`."""
-        assert self.last is not None
-        then, kept = self.last["x"], self.last["kept"]
-        seen = [1.0, -then, -self.last["u"], self.last_speed]
-        for i in range(4):
+    def _pull(self, x: float, felt: float) -> float:
+        """The penalty's share of the balance: 1 holds x where it is."""
+        return x * math.exp(clip(self.power * (felt - self.log_holding), -20.0, 3.0))
+
+    def _move_of(self, x: float, felt: float) -> float:
+        return max(FASTEST_FALL, self.pace * (1.0 - self._pull(x, felt)))
+
+    def _learn(self, move: float, x: float, felt: float, kept: float) -> None:
+        """One step of the filter, from a whole or partly kept `move` that began at `x`."""
+        expected, pull = self._move_of(x, felt), self._pull(x, felt)
+        seen = [0.0 if expected == FASTEST_FALL else 1.0 - pull, self.pace * pull * self.power]
+        for i in (0, 1):
             self.spread[i][i] += DRIFT[i] ** 2
-        noise = NOISE**2 * (1.0 + x * x + then * then) / kept**2
-        cross = [_dot(row, seen) for row in self.spread]
-        share = [c / (_dot(seen, cross) + noise) for c in cross]
-        surprise = clip(v / kept - _dot(seen, self.model), -1.0, 1.0)
-        offset, back, gain, inertia = (m + s * surprise for m, s in zip(self.model, share, strict=True))
-        # A beta that does nothing or works backwards is noise: solving for it would fly to a bound.
-        self.model = [offset, clip(back, 0.02, 0.8), clip(gain, 0.03, 1.0), clip(inertia, 0.0, 0.8)]
-        self.spread = [[self.spread[i][j] - share[i] * cross[j] for j in range(4)] for i in range(4)]
-
-
-def _dot(left: Vector, right: Vector) -> float:
-    return math.fsum(a * b for a, b in zip(left, right, strict=True))
+        cross = [sum(s * h for s, h in zip(row, seen, strict=True)) for row in self.spread]
+        share = [c / (sum(h * c for h, c in zip(seen, cross, strict=True)) + (NOISE / kept) ** 2) for c in cross]
+        surprise = clip(move / kept - expected, -1.0, 1.0)
+        self.pace = clip(self.pace + share[0] * surprise, *PACES)
+        self.log_holding += clip(share[1] * surprise, *MOST_LEARNT)
+        self.spread = [[self.spread[i][j] - share[i] * cross[j] for j in (0, 1)] for i in (0, 1)]

@@ -9,7 +9,7 @@ import pytest
 from rlhf_kl.data.files import columns, read_column, read_rows
 from rlhf_kl.errors import InputError
 
-ROWS = [{"prompt": "one", "text": "a, \"b\"\nc"}, {"prompt": "zwölf 🙂", "text": ""}]
+ROWS = [{"prompt": "one", "text": 'a, "b"\nc'}, {"prompt": "zwölf 🙂", "text": ""}]
 
 
 def write_jsonl(path: Path) -> None:

@@ -26,9 +26,7 @@ def test_a_batch_depends_on_seed_and_step_alone(letters: Any) -> None:
     forward = [stream(letters).batch(step).texts for step in (1, 2, 5)]
     one = stream(letters)
     assert [one.batch(step).texts for step in (5, 2, 1)] == forward[::-1]
-    assert stream(letters, seed=1).batch(1).texts + stream(letters, seed=1).batch(2).texts != (
-        forward[0] + forward[1]
-    )
+    assert stream(letters, seed=1).batch(1).texts + stream(letters, seed=1).batch(2).texts != (forward[0] + forward[1])
 
 
 def test_processes_take_their_rows_of_the_global_batch(letters: Any) -> None:

@@ -129,7 +129,7 @@ def test_schedule_tightens_by_default():
 def test_adaptive_raises_beta_more_for_a_higher_kl():
     answers = []
     for last in (0.05, 0.1, 0.2, 0.8):
-        law = AdaptiveKL(target=0.1, up=5.0, down=5.0)
+        law = AdaptiveKL(target=0.1, up=8.0, down=1.0)
         coefs_after(law, [0.0, 0.03, last])
         answers.append(law.coef)
     assert answers == sorted(answers)
@@ -184,8 +184,8 @@ def test_adaptive_hears_that_updates_were_cut():
         (ScheduledKL, {"total_episodes": 9, "shape": "square"}, "shape"),
         (AdaptiveKL, {"target": 0.0}, "target"),
         (AdaptiveKL, {"approach": 1.0}, "approach"),
-        (AdaptiveKL, {"speed": 0.0}, "speed"),
-        (AdaptiveKL, {"inertia": 1.5}, "inertia"),
+        (AdaptiveKL, {"approach": 1.5}, "approach"),
+        (AdaptiveKL, {"power": 0.0}, "power"),
         (AdaptiveKL, {"up": -1.0}, "up"),
     ],
 )

@@ -22,9 +22,7 @@ def test_a_seed_makes_the_same_weights_and_leaves_the_global_stream_alone(new_mo
     assert not torch.equal(one.transformer.wte.weight, other.transformer.wte.weight)
 
 
-def test_embeddings_are_tied_and_generation_samples_from_the_whole_policy(
-    new_model: Make, letters: Any
-) -> None:
+def test_embeddings_are_tied_and_generation_samples_from_the_whole_policy(new_model: Make, letters: Any) -> None:
     model = new_model()
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.generation_config.top_k == 0

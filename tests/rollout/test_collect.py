@@ -70,9 +70,7 @@ def test_padding_is_zero_everywhere(parts: tuple[Any, ...]) -> None:
         assert (tensor[~sampled.mask] == 0).all()
 
 
-def test_the_size_of_a_pass_changes_nothing(
-    parts: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_pass_changes_nothing(parts: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference, prompts, sampled = parts
     whole = vars(measure(model, reference, prompts, sampled, 0.8))
     monkeypatch.setattr(collect, "LOGIT_ELEMENTS", 1)

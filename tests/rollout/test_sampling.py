@@ -70,9 +70,7 @@ def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[...
         assert ended or length == 12
 
 
-def test_any_of_several_eos_tokens_ends_a_response(
-    new_model: Make, prompts_of: Callable[..., PromptBatch]
-) -> None:
+def test_any_of_several_eos_tokens_ends_a_response(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
     sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 4), uniforms(16, 12, 0, "x"), eos=(EOS, 5))
     lasts = {int(row[mask][-1]) for row, mask, e in zip(*sampled, strict=True) if e}
     assert lasts == {EOS, 5}
@@ -97,9 +95,7 @@ def test_a_row_alone_is_the_row_in_the_batch(new_model: Make, prompts_of: Callab
         assert bool(alone.ended[0]) == bool(together.ended[i])
 
 
-def test_a_permuted_batch_is_a_permuted_result(
-    new_model: Make, prompts_of: Callable[..., PromptBatch]
-) -> None:
+def test_a_permuted_batch_is_a_permuted_result(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
     model, noise, order = new_model(), uniforms(4, 10, 0, "x"), [2, 0, 3, 1]
     straight = sample(model, prompts_of(*TEXTS), noise)
     turned = sample(model, prompts_of(*(TEXTS[i] for i in order)), noise[order])
@@ -120,9 +116,7 @@ def test_the_noise_decides_everything_and_the_global_stream_nothing(
     assert one.ids.shape != other.ids.shape or not torch.equal(one.ids, other.ids)
 
 
-def test_sequences_come_as_often_as_the_model_says(
-    new_model: Make, prompts_of: Callable[..., PromptBatch]
-) -> None:
+def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
     """Two tokens, 4000 samples, against the enumerated probabilities of all pairs."""
     model, count = new_model(seed=1, spread=0.3), 4000
     prompts = prompts_of(*["ab"] * count)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_kl.trainers.optim import (
+    adamw,
+    load_optimizer_tensors,
+    lr_factor,
+    optimizer_tensors,
+    set_learning_rate,
+    trainable,
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "progress", "warmup", "factor"),
+    [
+        ("constant", 0.0, 0.0, 1.0),
+        ("constant", 0.9, 0.1, 1.0),
+        ("constant", 0.05, 0.1, 0.5),
+        ("linear", 0.0, 0.0, 1.0),
+        ("linear", 0.25, 0.0, 0.75),
+        ("linear", 1.0, 0.0, 0.0),
+        ("linear", 0.6, 0.2, 0.5),
+        ("cosine", 0.0, 0.0, 1.0),
+        ("cosine", 0.5, 0.0, 0.5),
+        ("cosine", 1.0, 0.0, 0.0),
+        ("cosine", 1 / 3, 0.0, 0.75),
+        ("cosine", 0.1, 0.2, 0.5),
+    ],
+)
+def test_the_learning_rate_over_a_run(schedule: str, progress: float, warmup: float, factor: float) -> None:
+    assert lr_factor(schedule, progress, warmup) == pytest.approx(factor, abs=1e-9)
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+
+
+def test_only_matrices_decay() -> None:
+    net = model()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    adamw(net, learning_rate=0.1, weight_decay=0.5).step()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.dim() == 2 else 1.0))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_optimizer_goes_on_from_its_tensors() -> None:
+    net, other = model(), model(1)
+    optimizer, again = adamw(net, 0.01, 0.1), adamw(other, 0.01, 0.1)
+    train(net, optimizer, range(3))
+    other.load_state_dict(net.state_dict())
+    load_optimizer_tensors(again, {k: v.clone() for k, v in optimizer_tensors(optimizer).items()})
+    train(net, optimizer, range(3, 6))
+    train(other, again, range(3, 6))
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_new_optimizer_has_no_tensors() -> None:
+    optimizer = adamw(model(), 0.01, 0.0)
+    assert optimizer_tensors(optimizer) == {}
+    load_optimizer_tensors(optimizer, {})
+
+
+def test_a_frozen_tensor_is_not_trained() -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    before = net[0].weight.detach().clone()
+    train(net, adamw(net, 0.1, 0.5), range(2))
+    assert torch.equal(net[0].weight, before)
+    assert len(trainable([net, net])) == 4
+
+
+def test_the_rate_is_that_of_all_groups() -> None:
+    optimizer = adamw(model(), 0.01, 0.1)
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]

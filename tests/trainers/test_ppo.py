@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.reward_functions import ScoreShaping
+from rlhf_kl.trainers.ppo import PPOTrainer, Targets, Update
+
+Make = Callable[..., Any]
+
+
+def weights(module: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def plain_sgd(model: Any) -> Any:
+    """A step of size 1 along the gradient: what moved is the gradient itself."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+# ---- it learns ----
+
+
+def test_it_learns_to_write_one_letter(make_trainer: Make) -> None:
+    trainer: PPOTrainer = make_trainer(rollout={"batch_size": 64}, ppo={"total_episodes": 20 * 64})
+    rows = [trainer.update(step).row for step in range(1, 21)]
+    scores = [row["objective/scores"] for row in rows]
+    assert scores[0] < 2.5
+    assert sum(scores[-3:]) / 3 > scores[0] + 2.0
+    for row in rows:
+        for key in ("policy/loss", "value/loss", "kl/token", "policy/grad_norm"):
+            assert math.isfinite(row[key]), (row["step"], key)
+    assert rows[0]["kl/token"] == pytest.approx(0.0, abs=1e-5)
+    assert rows[-1]["kl/token"] > 0.05
+
+
+def test_a_larger_beta_keeps_it_nearer(make_trainer: Make) -> None:
+    kls = []
+    for coef in (0.01, 3.0):
+        trainer = make_trainer(kl={"controller": {"kind": "fixed", "coef": coef}})
+        trainer.controller = KLControl(_Recorder(coef))
+        kls.append([trainer.update(step).row["kl/token"] for step in range(1, 9)][-1])
+    assert kls[1] < 0.5 * kls[0]
+
+
+@pytest.mark.parametrize(
+    ("placement", "estimator"),
+    [
+        *(("reward", name) for name in ("k1", "k2", "k3", "abs", "exact", "importance")),
+        *(("loss", name) for name in ("k1", "k2", "k3", "abs", "exact", "importance")),
+        ("rao_blackwell", "exact"),
+    ],
+)
+def test_every_estimator_works_wherever_it_may_stand(make_trainer: Make, placement: str, estimator: str) -> None:
+    trainer = make_trainer(
+        kl={"placement": placement, "estimator": estimator}, ppo={"epochs": 1}, rollout={"batch_size": 16}
+    )
+    for step in (1, 2, 3):
+        row = trainer.update(step).row
+        assert math.isfinite(row["policy/loss"])
+        assert not row["alerts"]
+    assert row["kl/exact"] > 0
+
+
+# ---- one minibatch ----
+
+
+@pytest.fixture
+def rolled(make_trainer: Make) -> Callable[..., tuple[PPOTrainer, Update, Targets]]:
+    """A trainer, a rollout with responses of unequal length, and targets; nothing trained yet."""
+
+    def make(**ppo: Any) -> tuple[PPOTrainer, Update, Targets]:
+        trainer: PPOTrainer = make_trainer(
+            optimizer=plain_sgd,
+            ppo={"max_grad_norm": 1e9, "learning_rate": 1.0, "vf_coef": 1.0} | ppo,
+            kl={"placement": "rao_blackwell", "estimator": "exact"},
+        )
+        before = copy.deepcopy(trainer.core.state_dict())
+        update = trainer.update(1)
+        trainer.core.load_state_dict(before)
+        assert len(set(update.rollout.lengths.tolist())) > 3
+        return trainer, update, trainer.targets(update.rollout, 0.5)
+
+    return make
+
+
+def step_taken(trainer: PPOTrainer, update: Update, targets: Targets, rows: Tensor) -> Tensor:
+    """The gradient of a minibatch; the trainer is put back."""
+    before = copy.deepcopy(trainer.core.state_dict())
+    start = weights(trainer.core)
+    trainer.minibatch(update.rollout, targets, rows, 1)
+    moved = start - weights(trainer.core)
+    trainer.core.load_state_dict(before)
+    return moved
+
+
+def test_the_size_of_a_microbatch_is_no_part_of_the_result(rolled: Make) -> None:
+    rows = torch.arange(16)
+    found = []
+    for size in (16, 8, 1):
+        trainer, update, targets = rolled(microbatch_size=size)
+        found.append(step_taken(trainer, update, targets, rows))
+    assert float(found[0].norm()) > 0.01
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_token_counts_the_same_in_every_row(rolled: Make) -> None:
+    """The gradient of two rows is theirs weighted by length, and not the mean of their means."""
+    trainer, update, targets = rolled(microbatch_size=1)
+    lengths = update.rollout.lengths
+    short, long = int(lengths.argmin()), int(lengths.argmax())
+    a, b = float(lengths[short]), float(lengths[long])
+    assert b >= 3 * a
+    one, other, both = (
+        step_taken(trainer, update, targets, torch.tensor(rows)) for rows in ([short], [long], [short, long])
+    )
+    torch.testing.assert_close(both, (a * one + b * other) / (a + b), rtol=1e-3, atol=1e-5)
+
+
+def test_the_order_of_rows_is_no_part_of_the_result(rolled: Make) -> None:
+    trainer, update, targets = rolled()
+    straight = step_taken(trainer, update, targets, torch.arange(16))
+    turned = step_taken(trainer, update, targets, torch.arange(16).flip(0))
+    torch.testing.assert_close(turned, straight, rtol=1e-3, atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(rolled: Make) -> None:
+    trainer, update, targets = rolled()
+    before = weights(trainer.core)
+    bad = replace(targets, returns=torch.full_like(targets.returns, torch.nan))
+    _, finite = trainer.minibatch(update.rollout, bad, torch.arange(16), 1)
+    assert not finite
+    assert torch.equal(weights(trainer.core), before)
+    _, finite = trainer.minibatch(update.rollout, targets, torch.arange(16), 1)
+    assert finite  # nothing of the bad gradient is left over
+
+
+def test_the_gradient_is_scaled_down_to_its_largest_norm(rolled: Make) -> None:
+    trainer, update, targets = rolled(max_grad_norm=0.01)
+    moved = step_taken(trainer, update, targets, torch.arange(16))
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_before_its_first_step_the_policy_agrees_with_its_rollout(make_trainer: Make) -> None:
+    assert make_trainer(rollout={"temperature": 0.7}).update(1).row["policy/logratio_first_max"] < 1e-3
+
+
+# ---- one update ----
+
+
+def test_an_update_depends_on_seed_and_step_alone(make_trainer: Make) -> None:
+    one, same = make_trainer(), make_trainer()
+    torch.manual_seed(1)
+    first = one.update(3)
+    torch.manual_seed(2)
+    again = same.update(3)
+    assert torch.equal(first.rollout.response_ids, again.rollout.response_ids)
+    assert torch.equal(weights(one.core), weights(same.core))
+    other = make_trainer(run={"seed": 1}).update(3)
+    assert other.responses != first.responses
+
+
+class _Recorder:
+    """A controller that only writes down what it is told."""
+
+    def __init__(self, coef: float = 0.2) -> None:
+        self.coef = coef
+        self.told: list[tuple[float, int]] = []
+        self.cuts: list[float] = []
+
+    def update(self, kl: float, episodes: int) -> None:
+        self.told.append((kl, episodes))
+        self.coef *= 2
+
+    def observe_backtrack(self, factor: float) -> None:
+        assert len(self.cuts) == len(self.told)  # before the update that it belongs to
+        self.cuts.append(factor)
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_the_controller_hears_what_is_logged_once_a_rollout(make_trainer: Make, unit: str) -> None:
+    recorder = _Recorder()
+    trainer = make_trainer(controller=KLControl(recorder), kl={"unit": unit})
+    updates = [trainer.update(step) for step in (1, 2, 3)]
+    assert recorder.told == [(update.row[f"kl/{unit}"], 32) for update in updates]
+    assert [update.row["kl/coef"] for update in updates] == pytest.approx([0.2, 0.4, 0.8])
+    assert [update.row["kl/coef_next"] for update in updates] == pytest.approx([0.4, 0.8, 1.6])
+    for update in updates:
+        rollout = update.rollout
+        per_row = [float(kl[mask].sum()) for kl, mask in zip(rollout.exact_kl, rollout.mask, strict=True)]
+        assert update.row["kl/sequence"] == pytest.approx(sum(per_row) / 32, rel=1e-5, abs=1e-9)
+        assert update.row["kl/token"] == pytest.approx(sum(per_row) / int(rollout.mask.sum()), rel=1e-5, abs=1e-9)
+
+
+def test_the_row_describes_the_policy_that_sampled_it(make_trainer: Make) -> None:
+    """With a huge step the KL of the row is still that of before."""
+    trainer = make_trainer(ppo={"learning_rate": 0.1})
+    assert trainer.update(1).row["kl/token"] == pytest.approx(0.0, abs=1e-5)
+    assert trainer.update(2).row["kl/token"] > 0.1
+
+
+def test_a_warm_up_trains_the_value_function_only(make_trainer: Make, new_model: Make) -> None:
+    trainer = make_trainer(value_trunk=new_model(seed=8, spread=0.1).base_model, ppo={"value_warmup": 1})
+    policy, value = weights(trainer.core.policy), weights(trainer.core.value_trunk)
+    trainer.update(1)
+    assert torch.equal(weights(trainer.core.policy), policy)
+    assert not torch.equal(weights(trainer.core.value_trunk), value)
+    trainer.update(2)
+    assert not torch.equal(weights(trainer.core.policy), policy)
+
+
+def test_the_value_function_learns_the_returns(make_trainer: Make) -> None:
+    """A score that the prompt alone decides can be told from the first token on."""
+
+    def of_prompt(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [2.0 * len(prompt) for prompt in prompts]
+
+    ppo = {"value_warmup": 100, "vf_coef": 1.0, "cliprange_value": 10.0, "lam": 1.0, "learning_rate": 1e-2}
+    trainer = make_trainer(ppo=ppo, reward=of_prompt, shaping=ScoreShaping(mean=4.8, std=2.0))
+    explained = [trainer.update(step).row["value/explained_variance"] for step in range(1, 13)]
+    assert explained[0] == pytest.approx(0.0, abs=1e-3)  # the head starts at zero
+    assert explained[-1] > 0.5
+
+
+def test_an_update_ends_early_once_it_has_moved_too_far(make_trainer: Make) -> None:
+    free, short = make_trainer(ppo={"epochs": 4}), make_trainer(ppo={"epochs": 4, "max_update_kl": 1e-9})
+    assert free.update(1).row["policy/epochs"] == 4
+    assert short.update(1).row["policy/epochs"] == 1
+
+
+def test_the_critics_lambda_changes_the_returns_and_not_the_advantages(make_trainer: Make) -> None:
+    own, same = make_trainer(ppo={"critic_lam": 0.0, "lam": 0.9}), make_trainer(ppo={"lam": 0.9})
+    rollout = own.update(1).rollout
+    rollout = replace(rollout, values=rollout.mask * torch.linspace(-1, 1, rollout.mask.shape[1]))
+    a, b = own.targets(rollout, 0.1), same.targets(rollout, 0.1)
+    assert torch.equal(a.advantages, b.advantages)
+    assert not torch.allclose(a.returns, b.returns)
+
+
+def test_a_learning_rate_that_falls(make_trainer: Make) -> None:
+    trainer = make_trainer(ppo={"lr_schedule": "linear", "total_episodes": 128, "learning_rate": 1e-3})
+    rates = [trainer.update(step).row["policy/learning_rate"] for step in (1, 2, 3, 4)]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_a_reward_function_that_breaks_is_named(make_trainer: Make) -> None:
+    def broken(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [float("nan")] * len(responses)
+
+    from rlhf_kl.errors import InputError
+
+    with pytest.raises(InputError, match="not a finite number"):
+        make_trainer(reward=broken).update(1)
+
+
+# ---- the belt ----
+
+
+def moved_far(trainer: PPOTrainer, updates: int) -> list[dict[str, Any]]:
+    return [trainer.update(step).row for step in range(1, updates + 1)]
+
+
+def test_without_a_ceiling_this_run_goes_far(make_trainer: Make) -> None:
+    """What the next two tests hold back."""
+    rows = moved_far(make_trainer(ppo={"learning_rate": 1e-2}), 4)
+    assert rows[-1]["kl/token"] > 0.3
+    assert {row["kl/backtrack_factor"] for row in rows} == {1.0}
+    assert rows[0]["kl/ceiling"] is None
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, unit: str) -> None:
+    ceiling = 0.1 if unit == "token" else 0.5
+    recorder = _Recorder(0.01)
+    trainer = make_trainer(
+        controller=KLControl(recorder, max_coef=0.02),
+        ppo={"learning_rate": 1e-2},
+        kl={"unit": unit, "target": ceiling / 2, "ceiling": {"value": ceiling, "action": "backtrack"}},
+    )
+    rows = moved_far(trainer, 6)
+    assert max(row[f"kl/{unit}"] for row in rows) < 1.6 * ceiling  # the old states read a little low
+    assert min(row["kl/backtrack_factor"] for row in rows) < 1.0
+    assert recorder.cuts == [row["kl/backtrack_factor"] for row in rows]
+    assert all(row["kl/after_update"] <= 1.001 * max(ceiling * 2, row[f"kl/{unit}"]) for row in rows)
+    assert rows[0]["kl/ceiling"] == ceiling
+
+
+def test_from_above_the_ceiling_it_comes_back(make_trainer: Make, new_model: Make) -> None:
+    """A policy that starts far from its reference, with a reward that pulls nowhere near."""
+    trainer = make_trainer(
+        policy=new_model(seed=3, spread=0.15),
+        reference=new_model(seed=3, spread=0.1),
+        controller=KLControl(_Recorder(1e-3), max_coef=1e-3),
+        kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
+        ppo={"learning_rate": 1e-3},
+    )
+    kls = [row["kl/token"] for row in moved_far(trainer, 10)]
+    assert kls[0] > 0.02
+    assert kls[-1] < 0.5 * kls[0]
+
+
+# ---- state ----
+
+
+def test_a_trainer_goes_on_from_its_state(make_trainer: Make) -> None:
+    kl = {"controller": {"kind": "adaptive", "coef": 0.05}, "ceiling": {"value": "1.5x"}}
+    one = make_trainer(kl=kl)
+    for step in (1, 2, 3):
+        one.update(step)
+    state = json.loads(json.dumps(one.state_dict()))
+    other = make_trainer(kl=kl)
+    other.core.load_state_dict(one.core.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+    other.load_state_dict(state)
+    assert other.state_dict() == one.state_dict()
+    for step in (4, 5):
+        a, b = one.update(step).row, other.update(step).row
+        for key in a:
+            if not key.startswith(("time/", "perf/")):
+                assert a[key] == b[key] or (a[key] != a[key] and b[key] != b[key]), key
+    assert torch.equal(weights(one.core), weights(other.core))
