@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, ARG002  (signatures are the point here)
+
 from __future__ import annotations
 
 import functools

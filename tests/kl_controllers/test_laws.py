@@ -128,9 +128,9 @@ def test_schedule_tightens_by_default():
 
 def test_adaptive_raises_beta_more_for_a_higher_kl():
     answers = []
-    for last in (0.05, 0.1, 0.2, 0.8):
-        law = AdaptiveKL(target=0.1, up=8.0, down=1.0)
-        coefs_after(law, [0.0, 0.03, last])
+    for last in (0.05, 0.08, 0.1, 0.12, 0.2):
+        law = AdaptiveKL(target=0.1, up=8.0, down=8.0)
+        coefs_after(law, [0.0, *[0.1] * 20, last])
         answers.append(law.coef)
     assert answers == sorted(answers)
     assert answers[0] < answers[-1] / 2

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+
+@pytest.fixture
+def train(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """`train(folder, "kl.target=0.2", resume=True)`: a run of the tiny model; returns its summary."""
+    from rlhf_kl.commands.session import train_command
+    from rlhf_kl.commands.train import run_train
+    from rlhf_kl.config.load import load_config
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(tiny_settings))
+
+    def run(folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+        config = load_config("train", file, [*overrides, f"run.output_dir='{folder}'"])
+        display = TrainingDisplay(quiet=True)
+        return train_command(run_train, config, resume=resume, overwrite=overwrite, display=display)
+
+    return run

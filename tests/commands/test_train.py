@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_kl.checkpoint import checkpoints
+from rlhf_kl.commands.train import gradient_notes
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.errors import GuardStop, InputError, Interrupted
+from rlhf_kl.tracking.jsonl import read_jsonl
+
+Train = Callable[..., dict[str, Any]]
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Without what depends on the clock and the machine."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+        for row in read_jsonl(folder / name)
+    ]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "final" / "model.safetensors") | load_file(folder / "final" / "value.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert rows(one) == rows(other)
+    assert rows(one, "samples.jsonl") == rows(other, "samples.jsonl")
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def assert_same_summary(one: Path, other: Path) -> None:
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, other)]
+    for summary in summaries:
+        summary["config"]["run"].pop("output_dir")
+        summary.pop("seconds")
+        for key in [key for key in summary["final"] if key.startswith(("time/", "perf/"))]:
+            summary["final"].pop(key)
+    assert summaries[0] == summaries[1]
+
+
+# ---- resume ----
+
+
+@pytest.mark.parametrize("kept", [2, 4])
+@pytest.mark.parametrize("value", ["head", "separate"])
+def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path, kept: int, value: str) -> None:
+    """Killed after later rows were written: those are computed again, and nothing is there twice."""
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    train(whole, f"policy.value={value}")
+    shutil.copytree(whole, crashed)
+    (crashed / "summary.json").unlink()
+    shutil.rmtree(crashed / "final")
+    for checkpoint in checkpoints(crashed / "checkpoints"):
+        if checkpoint.step > kept:
+            shutil.rmtree(checkpoint.path)
+    train(crashed, f"policy.value={value}", resume=True)
+    assert_same_run(whole, crashed)
+
+
+def test_the_summary_of_a_resumed_run_is_that_of_the_whole(train: Train, tmp_path: Path) -> None:
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    train(whole)
+    shutil.copytree(whole, crashed)
+    (crashed / "summary.json").unlink()
+    for checkpoint in checkpoints(crashed / "checkpoints")[2:]:
+        shutil.rmtree(checkpoint.path)
+    train(crashed, resume=True)
+    assert_same_summary(whole, crashed)
+
+
+def test_a_run_that_only_lacked_its_end_still_has_all_its_figures(train: Train, tmp_path: Path) -> None:
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    train(whole)
+    shutil.copytree(whole, crashed)
+    (crashed / "summary.json").unlink()
+    shutil.rmtree(crashed / "final")
+    train(crashed, resume=True)
+    assert_same_run(whole, crashed)
+    assert_same_summary(whole, crashed)
+
+
+SIGNALLING = """
+import os, pathlib, signal
+place = pathlib.Path(__file__).parent / "calls"
+
+def count(prompts, responses, letter: str = "a", at: int = 0):
+    calls = int(place.read_text()) + 1 if place.exists() else 1
+    place.write_text(str(calls))
+    if calls == at:
+        os.kill(os.getpid(), signal.SIG{name})
+    return [response.count(letter) / 8 for response in responses]
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("INT", 130), ("TERM", 143)])
+def test_an_interrupted_run_saves_its_last_update_and_goes_on(
+    train: Train, tmp_path: Path, name: str, code: int
+) -> None:
+    (tmp_path / "own.py").write_text(SIGNALLING.replace("{name}", name))
+    reward, steps = f"reward.kind={tmp_path}/own.py:count", "checkpoint.every=100"
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(whole, reward, steps, "reward.at=5") if False else train(whole, reward, steps)
+    (tmp_path / "calls").unlink()
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted) as caught:
+        # Once for the reference, once for the evaluation before update 1, then once an update.
+        _signalled(train, tmp_path, stopped, reward, steps, name)
+    assert caught.value.exit_code == code
+    assert signal.getsignal(signal.SIGINT) is handler
+    done = len(rows(stopped))
+    assert 0 < done < 6
+    assert [c.step for c in checkpoints(stopped / "checkpoints")] == [done]
+    train(stopped, reward, steps, resume=True)
+    assert_same_run(whole, stopped)
+
+
+def _signalled(train: Train, place: Path, folder: Path, reward: str, steps: str, name: str) -> None:
+    source = (place / "own.py").read_text()
+    (place / "own.py").write_text(source.replace("at: int = 0", "at: int = 5"))
+    try:
+        train(folder, reward, steps)
+    finally:
+        (place / "own.py").write_text(source)
+
+
+def test_resuming_with_another_config_is_refused(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(InputError) as caught:
+        train(tmp_path / "run", "kl.target=0.2", "eval.every=1", resume=True)
+    assert len(caught.value.problems) == 2  # eval.every is free to change
+    assert "kl.target: 0.1 -> 0.2" in str(caught.value)
+
+
+def test_a_finished_run_is_not_run_again(train: Train, tmp_path: Path) -> None:
+    summary = train(tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns
+    again = train(tmp_path / "run", resume=True)
+    assert again == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert again["final"]["step"] == summary["final"]["step"] == 6
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_one_seed_is_one_run(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "one")
+    train(tmp_path / "same")
+    assert_same_run(tmp_path / "one", tmp_path / "same")
+    train(tmp_path / "other", "run.seed=1")
+    assert rows(tmp_path / "other")[0] != rows(tmp_path / "one")[0]
+
+
+# ---- what it writes ----
+
+
+def test_evaluations_belong_to_the_policy_that_samples_the_row(train: Train, tmp_path: Path) -> None:
+    summary = train(tmp_path / "run")
+    evaluated = [row["step"] for row in rows(tmp_path / "run") if "eval/perplexity" in row]
+    assert evaluated == [1, 3, 5, 7]  # before the first update, every second, after the last
+    assert rows(tmp_path / "run")[-1]["eval/perplexity"] == summary["final"]["eval/perplexity"]
+    assert rows(tmp_path / "run")[0]["eval/kl_token"] == pytest.approx(0, abs=1e-5)
+
+
+def test_samples_are_token_by_token(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    samples = rows(tmp_path / "run", "samples.jsonl")
+    assert {sample["step"] for sample in samples} == {1, 2, 4, 6}
+    for sample in samples:
+        assert sample["kl"] == pytest.approx(sum(t["kl"] for t in sample["tokens"]), abs=1e-5)
+        text = "".join(t["text"] for t in sample["tokens"])
+        for special in ("<pad>", "<bos>", "<eos>"):
+            text = text.replace(special, "")
+        assert text == sample["response"]
+        assert sample["score"] == pytest.approx(sample["response"].count("a") / 8)
+        assert sample["gold"] is None
+
+
+def test_a_prompts_file_keeps_some_prompts_apart(train: Train, tmp_path: Path, tiny_data: Any) -> None:
+    train(tmp_path / "run", "ppo.total_episodes=480")
+    every = {row["prompt"] for row in read_jsonl(tiny_data.prompts)}
+    trained = {sample["prompt"] for sample in rows(tmp_path / "run", "samples.jsonl")}
+    assert trained < every
+
+
+def test_a_separate_value_function_is_saved_beside_the_policy(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run", "policy.value=separate")
+    names = load_file(tmp_path / "run" / "final" / "value.safetensors")
+    assert any(name.startswith("value_trunk.") for name in names)
+    assert "value_head.weight" in names
+
+
+def test_a_separate_value_function_starts_from_the_reward_model(
+    train: Train, tmp_path: Path, tiny_reward_folder: Path
+) -> None:
+    """It says the normalised score of a text that ends, before any training."""
+    overrides = ("reward.kind=model", f"reward.model='{tiny_reward_folder}'", "ppo.value_warmup=5")
+    summary = train(tmp_path / "run", "policy.value=separate", *overrides, "ppo.total_episodes=16")
+    assert summary["final"]["value/explained_variance"] != 0.0
+
+
+def test_a_plugin_is_copied_into_the_run(train: Train, tmp_path: Path, tiny_data: Any) -> None:
+    (tmp_path / "law.py").write_text(
+        "class Halve:\n"
+        "    def __init__(self, coef: float):\n"
+        "        self.coef = coef\n"
+        "    def update(self, kl, episodes):\n"
+        "        self.coef /= 2\n"
+    )
+    train(tmp_path / "run", f"kl.controller={{kind: '{tmp_path}/law.py:Halve', coef: 0.4}}")
+    coefs = [row["kl/coef"] for row in rows(tmp_path / "run")[:3]]
+    assert coefs == pytest.approx([0.4, 0.2, 0.1])
+    for name in ("law.py", "mine.py"):
+        assert (tmp_path / "run" / name).is_file()
+
+
+# ---- guards ----
+
+
+def test_a_ceiling_that_stops_keeps_its_checkpoint(train: Train, tmp_path: Path) -> None:
+    overrides = ("kl.target=1e-7", "kl.ceiling={value: 2e-7, action: stop}", "checkpoint.every=100")
+    with pytest.raises(GuardStop, match="above the ceiling") as caught:
+        train(tmp_path / "run", *overrides)
+    assert caught.value.exit_code == 3
+    step = rows(tmp_path / "run")[-1]["step"]
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [step]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "above the ceiling" in summary["stopped_by"]
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_a_ceiling_that_rolls_back_does_so(train: Train, tmp_path: Path) -> None:
+    """Above the ceiling the run goes back to a checkpoint with a larger beta, and says so."""
+    overrides = ("kl.target=1e-7", "kl.ceiling={value: 2e-7, action: rollback}")
+    train(tmp_path / "run", *overrides, "kl.controller={kind: fixed, coef: 0.1}")
+    found = rows(tmp_path / "run")[:-1]
+    assert any("rollback" in alert for row in found for alert in row["alerts"])
+    assert max(row["kl/coef"] for row in found) > 0.1
+
+
+def test_a_constant_score_is_an_error(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="constant score"):
+        train(tmp_path / "run", "reward.letter=z")
+
+
+def test_a_run_that_never_began_does_not_occupy_its_folder(train: Train, tmp_path: Path) -> None:
+    """A reward function is mended and the same command given again."""
+    with pytest.raises(InputError, match="constant score"):
+        train(tmp_path / "run", "reward.letter=z")
+    train(tmp_path / "run", "ppo.total_episodes=16")
+
+
+def test_another_vocabulary_is_no_reference(train: Train, tmp_path: Path, letters: Any) -> None:
+    from rlhf_kl.models.load import save_model
+    from rlhf_kl.models.scratch import new_gpt2
+
+    other = new_gpt2(vocab_size=9, hidden_size=8, layers=1, heads=1, context=32, tokenizer=letters, seed=0)
+    save_model(other, letters, tmp_path / "other")
+    with pytest.raises(InputError, match=r"reference\.model: has another vocabulary"):
+        train(tmp_path / "run", f"reference.model='{tmp_path}/other'")
+
+
+def test_a_reference_of_its_own(train: Train, tmp_path: Path, letters: Any, new_model: Callable[..., Any]) -> None:
+    from rlhf_kl.models.load import save_model
+
+    save_model(new_model(seed=9, spread=0.1), letters, tmp_path / "other")
+    train(tmp_path / "run", f"reference.model='{tmp_path}/other'", "ppo.total_episodes=16")
+    assert rows(tmp_path / "run")[0]["kl/token"] > 0.001
+
+
+def test_bfloat16_runs(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run", "run.dtype=bfloat16", "ppo.total_episodes=32")
+    assert {tensor.dtype for tensor in weights(tmp_path / "run").values()} == {torch.float32}
+    assert rows(tmp_path / "run")[0]["kl/token"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_the_first_beta_comes_from_the_reference_samples(train: Train, tmp_path: Path) -> None:
+    """A tighter target needs a larger beta."""
+    coefs = [
+        train(tmp_path / str(target), "kl.controller.coef=auto", f"kl.target={target}", "ppo.total_episodes=16")[
+            "starting_coef"
+        ]
+        for target in (0.02, 0.2)
+    ]
+    assert coefs[0] > 1.5 * coefs[1] > 0
+
+
+def test_choices_that_are_no_kl_gradient_are_said_once() -> None:
+    def notes(**kl: Any) -> list[str]:
+        return gradient_notes(TrainConfig.model_validate({"kl": kl}))
+
+    assert notes() == []
+    assert notes(placement="rao_blackwell", estimator="exact") == []
+    assert notes(placement="loss", estimator="k2") == []
+    assert notes(placement="loss", estimator="exact") == []
+    for kl in (
+        {"estimator": "k3"},
+        {"estimator": "k2"},
+        {"estimator": "exact"},
+        {"estimator": "abs"},
+        {"estimator": "importance"},
+        {"placement": "loss", "estimator": "k1"},
+        {"placement": "loss", "estimator": "k3"},
+    ):
+        (note,) = notes(**kl)
+        assert kl["estimator"] in note
+        assert notes(**kl, controller={"kind": "fixed", "coef": 0.0}) == []
+
+
+def test_the_program_leaves_signals_and_folder_as_they_were(train: Train, tmp_path: Path) -> None:
+    here, handlers = os.getcwd(), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    train(tmp_path / "run", "ppo.total_episodes=16")
+    assert os.getcwd() == here
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
