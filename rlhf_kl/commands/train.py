@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlhf_kl.checkpoint import save_checkpoint, write_folder
+from rlhf_kl.checkpoint import checkpoints, save_checkpoint, write_folder
 from rlhf_kl.commands.record import Recorder, stopping_on_signals
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.sources import Sources
@@ -37,6 +37,7 @@ from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
 from rlhf_kl.seeding import shuffled, uniforms
 from rlhf_kl.tracking.alerts import KLAlerts
 from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.jsonl import read_jsonl
 from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT, check_start
 from rlhf_kl.trainers.optim import adamw, load_optimizer_tensors, optimizer_tensors
@@ -47,6 +48,7 @@ PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy c
 SAMPLING_ROWS = 256
 EVAL_PROMPTS = 64
 SAMPLES_PER_STEP = 4
+ROLLBACK_RAISE = 2.0
 TAIL = 10  # updates that the closing figures are averaged over
 
 
@@ -331,7 +333,6 @@ class TrainRun:
         """All updates, then the closing evaluation, `final/` and the summary."""
         config, total = self.config, self.config.updates
         self.announce()
-        tail: list[dict[str, Any]] = []
         with stopping_on_signals() as stop, self.display:
             mark = time.perf_counter()
             for step in range(self.start, total + 1):
@@ -341,7 +342,7 @@ class TrainRun:
                 if step == 1:
                     self.check_first(row)
                 row["alerts"] = [*row["alerts"], *self.alerts(row)]
-                tail = [*tail, row][-TAIL:]
+                self.roll_back_above_ceiling(row)
                 self.note_best(row)
                 if step % config.tracking.samples_every == 0 or step in (1, total):
                     self.record_samples(step, update)
@@ -355,7 +356,7 @@ class TrainRun:
                     self.save(step)
                 self.stop_above_ceiling(row)
                 stop.raise_if_asked()
-        return self.finish(tail)
+        return self.finish()
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out perplexity, and the scores on held-out prompts."""
@@ -439,16 +440,40 @@ class TrainRun:
         row["perf/tokens_per_s"] = samples * row["rollout/response_length"] / seconds
         row["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
 
+    def roll_back_above_ceiling(self, row: dict[str, Any]) -> None:
+        """The ceiling's `rollback`: back to the newest policy that measured below it, with beta raised."""
+        ceiling, limit, key = self.config.kl.ceiling, self.trainer.ceiling, f"kl/{self.config.kl.unit}"
+        if ceiling is None or limit is None or ceiling.action != "rollback" or not row[key] > limit:
+            return
+        # A checkpoint of update k holds the policy that row k + 1 measured.
+        measured = {past["step"]: past.get(key) for past in read_jsonl(self.recorder.folder.metrics)}
+        good = [c for c in checkpoints(self.recorder.folder.checkpoints) if (measured.get(c.step + 1) or limit) < limit]
+        if good:
+            good[-1].load_model(self.trainer.core)
+            load_optimizer_tensors(self.trainer.optimizer, good[-1].optimizer_tensors())
+        elif self.parts.same_start:
+            self.trainer.core.policy.load_state_dict(self.parts.reference.state_dict())
+        else:
+            raise GuardStop(f"KL {row[key]:.4g} is above the ceiling {limit:.4g}, and there is nothing to roll back to")
+        control = self.trainer.controller
+        control.raise_coef(ROLLBACK_RAISE)
+        row["kl/coef_next"] = control.coef
+        where = f"update {good[-1].step}" if good else "the start"
+        row["alerts"].append(
+            f"rolled-back: KL {row[key]:.4g} is above the ceiling {limit:.4g}; back to the policy of {where}, "
+            f"beta raised to {control.coef:.4g}"
+        )
+
     def stop_above_ceiling(self, row: dict[str, Any]) -> None:
         """The ceiling's `stop`: end with the checkpoint kept."""
         ceiling = self.config.kl.ceiling
         if ceiling is None or ceiling.action != "stop":
             return
-        measured = row[f"kl/{self.config.kl.unit}"]
-        if measured > self.trainer.ceiling:
+        measured, limit = row[f"kl/{self.config.kl.unit}"], self.trainer.ceiling
+        if limit is not None and measured > limit:
             self.save(row["step"])
             reason = (
-                f"KL {measured:.4g} nats per {self.config.kl.unit} is above the ceiling {self.trainer.ceiling:.4g} "
+                f"KL {measured:.4g} nats per {self.config.kl.unit} is above the ceiling {limit:.4g} "
                 f"in update {row['step']}"
             )
             self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
@@ -476,8 +501,10 @@ class TrainRun:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, tail: list[dict[str, Any]]) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
+        # From the file and not from memory: a resumed run has not seen all of them.
+        tail = [row for row in read_jsonl(self.recorder.folder.metrics) if "kl/token" in row][-TAIL:]
         evaluated = self.evaluate()
         step = self.config.updates
         # The policy after the last update is the one that would sample the next row.

@@ -75,6 +75,11 @@ class KLControl:
             self._write_coef(self._coef)
         return []
 
+    def raise_coef(self, factor: float) -> None:
+        """Multiply coef by `factor` from outside the law (a rollback), inside the bounds."""
+        self._coef = clip(self._coef * factor, self.min_coef, self.max_coef)
+        self._write_coef(self._coef)
+
     def observe_backtrack(self, factor: float) -> None:
         """Pass on which fraction of the last policy update was kept (1 = whole)."""
         if hasattr(self.controller, "observe_backtrack"):

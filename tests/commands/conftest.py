@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 
-@pytest.fixture
-def train(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+@pytest.fixture(scope="session")
+def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     """`train(folder, "kl.target=0.2", resume=True)`: a run of the tiny model; returns its summary."""
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.commands.train import run_train
     from rlhf_kl.config.load import load_config
     from rlhf_kl.tracking.display import TrainingDisplay
 
-    file = tmp_path / "tiny.yaml"
+    file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))
 
     def run(folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -25,3 +25,11 @@ def train(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., dict[s
         return train_command(run_train, config, resume=resume, overwrite=overwrite, display=display)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., dict[str, Any]]) -> Path:
+    """A finished run of six updates with all its checkpoints; not to be written to."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    train(folder)
+    return folder

@@ -52,11 +52,21 @@ def assert_same_summary(one: Path, other: Path) -> None:
     assert summaries[0] == summaries[1]
 
 
+def crash(whole: Path, place: Path, kept: int) -> Path:
+    """A copy that ends after checkpoint `kept`, with rows beyond it and nothing that comes at the end."""
+    crashed = Path(shutil.copytree(whole, place / "crashed"))
+    (crashed / "summary.json").unlink()
+    shutil.rmtree(crashed / "final")
+    for checkpoint in checkpoints(crashed / "checkpoints"):
+        if checkpoint.step > kept:
+            shutil.rmtree(checkpoint.path)
+    return crashed
+
+
 # ---- resume ----
 
 
-@pytest.mark.parametrize("kept", [2, 4])
-@pytest.mark.parametrize("value", ["head", "separate"])
+@pytest.mark.parametrize(("kept", "value"), [(2, "head"), (4, "head"), (4, "separate")])
 def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path, kept: int, value: str) -> None:
     """Killed after later rows were written: those are computed again, and nothing is there twice."""
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
@@ -71,26 +81,14 @@ def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Pa
     assert_same_run(whole, crashed)
 
 
-def test_the_summary_of_a_resumed_run_is_that_of_the_whole(train: Train, tmp_path: Path) -> None:
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
-    train(whole)
-    shutil.copytree(whole, crashed)
-    (crashed / "summary.json").unlink()
-    for checkpoint in checkpoints(crashed / "checkpoints")[2:]:
-        shutil.rmtree(checkpoint.path)
+@pytest.mark.parametrize("kept", [4, 6], ids=["in the middle", "before its end"])
+def test_the_summary_of_a_resumed_run_is_that_of_the_whole(
+    train: Train, tiny_run: Path, tmp_path: Path, kept: int
+) -> None:
+    crashed = crash(tiny_run, tmp_path, kept)
     train(crashed, resume=True)
-    assert_same_summary(whole, crashed)
-
-
-def test_a_run_that_only_lacked_its_end_still_has_all_its_figures(train: Train, tmp_path: Path) -> None:
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
-    train(whole)
-    shutil.copytree(whole, crashed)
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    train(crashed, resume=True)
-    assert_same_run(whole, crashed)
-    assert_same_summary(whole, crashed)
+    assert_same_run(tiny_run, crashed)
+    assert_same_summary(tiny_run, crashed)
 
 
 SIGNALLING = """
@@ -137,46 +135,43 @@ def _signalled(train: Train, place: Path, folder: Path, reward: str, steps: str,
         (place / "own.py").write_text(source)
 
 
-def test_resuming_with_another_config_is_refused(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
+def test_resuming_with_another_config_is_refused(train: Train, tiny_run: Path, tmp_path: Path) -> None:
+    crashed = crash(tiny_run, tmp_path, 4)
     with pytest.raises(InputError) as caught:
-        train(tmp_path / "run", "kl.target=0.2", "eval.every=1", resume=True)
+        train(crashed, "kl.target=0.2", "eval.every=1", resume=True)
     assert len(caught.value.problems) == 2  # eval.every is free to change
     assert "kl.target: 0.1 -> 0.2" in str(caught.value)
 
 
-def test_a_finished_run_is_not_run_again(train: Train, tmp_path: Path) -> None:
-    summary = train(tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns
-    again = train(tmp_path / "run", resume=True)
-    assert again == json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert again["final"]["step"] == summary["final"]["step"] == 6
-    assert (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns == before
+def test_a_finished_run_is_not_run_again(train: Train, tiny_run: Path) -> None:
+    before = (tiny_run / "metrics.jsonl").stat().st_mtime_ns
+    again = train(tiny_run, resume=True)
+    assert again == json.loads((tiny_run / "summary.json").read_text())
+    assert again["final"]["step"] == 6
+    assert (tiny_run / "metrics.jsonl").stat().st_mtime_ns == before
 
 
-def test_one_seed_is_one_run(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "one")
+def test_one_seed_is_one_run(train: Train, tiny_run: Path, tmp_path: Path) -> None:
     train(tmp_path / "same")
-    assert_same_run(tmp_path / "one", tmp_path / "same")
-    train(tmp_path / "other", "run.seed=1")
-    assert rows(tmp_path / "other")[0] != rows(tmp_path / "one")[0]
+    assert_same_run(tiny_run, tmp_path / "same")
+    train(tmp_path / "other", "run.seed=1", "ppo.total_episodes=16")
+    assert rows(tmp_path / "other")[0] != rows(tiny_run)[0]
 
 
 # ---- what it writes ----
 
 
-def test_evaluations_belong_to_the_policy_that_samples_the_row(train: Train, tmp_path: Path) -> None:
-    summary = train(tmp_path / "run")
-    evaluated = [row["step"] for row in rows(tmp_path / "run") if "eval/perplexity" in row]
+def test_evaluations_belong_to_the_policy_that_samples_the_row(tiny_run: Path) -> None:
+    found = rows(tiny_run)
+    evaluated = [row["step"] for row in found if "eval/perplexity" in row]
     assert evaluated == [1, 3, 5, 7]  # before the first update, every second, after the last
-    assert rows(tmp_path / "run")[-1]["eval/perplexity"] == summary["final"]["eval/perplexity"]
-    assert rows(tmp_path / "run")[0]["eval/kl_token"] == pytest.approx(0, abs=1e-5)
+    summary = json.loads((tiny_run / "summary.json").read_text())
+    assert found[-1]["eval/perplexity"] == summary["final"]["eval/perplexity"]
+    assert found[0]["eval/kl_token"] == pytest.approx(0, abs=1e-5)
 
 
-def test_samples_are_token_by_token(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run")
-    samples = rows(tmp_path / "run", "samples.jsonl")
+def test_samples_are_token_by_token(tiny_run: Path) -> None:
+    samples = rows(tiny_run, "samples.jsonl")
     assert {sample["step"] for sample in samples} == {1, 2, 4, 6}
     for sample in samples:
         assert sample["kl"] == pytest.approx(sum(t["kl"] for t in sample["tokens"]), abs=1e-5)

@@ -74,10 +74,10 @@ def test_a_folder_without_a_config(copied: Path) -> None:
 
 def test_a_tensor_that_is_missing_would_be_random(copied: Path) -> None:
     tensors = load_file(copied / "model.safetensors")
-    dropped = next(name for name in tensors if name.endswith("h.1.attn.c_attn.weight"))
+    dropped = next(name for name in tensors if name.endswith("h.0.attn.c_attn.weight"))
     del tensors[dropped]
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    assert "h.1.attn.c_attn.weight" in problem(load_causal_lm, copied)
+    assert "h.0.attn.c_attn.weight" in problem(load_causal_lm, copied)
 
 
 def test_weights_of_another_shape(copied: Path) -> None:
