@@ -15,7 +15,7 @@ from rlhf_kl.models.actor_critic import ActorCritic, position_ids
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.logprobs import chosen_logprobs
-from rlhf_kl.reward_functions import GoldScorer, checked_scores
+from rlhf_kl.reward_functions import GoldScorer, checked_scores, gold_scores_of
 from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
 from rlhf_kl.types import PromptBatch, RewardFn
 
@@ -140,7 +140,7 @@ def policy_figures(
     responses = response_texts(tokenizer, sampled)
     per_response = measured.exact_kl.double().sum(1)
     scores = checked_scores(reward, prompts.texts, responses, "function") if reward else None
-    golds = gold(prompts.texts, responses) if gold else None
+    golds = gold_scores_of(gold, prompts.texts, responses)
     return PolicyFigures(
         kl_token=float(per_response.sum() / sampled.mask.sum()),
         kl_sequence=float(per_response.mean()),

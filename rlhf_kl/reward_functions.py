@@ -17,6 +17,7 @@ from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.types import RewardFn
 
+GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
 
 
@@ -67,21 +68,23 @@ def bind_reward(attribute: Any, options: dict[str, Any]) -> RewardFn:
     return cast(RewardFn, bound)
 
 
-def checked_scores(reward: RewardFn, prompts: Sequence[str], responses: Sequence[str], name: str) -> Tensor:
+def checked_scores(
+    reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str], name: str
+) -> Tensor:
     """Scores (B,) float32 of a reward function that may misbehave.
 
     Errors: InputError that names the function, what it did and the sample it did it on.
     """
     try:
-        returned = reward(prompts, responses)
+        answer = reward(prompts, responses)
+        returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs once, here
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"reward {name}: raised {type(error).__name__}: {error}") from error
-    try:
-        scores = [_number(score) for score in returned]
-    except TypeError:
-        raise InputError(f"reward {name}: returned {type(returned).__name__}, not one number per response") from None
+    if returned is None:
+        raise InputError(f"reward {name}: returned {type(answer).__name__}, not one number per response")
+    scores = [_number(score) for score in returned]
     if len(scores) != len(responses):
         raise InputError(f"reward {name}: returned {len(scores)} scores for {len(responses)} responses")
     for score, raw, response in zip(scores, returned, responses, strict=True):
@@ -91,9 +94,13 @@ def checked_scores(reward: RewardFn, prompts: Sequence[str], responses: Sequence
 
 
 def _number(score: Any) -> float | None:
+    """As float32 would hold it; None where it is no single number."""
     if isinstance(score, bool | str) or not hasattr(score, "__float__"):
         return None
-    return float(score)
+    try:
+        return float(torch.tensor(float(score), dtype=torch.float32))
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a row of several numbers
+        return None
 
 
 @dataclass(frozen=True)
@@ -133,4 +140,6 @@ class ScoreShaping:
         return asdict(self)
 
 
-GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
+def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: Sequence[str]) -> list[float] | None:
+    """Checked scores of the gold scorer, None where there is none."""
+    return None if gold is None else checked_scores(gold, prompts, responses, "gold").tolist()

@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_model
+from torch import nn
+
 from rlhf_kl.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.sources import Sources
@@ -45,6 +48,8 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
         raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
     if request.model is not None:
         return _eval_model(request, display)
+    if request.config is not None and request.checkpoint is not None:
+        raise InputError("--checkpoint belongs to a run: name one with --run")
     folder = None if request.config else RunFolder(request.run or newest_run())
     if folder is not None and not folder.config.is_file():
         raise InputError(f"{folder.path}: holds no run (no config.yaml)")
@@ -123,17 +128,12 @@ def _eval_run(
 
 def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
     """The policy's weights out of a checkpoint of policy and value function."""
-    from safetensors.torch import load_file
-
-    prefix = "policy."
-    tensors = load_file(checkpoint.path / "model.safetensors")
-    tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    missing, unexpected = policy.load_state_dict(tensors, strict=False)
-    tied = set(getattr(policy, "all_tied_weights_keys", {}) or {})
-    lost = [key for key in missing if key not in tied]
-    if lost or unexpected:
-        raise InputError(f"{checkpoint.path}: its tensors do not fit the policy: {(lost + list(unexpected))[:3]}")
-    policy.tie_weights()
+    holder = nn.Module()
+    holder.policy = policy
+    # Not strict: the value function's tensors stay behind. What is missing must be tied to what came.
+    missing, _ = load_model(holder, checkpoint.path / "model.safetensors", strict=False)
+    if missing:
+        raise InputError(f"{checkpoint.path}: its tensors do not fit the policy: {sorted(missing)[:3]} are missing")
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:

@@ -32,21 +32,28 @@ class Recorder:
 
     def __init__(self, folder: RunFolder, config: AnyConfig, kind: Kind, display: TrainingDisplay) -> None:
         self.folder, self.config, self.display = folder, config, display
-        self.checkpoint = self._last_checkpoint(kind)
+        self.kind, self.checkpoint = kind, self._last_checkpoint(kind)
+        self.started = time.time()
+        self.spent = float(self.checkpoint.state().get("seconds", 0.0)) if self.checkpoint else 0.0
+        self.rows: JsonlWriter | None = None
+        self.samples: JsonlWriter | None = None
+        self.tensorboard: TensorBoardWriter | None = None
+
+    def begin(self) -> None:
+        """Open the files. Before this the folder stays free: a run that cannot start does not occupy it."""
+        folder, config, kind = self.folder, self.config, self.kind
         step = self.checkpoint.step if self.checkpoint else 0
         for path in (folder.metrics, folder.samples):
             truncate_after(path, step)
         self._copy_plugins()
         write_atomic(folder.config, dump_config(config))
         self.rows = JsonlWriter(folder.metrics)
-        self.samples = JsonlWriter(folder.samples) if kind == "train" else None
-        self.tensorboard: TensorBoardWriter | None = None
+        if kind == "train":
+            self.samples = JsonlWriter(folder.samples)
         if config.tracking.tensorboard:
             self.tensorboard = TensorBoardWriter(folder.tensorboard, config.model_dump(mode="json"))
             if step:
                 self.tensorboard.rebuild(read_jsonl(folder.metrics), read_jsonl(folder.samples))
-        self.started = time.time()
-        self.spent = float(self.checkpoint.state().get("seconds", 0.0)) if self.checkpoint else 0.0
 
     @property
     def seconds(self) -> float:
@@ -55,9 +62,15 @@ class Recorder:
 
     def row(self, row: dict[str, Any]) -> None:
         """One row of metrics, everywhere it belongs."""
+        assert self.rows is not None, "begin() opens the files"
         self.rows.write(row)
         if self.tensorboard:
             self.tensorboard.row(row)
+
+    def sync(self) -> None:
+        """The rows onto the disk, before a checkpoint that relies on them."""
+        if self.rows is not None:
+            self.rows.sync()
 
     def sample(self, sample: dict[str, Any]) -> None:
         """One sampled response."""
@@ -82,8 +95,9 @@ class Recorder:
 
     def close(self) -> None:
         """Everything onto the disk."""
-        self.rows.sync()
-        self.rows.close()
+        if self.rows is not None:
+            self.rows.sync()
+            self.rows.close()
         if self.samples is not None:
             self.samples.close()
         if self.tensorboard:

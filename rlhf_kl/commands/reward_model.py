@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.checkpoint import write_folder
 from rlhf_kl.commands.record import Recorder
-from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.session import pick_device
 from rlhf_kl.commands.sources import Sources, split_heldout
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
@@ -25,19 +25,20 @@ def run_reward_model(
     config: RewardModelConfig, folder: RunFolder, display: TrainingDisplay, title: str = "reward model"
 ) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
-    accelerator = make_accelerator(config.run)
+    device = pick_device(config.run)
     sources = Sources(display)
     pairs, heldout = _pairs(config, sources)
     ref = sources.policy(config.policy.model)
     tokenizer = load_tokenizer(ref, "policy.model")
     model = classifier_from_lm(ref, tokenizer, "policy.model")
     initialise_head(model.score, derive_seed(config.run.seed, "head"))
-    model.to(accelerator.device)
+    model.to(device)
     reward = RewardModel(model, tokenizer)
     trainer = SupervisedTrainer(model, PairObjective(reward, pairs), config.reward_model, config.run.seed)
     recorder = Recorder(folder, config, "reward-model", display)
     display.message(f"{len(pairs)} pairs, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
+        recorder.begin()
         last = run_supervised(recorder, trainer, model, lambda: pair_accuracy(reward, heldout), display, title)
         write_folder(folder.final, lambda place: save_model(model, tokenizer, place))
         return recorder.summary(steps=trainer.steps, final=last, stopped_by=None)

@@ -6,12 +6,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.config.schema import AnyConfig, RunSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.run_folder import RunFolder, open_run_folder
+
+if TYPE_CHECKING:
+    import torch
 
 Run = Callable[[Any, RunFolder, TrainingDisplay], dict[str, Any]]
 
@@ -39,23 +42,36 @@ def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
     return summary if summary.get("stopped_by") is None else None
 
 
+def pick_device(section: RunSection) -> torch.device:
+    """The device of a run. Errors: InputError for one that is not there."""
+    import torch
+
+    name = section.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"run.device: {name}: no CUDA device is available here")
+    number = name.partition(":")[2]
+    if number and int(number) >= torch.cuda.device_count():
+        raise InputError(f"run.device: {name}: there are {torch.cuda.device_count()} CUDA devices")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise InputError("run.device: mps is not available here")
+    return torch.device(name)
+
+
 def make_accelerator(section: RunSection) -> Any:
-    """The accelerator of a run. Errors: InputError for a device that is not there, or several processes."""
+    """The accelerator of a run, one a command. Errors: InputError for a missing device, or several processes."""
     import torch
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
-    if section.device.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise InputError(f"run.device: {section.device}: no CUDA device is available here")
-        _, _, number = section.device.partition(":")
-        if number:
-            if int(number) >= torch.cuda.device_count():
-                raise InputError(f"run.device: {section.device}: there are {torch.cuda.device_count()} CUDA devices")
-            torch.cuda.set_device(int(number))
-    if section.device == "mps" and not torch.backends.mps.is_available():
-        raise InputError("run.device: mps is not available here")
+    device = pick_device(section)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    # accelerate keeps one state a process and refuses another precision in it.
+    AcceleratorState._reset_state(reset_partial_state=True)
     precision = "bf16" if section.dtype == "bfloat16" else "no"
-    accelerator = Accelerator(cpu=section.device == "cpu", mixed_precision=precision)
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
     if max(accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise InputError("several processes at once are not supported yet: start one")
     return accelerator

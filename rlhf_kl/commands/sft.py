@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.checkpoint import write_folder
 from rlhf_kl.commands.record import Recorder
-from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.session import pick_device
 from rlhf_kl.commands.sources import Sources, split_heldout
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import SFTConfig
@@ -25,11 +25,11 @@ from rlhf_kl.trainers.supervised import SupervisedTrainer
 
 def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft") -> dict[str, Any]:
     """Train a language model; returns the summary."""
-    accelerator = make_accelerator(config.run)
+    device = pick_device(config.run)
     sources = Sources(display)
     texts, heldout = _texts(config, sources)
     model, tokenizer = _model(config, sources, texts)
-    model.to(accelerator.device)
+    model.to(device)
     objective = TextObjective(model, tokenizer, texts, context_length(model))
     if objective.truncated:
         display.message(f"{objective.truncated} of {len(texts)} texts are longer than the context and are cut off")
@@ -42,6 +42,7 @@ def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, titl
         return {"eval/perplexity": figures.perplexity, "eval/bits_per_byte": figures.bits_per_byte}
 
     try:
+        recorder.begin()
         last = run_supervised(recorder, trainer, model, evaluate, display, title)
         write_folder(folder.final, lambda place: save_model(model, tokenizer, place))
         return recorder.summary(steps=trainer.steps, final=last, stopped_by=None)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from rlhf_kl.checkpoint import save_checkpoint
@@ -34,7 +35,9 @@ def run_supervised(
         load_optimizer_tensors(trainer.optimizer, recorder.checkpoint.optimizer_tensors())
         start = recorder.checkpoint.step + 1
         display.message(f"going on from step {start - 1}")
-    with stopping_on_signals() as stop, display.progress(title, trainer.steps) as advance:
+    device = next(model.parameters()).device.type
+    bf16 = torch.autocast(device, torch.bfloat16, enabled=config.run.dtype == "bfloat16")
+    with stopping_on_signals() as stop, bf16, display.progress(title, trainer.steps) as advance:
         advance(start - 1)
         figures = evaluate() if start == 1 else {}
         rows = trainer.train(start)
@@ -62,6 +65,6 @@ def run_supervised(
             stop.raise_if_asked()
             if step % config.eval.every == 0 and step < trainer.steps:
                 figures = evaluate()
-    last = {"step": trainer.steps + 1, **evaluate()}
+        last = {"step": trainer.steps + 1, **evaluate()}
     recorder.row(last)
     return last

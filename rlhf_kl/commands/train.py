@@ -22,7 +22,7 @@ from rlhf_kl.data.prompts import PromptStream, check_prompts
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.kl_controllers import KLControl
-from rlhf_kl.kl_controllers.tilt import MIN_ESS, centre_groups, gain_at_kl, solve_tilt
+from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, solve_tilt
 from rlhf_kl.models.actor_critic import ActorCritic, freeze, value_head_from_reward
 from rlhf_kl.models.load import (
     context_length,
@@ -49,6 +49,7 @@ SAMPLING_ROWS = 256
 EVAL_PROMPTS = 64
 SAMPLES_PER_STEP = 4
 ROLLBACK_RAISE = 2.0
+MIN_ESS = 10.0
 TAIL = 10  # updates that the closing figures are averaged over
 
 
@@ -94,7 +95,7 @@ class ReferenceScores:
 
     @property
     def min_ess(self) -> float:
-        """Fewer than usual where there are few samples at all."""
+        """Effective samples that a tilt needs: at 10 of 1024 its gain is within 3 % of that of 8192 samples."""
         return min(MIN_ESS, len(self.shaped) / 8)
 
     @property
@@ -332,6 +333,7 @@ class TrainRun:
     def run(self) -> dict[str, Any]:
         """All updates, then the closing evaluation, `final/` and the summary."""
         config, total = self.config, self.config.updates
+        self.recorder.begin()
         self.announce()
         with stopping_on_signals() as stop, self.display:
             mark = time.perf_counter()
@@ -446,8 +448,10 @@ class TrainRun:
         if ceiling is None or limit is None or ceiling.action != "rollback" or not row[key] > limit:
             return
         # A checkpoint of update k holds the policy that row k + 1 measured.
-        measured = {past["step"]: past.get(key) for past in read_jsonl(self.recorder.folder.metrics)}
-        good = [c for c in checkpoints(self.recorder.folder.checkpoints) if (measured.get(c.step + 1) or limit) < limit]
+        past = read_jsonl(self.recorder.folder.metrics)
+        measured: dict[int, float] = {old["step"]: old[key] for old in past if old.get(key) is not None}
+        kept = checkpoints(self.recorder.folder.checkpoints)
+        good = [c for c in kept if measured.get(c.step + 1, limit) < limit]
         if good:
             good[-1].load_model(self.trainer.core)
             load_optimizer_tensors(self.trainer.optimizer, good[-1].optimizer_tensors())
@@ -461,7 +465,7 @@ class TrainRun:
         where = f"update {good[-1].step}" if good else "the start"
         row["alerts"].append(
             f"rolled-back: KL {row[key]:.4g} is above the ceiling {limit:.4g}; back to the policy of {where}, "
-            f"beta raised to {control.coef:.4g}"
+            f"beta is {control.coef:.4g} now"
         )
 
     def stop_above_ceiling(self, row: dict[str, Any]) -> None:
@@ -481,7 +485,7 @@ class TrainRun:
 
     def save(self, step: int) -> None:
         """A checkpoint of everything that a resumed run needs."""
-        self.recorder.rows.sync()
+        self.recorder.sync()
         state = {
             "trainer": self.trainer.state_dict(),
             "alerts": self.alerts.state_dict(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ def read_rows(path: Path, what: str) -> list[Row]:
     if path.suffix == ".parquet":
         return _read_parquet(path, what)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")  # a spreadsheet puts a byte order mark in front
     except UnicodeDecodeError as error:
         raise InputError(f"{what}: {path}: is not UTF-8 text (byte {error.start})") from error
     reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[path.suffix]
@@ -59,7 +60,7 @@ def columns(rows: list[Row], names: list[str], where: str) -> list[list[str]]:
 
 
 def _jsonl(text: str, where: str) -> Iterator[Row]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _mapping(_parse(line, f"{where}, line {number}"), f"{where}, line {number}")
 
@@ -74,15 +75,15 @@ def _json(text: str, where: str) -> Iterator[Row]:
 
 def _csv(text: str, where: str) -> Iterator[Row]:
     try:
-        yield from csv.DictReader(text.splitlines(keepends=True), strict=True)
+        yield from csv.DictReader(io.StringIO(text, newline=""), strict=True)
     except csv.Error as error:
         raise InputError(f"{where}: {error}") from error
 
 
 def _txt(text: str, _where: str) -> Iterator[Row]:
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if line.strip():
-            yield {"text": line}
+            yield {"text": line.removesuffix("\r")}
 
 
 def _read_parquet(path: Path, what: str) -> list[Row]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_kl.errors import InputError
@@ -54,9 +55,8 @@ def _load(cls: Any, ref: str, what: str, allowed_missing: tuple[str, ...] = (), 
             model, report = cls.from_pretrained(
                 ref, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **kwargs
             )
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"{what} {ref}: cannot be loaded: {first}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"{what} {ref}: cannot be loaded: {_first_line(error)}") from error
     missing = sorted(key for key in report["missing_keys"] if not key.endswith(allowed_missing or ("\0",)))
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
@@ -65,6 +65,10 @@ def _load(cls: Any, ref: str, what: str, allowed_missing: tuple[str, ...] = (), 
         raise InputError(f"{what} {ref}: weights of another shape: {sorted(map(str, report['mismatched_keys']))[:4]}")
     _switch_dropout_off(model)
     return model
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _switch_dropout_off(model: Model) -> None:
@@ -94,7 +98,11 @@ def load_reward_model(ref: str, what: str = "reward.model") -> Model:
     """
     folder = Path(ref)
     if folder.is_dir() and (folder / "config.json").is_file():
-        architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            architectures = config.get("architectures") or []
+        except (ValueError, AttributeError) as error:
+            raise InputError(f"{what} {ref}: its config.json cannot be read: {_first_line(error)}") from error
         if architectures and not any("SequenceClassification" in name for name in architectures):
             raise InputError(
                 f"{what} {ref}: is a {architectures[0]}, not a sequence classifier: "
@@ -112,8 +120,7 @@ def load_tokenizer(ref: str, what: str = "model") -> Any:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(ref)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {first}") from error
+        raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {_first_line(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

@@ -76,6 +76,11 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
     return ESTIMATORS[estimator](logprobs, ref_logprobs)
 
 
+def _check_mask(mask: Tensor | None, kl: Tensor) -> None:
+    if mask is not None and mask.shape != kl.shape:
+        raise ValueError(f"mask {tuple(mask.shape)} and log-probs {tuple(kl.shape)} differ")
+
+
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, coef: float, estimator: str = "k1", mask: Tensor | None = None
 ) -> Tensor:
@@ -84,6 +89,7 @@ def kl_penalty(
     `logprobs` and `ref_logprobs` have one shape; `mask` (that shape, bool) selects the policy's tokens.
     """
     kl = estimate_kl(logprobs, ref_logprobs, estimator)
+    _check_mask(mask, kl)
     if mask is None:
         return coef * kl.mean()
     return coef * torch.where(mask, kl, torch.zeros_like(kl)).sum() / mask.sum()
@@ -105,6 +111,7 @@ def rewards_with_kl(
     from rlhf_kl.ops.reward_shaping import shape_rewards
 
     kl = estimate_kl(logprobs, ref_logprobs, estimator)
+    _check_mask(mask, kl)
     if scores.shape == kl.shape:
         if mask is not None:
             kl = torch.where(mask, kl, torch.zeros_like(kl))

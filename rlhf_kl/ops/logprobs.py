@@ -39,9 +39,10 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Te
     """
     logp = torch.log_softmax(logits.float() / temperature, -1)
     ref_logp = torch.log_softmax(ref_logits.float() / temperature, -1)
-    # A forbidden token (logit -inf in both) has probability 0 and adds nothing; 0 * inf would add NaN.
-    terms = torch.where(logp == -torch.inf, torch.zeros_like(logp), logp.exp() * (logp - ref_logp))
-    return terms.sum(-1).clamp_min(0.0)
+    # A forbidden token (logit -inf in both) has probability 0 and adds nothing; inf - inf would be NaN, in the
+    # gradient too if it were only masked after the product.
+    gap = (logp - ref_logp).masked_fill(logp == -torch.inf, 0.0)
+    return (logp.exp() * gap).sum(-1).clamp_min(0.0)
 
 
 def compare_distributions(

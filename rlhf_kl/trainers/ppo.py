@@ -22,7 +22,7 @@ from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
 from rlhf_kl.ops.masked import masked_mean, masked_sum, whiten
 from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
-from rlhf_kl.reward_functions import GoldScorer, ScoreShaping, checked_scores
+from rlhf_kl.reward_functions import GoldScorer, ScoreShaping, checked_scores, gold_scores_of
 from rlhf_kl.rollout.collect import Sampling, assemble, draw, exact_kl_now, measure, response_texts
 from rlhf_kl.seeding import shuffled, uniforms
 from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
@@ -94,7 +94,7 @@ class PPOTrainer:
         responses = response_texts(self.tokenizer, sampled)
         sampled_at = time.perf_counter()
         scores = checked_scores(self.reward, prompts.texts, responses, cfg.reward.kind)
-        gold = self.gold(prompts.texts, responses) if self.gold else None
+        gold = gold_scores_of(self.gold, prompts.texts, responses)
         shaped = self.shaping(scores, sampled.ended.cpu())
         with self.autocast():
             measured = measure(self.model, self.reference, prompts, sampled, self.sampling.temperature)
@@ -139,14 +139,15 @@ class PPOTrainer:
         cfg = self.config.ppo
         kl = self.kl_in_reward(rollout)
         rewards = shape_rewards(rollout.shaped_scores, kl, rollout.mask, coef)
+        scale = torch.ones(())
         if cfg.whiten_rewards:
-            rewards, _ = whiten(rewards, rollout.mask, center=False, reduce=self.sum_over_processes)
+            rewards, scale = whiten(rewards, rollout.mask, center=False, reduce=self.sum_over_processes)
         advantages, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
         if cfg.critic_lam is not None:
             _, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.critic_lam)
         advantages, std = whiten(advantages, rollout.mask, reduce=self.sum_over_processes)
-        # The KL in the loss stands beside advantages that were divided by std: so is its beta.
-        weight = 0.0 if self.config.kl.placement == "reward" else coef / float(std)
+        # The KL in the loss stands beside advantages that were divided by these: so is its beta.
+        weight = 0.0 if self.config.kl.placement == "reward" else coef / float(scale * std)
         return Targets(advantages, returns, weight)
 
     def kl_in_reward(self, rollout: RolloutBatch) -> Tensor:

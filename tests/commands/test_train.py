@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -183,13 +184,6 @@ def test_samples_are_token_by_token(tiny_run: Path) -> None:
         assert sample["gold"] is None
 
 
-def test_a_prompts_file_keeps_some_prompts_apart(train: Train, tmp_path: Path, tiny_data: Any) -> None:
-    train(tmp_path / "run", "ppo.total_episodes=480")
-    every = {row["prompt"] for row in read_jsonl(tiny_data.prompts)}
-    trained = {sample["prompt"] for sample in rows(tmp_path / "run", "samples.jsonl")}
-    assert trained < every
-
-
 def test_a_separate_value_function_is_saved_beside_the_policy(train: Train, tmp_path: Path) -> None:
     train(tmp_path / "run", "policy.value=separate")
     names = load_file(tmp_path / "run" / "final" / "value.safetensors")
@@ -236,13 +230,29 @@ def test_a_ceiling_that_stops_keeps_its_checkpoint(train: Train, tmp_path: Path)
     assert not (tmp_path / "run" / "final").exists()
 
 
-def test_a_ceiling_that_rolls_back_does_so(train: Train, tmp_path: Path) -> None:
-    """Above the ceiling the run goes back to a checkpoint with a larger beta, and says so."""
-    overrides = ("kl.target=1e-7", "kl.ceiling={value: 2e-7, action: rollback}")
-    train(tmp_path / "run", *overrides, "kl.controller={kind: fixed, coef: 0.1}")
+HOLD = """
+class Hold:
+    def __init__(self, coef: float):
+        self.coef = coef
+
+    def update(self, kl, episodes):
+        pass
+"""
+
+
+def test_a_ceiling_that_rolls_back_says_so_and_raises_beta(train: Train, tmp_path: Path) -> None:
+    overrides = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
+    (tmp_path / "law.py").write_text(HOLD)
+    train(tmp_path / "run", *overrides, f"kl.controller={{kind: '{tmp_path}/law.py:Hold', coef: 0.1}}")
     found = rows(tmp_path / "run")[:-1]
-    assert any("rollback" in alert for row in found for alert in row["alerts"])
-    assert max(row["kl/coef"] for row in found) > 0.1
+    above = [row for row in found if row["kl/token"] > 0.004]
+    assert above
+    for row in found:
+        assert any("rolled-back" in alert for alert in row["alerts"]) == (row in above)
+        assert (row["kl/coef_next"] > row["kl/coef"]) == (row in above)
+    for row, after in itertools.pairwise(found):
+        if row in above:
+            assert after["kl/token"] <= 0.004
 
 
 def test_a_constant_score_is_an_error(train: Train, tmp_path: Path) -> None:
@@ -275,7 +285,7 @@ def test_a_reference_of_its_own(train: Train, tmp_path: Path, letters: Any, new_
     assert rows(tmp_path / "run")[0]["kl/token"] > 0.001
 
 
-def test_bfloat16_runs(train: Train, tmp_path: Path) -> None:
+def test_bfloat16_runs(train: Train, tmp_path: Path, fresh_accelerate: None) -> None:
     train(tmp_path / "run", "run.dtype=bfloat16", "ppo.total_episodes=32")
     assert {tensor.dtype for tensor in weights(tmp_path / "run").values()} == {torch.float32}
     assert rows(tmp_path / "run")[0]["kl/token"] == pytest.approx(0.0, abs=1e-3)

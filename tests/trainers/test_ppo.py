@@ -272,8 +272,9 @@ def moved_far(trainer: PPOTrainer, updates: int) -> list[dict[str, Any]]:
 
 def test_without_a_ceiling_this_run_goes_far(make_trainer: Make) -> None:
     """What the next two tests hold back."""
-    rows = moved_far(make_trainer(ppo={"learning_rate": 1e-2}), 4)
-    assert rows[-1]["kl/token"] > 0.3
+    rows = moved_far(make_trainer(ppo={"learning_rate": 1e-2}), 6)
+    assert rows[-1]["kl/token"] > 0.2
+    assert rows[-1]["kl/sequence"] > 1.0
     assert {row["kl/backtrack_factor"] for row in rows} == {1.0}
     assert rows[0]["kl/ceiling"] is None
 

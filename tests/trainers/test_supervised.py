@@ -65,6 +65,20 @@ def test_the_size_of_a_microbatch_is_no_part_of_the_result(make: Make) -> None:
         assert loss == pytest.approx(found[0][1], rel=1e-5)
 
 
+def test_a_step_goes_down_the_mean_over_tokens(make: Make) -> None:
+    trainer = make(max_grad_norm=1e9, warmup=0.0, lr_schedule="constant", learning_rate=1.0)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    rows = trainer.batch(1)
+    tokens = sum(len(TEXTS[row]) + 1 for row in rows)  # with the eos
+    loss, _ = trainer.objective.loss(rows)
+    grads = torch.autograd.grad(loss / tokens, list(trainer.model.parameters()))
+    start = weights(trainer)
+    row = trainer.step(1)
+    assert row["train/loss"] == pytest.approx(float(loss.detach()) / tokens, rel=1e-5)
+    moved = weights(trainer) - start
+    torch.testing.assert_close(-moved, torch.cat([g.flatten() for g in grads]), rtol=1e-3, atol=1e-6)
+
+
 def test_going_on_is_the_same_as_going_through(make: Make) -> None:
     whole = make(epochs=2.0)
     list(whole.train())

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rlhf_kl.commands.evaluate import EvalRequest, run_eval
+from rlhf_kl.errors import InputError
+from rlhf_kl.evaluate import perplexity
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.jsonl import read_jsonl
+
+TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
+POLICY_KEYS = {"kl_token", "kl_sequence", "scores", "gold", "length", "eos_rate", "distinct_2"}
+
+
+def evaluate(**request: Any) -> dict[str, Any]:
+    return run_eval(EvalRequest(**request), TrainingDisplay(quiet=True))
+
+
+def problem(**request: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        evaluate(**request)
+    return str(caught.value)
+
+
+def test_any_model_on_any_texts(tiny_folder: Path, tiny_data: Any) -> None:
+    found = evaluate(model=str(tiny_folder), texts=str(tiny_data.texts))
+    assert found.keys() == TEXT_KEYS
+    texts = [row["text"] for row in read_jsonl(tiny_data.texts)]
+    folder = str(tiny_folder)
+    direct = perplexity(load_causal_lm(folder), load_tokenizer(folder), texts)
+    assert found["perplexity"] == pytest.approx(direct.perplexity)
+    assert found["documents"] == len(texts)
+
+
+def test_a_column_of_another_name(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("body\nabcd\n")
+    assert evaluate(model=str(tiny_folder), texts=str(tmp_path / "x.csv"), column="body")["tokens"] == 4
+
+
+def test_a_reference_stands_beside_it(tiny_folder: Path, tiny_run: Path, tiny_data: Any) -> None:
+    found = evaluate(model=str(tiny_run / "final"), reference=str(tiny_folder), texts=str(tiny_data.texts))
+    alone = evaluate(model=str(tiny_folder), texts=str(tiny_data.texts))
+    assert found["reference"] == alone
+    assert found["perplexity"] != alone["perplexity"]
+
+
+def test_a_run_agrees_with_its_own_last_evaluation(tiny_run: Path) -> None:
+    found = evaluate(run=tiny_run)
+    assert found.keys() == TEXT_KEYS | POLICY_KEYS | {"reference"}
+    last = json.loads((tiny_run / "summary.json").read_text())["final"]
+    assert found["perplexity"] == pytest.approx(last["eval/perplexity"], rel=1e-5)
+    assert found["reference"]["perplexity"] == pytest.approx(
+        read_jsonl(tiny_run / "metrics.jsonl")[0]["eval/perplexity"], rel=1e-5
+    )
+    assert found["kl_token"] > 0
+
+
+def test_a_checkpoint_is_the_policy_after_its_update(tiny_run: Path, tmp_path: Path) -> None:
+    last, early = evaluate(run=tiny_run, checkpoint=6), evaluate(run=tiny_run, checkpoint=2)
+    assert last == evaluate(run=tiny_run)
+    assert early["kl_token"] != last["kl_token"]
+    row = next(row for row in read_jsonl(tiny_run / "metrics.jsonl") if row["step"] == 3)
+    assert early["perplexity"] == pytest.approx(row["eval/perplexity"], rel=1e-5)
+    assert "no such checkpoint" in problem(run=tiny_run, checkpoint=5)
+
+
+def test_an_unfinished_run_is_its_newest_checkpoint(tiny_run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_run, tmp_path / "copy"))
+    shutil.rmtree(copy / "final")
+    assert evaluate(run=copy) == evaluate(run=tiny_run)
+    shutil.rmtree(copy / "checkpoints")
+    assert "neither a final model nor a checkpoint" in problem(run=copy)
+
+
+def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_run, tmp_path / "copy"))
+    path = copy / "checkpoints" / "step-000002" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["policy.transformer.ln_f.weight"]
+    save_file(tensors, path)
+    assert "do not fit" in problem(run=copy, checkpoint=2)
+
+
+def test_a_config_is_its_starting_policy(tiny_run: Path) -> None:
+    found = evaluate(config=str(tiny_run / "config.yaml"))
+    assert found["kl_token"] == pytest.approx(0.0, abs=1e-5)
+    assert found["perplexity"] == found["reference"]["perplexity"]
+
+
+def test_the_newest_run_where_none_is_named(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no finished run" in problem()
+    for name, age in (("older", 100), ("newest", 0)):
+        copy = Path(shutil.copytree(tiny_run, tmp_path / "runs" / name))
+        at = (copy / "config.yaml").stat().st_mtime - age
+        os.utime(copy / "config.yaml", (at, at))
+    shutil.rmtree(tmp_path / "runs" / "older" / "final")
+    assert evaluate() == evaluate(run=tiny_run)
+
+
+def test_another_reference_for_a_run(
+    tiny_run: Path, tmp_path: Path, letters: Any, new_model: Callable[..., Any]
+) -> None:
+    from rlhf_kl.models.load import save_model
+
+    save_model(new_model(seed=9, spread=0.2), letters, tmp_path / "other")
+    assert evaluate(run=tiny_run, reference=str(tmp_path / "other"))["kl_token"] > 0.01
+
+
+def test_what_cannot_be_evaluated(tiny_run: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    assert "exclude each other" in problem(run=tiny_run, model=str(tiny_folder))
+    assert "holds no run" in problem(run=tmp_path)
+    assert "--checkpoint" in problem(model=str(tiny_folder), checkpoint=2)
+    assert "--texts: no such file" in problem(model=str(tiny_folder), texts=str(tmp_path / "x.txt"))
+    (tmp_path / "config.json").write_text("{}")
+    assert "--model" in problem(model=str(tmp_path))
+
+
+def test_a_checkpoint_of_a_config_is_refused_and_not_ignored(tiny_run: Path) -> None:
+    assert "--checkpoint" in problem(config=str(tiny_run / "config.yaml"), checkpoint=2)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.commands.session import finished_summary, make_accelerator, train_command
+from rlhf_kl.config.schema import RunSection, TrainConfig
+from rlhf_kl.errors import InputError
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.run_folder import RunFolder, write_json
+
+
+def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        with pytest.raises(InputError, match=r"run\.device: cuda:99"):
+            make_accelerator(RunSection(device="cuda:99"))
+    else:
+        with pytest.raises(InputError, match=r"run\.device: cuda: no CUDA device"):
+            make_accelerator(RunSection(device="cuda"))
+        with pytest.raises(InputError, match=r"run\.device: mps"):
+            make_accelerator(RunSection(device="mps"))
+
+
+def test_the_cpu_where_it_is_asked_for(fresh_accelerate: None) -> None:
+    assert make_accelerator(RunSection(device="cpu")).device.type == "cpu"
+
+
+def test_processes_that_lost_each_other(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
+    """Each would believe that it is alone, and train a model of its own."""
+    make_accelerator(RunSection(device="cpu"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="processes"):
+        make_accelerator(RunSection(device="cpu"))
+
+
+def test_a_run_in_bfloat16_may_build_its_world_in_float32(fresh_accelerate: None) -> None:
+    """The built-in models are trained inside the run that first needs them."""
+    outer = make_accelerator(RunSection(dtype="bfloat16", device="cpu"))
+    assert make_accelerator(RunSection(dtype="float32", device="cpu")).mixed_precision == "no"
+    assert outer.mixed_precision == "bf16"
+
+
+def test_only_a_run_that_came_to_its_end_is_finished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert finished_summary(folder) is None
+    write_json(folder.summary, {"stopped_by": None, "steps": 3})
+    assert finished_summary(folder) is None  # no final model yet
+    folder.final.mkdir()
+    assert finished_summary(folder) == {"stopped_by": None, "steps": 3}
+    write_json(folder.summary, {"stopped_by": "KL above the ceiling"})
+    assert finished_summary(folder) is None
+
+
+def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run")}})
+    display = TrainingDisplay(quiet=True)
+
+    def breaks(*_: Any) -> dict[str, Any]:
+        raise InputError("no such thing")
+
+    for _ in range(2):
+        with pytest.raises(InputError, match="no such thing"):
+            train_command(breaks, config, resume=False, overwrite=False, display=display)

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.builtin.corpus import CorpusSizes
+from rlhf_kl.builtin.world import WORLDS, WorldSpec
+from rlhf_kl.commands.world import World
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.jsonl import read_jsonl
+
+SIZES = CorpusSizes(train_texts=300, heldout_texts=20, prompts=20, heldout_prompts=10, pairs=40, heldout_pairs=20)
+TINY = WorldSpec(
+    "tiny",
+    SIZES,
+    sft=(
+        "policy.architecture={hidden_size: 16, layers: 1, heads: 1, vocab_size: 300}",
+        "sft.epochs=0.2",
+    ),
+    reward_model=("reward_model.epochs=0.5",),
+)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(WORLDS, "tiny", TINY)
+    return tmp_path / "cache"
+
+
+def tiny() -> World:
+    return World("builtin:tiny", TrainingDisplay(quiet=True))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything that does not say when it was made."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "summary.json"}
+
+
+def test_a_world_is_whole_deterministic_and_built_once(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = tiny()
+    parts = [world.corpus(), world.policy(), world.reward_model()]
+    assert all(part.is_relative_to(own_cache) for part in parts)
+    for part in parts[1:]:
+        assert {"model.safetensors", "config.json", "tokenizer.json", "summary.json"} <= set(os.listdir(part))
+        assert not (part / "run").exists()
+    left = [path.name for path in world.folder.iterdir() if path.name.endswith(".tmp")]
+    assert left == []
+    again = tiny()
+    monkeypatch.setattr(World, "_train", _never)
+    assert [again.corpus(), again.policy(), again.reward_model()] == parts
+    monkeypatch.undo()
+    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "other"))
+    monkeypatch.setitem(WORLDS, "tiny", TINY)
+    other = tiny()
+    for part, twin in zip(parts, (other.corpus(), other.policy(), other.reward_model()), strict=True):
+        assert part.name == twin.name
+        assert files(part) == files(twin)
+
+
+def _never(*_: Any, **__: Any) -> None:
+    raise AssertionError("built twice")
+
+
+def test_the_corpus_has_its_sizes_and_leaks_nothing(own_cache: Path) -> None:
+    world = tiny()
+    found = {
+        name: read_jsonl(world.file(name))
+        for name in ("train", "heldout", "prompts", "heldout_prompts", "pairs", "heldout_pairs")
+    }
+    assert [len(rows) for rows in found.values()] == [300, 20, 20, 10, 40, 20]
+    texts = [{row["text"] for row in found[name]} for name in ("train", "heldout")]
+    assert not texts[0] & texts[1]
+    prompts = [{row["prompt"] for row in found[name]} for name in ("prompts", "heldout_prompts")]
+    assert not prompts[0] & prompts[1]
+    assert all(row["chosen"].startswith(" ") and row["chosen"] != row["rejected"] for row in found["pairs"])
+
+
+def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = tiny()
+    world.corpus()
+
+    def breaks(self: World, folder: Path, *_: Any, **__: Any) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(World, "_train", breaks)
+        with pytest.raises(KeyboardInterrupt):
+            world.policy()
+    assert not [path for path in world.folder.iterdir() if path.name.startswith("policy-")]
+    assert (tiny().policy() / "config.json").is_file()
+
+
+def test_a_killed_build_is_swept_up(own_cache: Path) -> None:
+    name = tiny().corpus().name
+    import shutil
+
+    shutil.rmtree(own_cache / "tiny" / name)
+    leftover = own_cache / "tiny" / f".{name}.99999.tmp"
+    leftover.mkdir()
+    (leftover / "train.jsonl").write_text("half")
+    tiny().corpus()
+    assert not leftover.exists()
+
+
+def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    first = tiny().corpus()
+    monkeypatch.setitem(WORLDS, "tiny", replace(TINY, seed=1))
+    second = tiny().corpus()
+    assert first.name != second.name
+    assert (first / "train.jsonl").read_bytes() != (second / "train.jsonl").read_bytes()
+
+
+def test_two_builds_at_once_leave_one_whole_part(tmp_path: Path) -> None:
+    code = (
+        "from rlhf_kl.commands.world import World\n"
+        "from rlhf_kl.tracking.display import TrainingDisplay\n"
+        "print(World('builtin:reviews-small', TrainingDisplay(quiet=True)).corpus())"
+    )
+    environment = os.environ | {"RLHF_KL_CACHE": str(tmp_path / "cache")}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        for _ in range(2)
+    ]
+    places = {process.communicate(timeout=120)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    (place,) = places
+    assert len(read_jsonl(Path(place) / "train.jsonl")) == 3000
+    visible = [path.name for path in Path(place).parent.iterdir() if not path.name.endswith(".lock")]
+    assert visible == [Path(place).name]
+
+
+def test_the_small_world_can_be_learned_from(small_world: World) -> None:
+    """What every other test of a run relies on."""
+    policy, reward = (
+        json.loads((part / "summary.json").read_text())["final"]
+        for part in (small_world.policy(), small_world.reward_model())
+    )
+    assert policy["eval/perplexity"] < 10
+    assert reward["eval/accuracy"] > 0.6
