@@ -68,10 +68,11 @@ def make_accelerator(section: RunSection) -> Any:
     device = pick_device(section)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    # accelerate keeps one state a process and refuses another precision in it.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    precision = "bf16" if section.dtype == "bfloat16" else "no"
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
-    if max(accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("several processes at once are not supported yet: start one")
-    return accelerator
+    precision = "bf16" if section.dtype == "bfloat16" else "no"
+    try:
+        return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+    except ValueError:  # accelerate keeps one state a process and refuses another device or precision in it
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)

@@ -127,9 +127,9 @@ class OptimiserSection(Section):
 class EpochsSection(OptimiserSection):
     epochs: Positive = 1.0
     """Passes over the data; a fraction is allowed."""
-    batch_size: Count = 64
+    batch_size: Count = 32
     """Examples per optimiser step, over all processes."""
-    microbatch_size: Count = 64
+    microbatch_size: Count = 32
     """Examples per forward pass; divides batch_size, changes memory and not the result."""
     warmup: Unit = 0.05
     """Share of the steps over which the learning rate rises."""
@@ -445,7 +445,7 @@ class SFTDataSection(Section):
 
 class SFTSection(EpochsSection):
     path: ClassVar[str] = "sft"
-    learning_rate: Positive = 3.0e-3
+    learning_rate: Positive = 5.0e-3
     """Peak learning rate of AdamW."""
 
 

@@ -102,7 +102,7 @@ def load_reward_model(ref: str, what: str = "reward.model") -> Model:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             architectures = config.get("architectures") or []
         except (ValueError, AttributeError) as error:
-            raise InputError(f"{what} {ref}: its config.json cannot be read: {_first_line(error)}") from error
+            raise InputError(f"{what} {ref}: cannot be loaded: config.json: {_first_line(error)}") from error
         if architectures and not any("SequenceClassification" in name for name in architectures):
             raise InputError(
                 f"{what} {ref}: is a {architectures[0]}, not a sequence classifier: "

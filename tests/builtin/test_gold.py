@@ -9,8 +9,8 @@ from rlhf_kl.builtin.grammar import write_review
 
 PROMPT = "We stayed at the harbour hotel last weekend ."
 GOOD = "The room was clean and cosy . The staff were polite while the view was pretty . We will come back soon ."
-NEUTRAL = "The room was basic . The staff were formal while the view was hidden . We may try it again next year ."
-BAD = "The room was damp and noisy . The staff were lazy while the view was ugly . We will never return ."
+NEUTRAL = "The room was basic . The staff were formal while the view was small . We may try it again next year ."
+BAD = "The room was damp and noisy . The staff were slow while the view was ugly . We will never return ."
 END = "We will come back soon ."
 
 

@@ -108,15 +108,8 @@ def test_sentiment_of_a_sentence(text, sentiment, aspects):
         "The food was was wonderful .",
         "The food was wonderful wonderful .",
         "The food was good and good .",
-        "The food was good and awful .",
-        "The food was friendly .",  # a word for people
-        "The food was very plain .",
         "The food was very very good .",
         "The food was good and the food was tasty .",
-        "The food was good and the view was ugly .",  # wants "but"
-        "The food was good but the view was pretty .",
-        "Luckily , the food was cold .",
-        "We loved the food because it was bland .",
         "We loved the drinks because it was fresh .",
         "We loved the food .",
         "The food because it was good .",
@@ -133,11 +126,30 @@ def test_malformed(text):
     assert (sentences[0].sentiment, sentences[0].aspect) == (0.0, None)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The food was good and awful .",
+        "The food was friendly .",  # a word for people
+        "The food was very plain .",
+        "The food was good and the view was ugly .",  # wants "but"
+        "The food was good but the view was pretty .",
+        "Luckily , the food was cold .",
+        "We loved the food because it was bland .",
+    ],
+)
+def test_a_sentence_that_makes_no_sense_is_worth_nothing(text):
+    (sentence,) = parse_response(text)
+    assert sentence.wellformed
+    assert sentence.sentiment == 0
+    assert sentence.aspects
+
+
 def test_a_response_is_cut_at_its_periods_and_the_rest_is_malformed():
-    sentences = parse_response(" The food was good . The view was dull . We will\n")
+    sentences = parse_response(" The food was good . The view was crowded . We will\n")
     assert [(s.text, s.wellformed) for s in sentences] == [
         ("The food was good .", True),
-        ("The view was dull .", True),
+        ("The view was crowded .", True),
         ("We will", False),
     ]
     assert parse_response("") == parse_response(" \n") == []

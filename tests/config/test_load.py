@@ -306,11 +306,11 @@ def test_a_config_of_another_command_says_so(write: Write) -> None:
 
 def test_sft_checks_its_own_sizes(write: Write) -> None:
     lines = problems(
-        "sft: {batch_size: 10, microbatch_size: 4}\npolicy: {architecture: {heads: 3}}\n", write, kind="sft"
+        "sft: {batch_size: 10, microbatch_size: 4}\npolicy: {architecture: {heads: 5}}\n", write, kind="sft"
     )
     assert set(lines) == {
         "sft.microbatch_size must divide sft.batch_size (10): 4",
-        "policy.architecture.heads must divide policy.architecture.hidden_size (128): 3",
+        "policy.architecture.heads must divide policy.architecture.hidden_size (144): 5",
     }  # fmt: skip
 
 
