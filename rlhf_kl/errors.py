@@ -25,8 +25,11 @@ class GuardStop(RlhfKlError):
     exit_code = 3
 
 
-class Interrupted(RlhfKlError):
-    """A signal ended the run after its last update was saved: exit code 130 (SIGINT) or 143 (SIGTERM)."""
+class Interrupted(BaseException):
+    """A signal ended the run: exit code 130 (SIGINT) or 143 (SIGTERM).
+
+    Like KeyboardInterrupt no `Exception`, so that no code of a user's that is interrupted by it can swallow it.
+    """
 
     def __init__(self, signal_number: int) -> None:
         self.exit_code = 128 + signal_number

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_kl.cli import config, evaluate, reward_model, sft, simulate, train
-from rlhf_kl.errors import RlhfKlError
+from rlhf_kl.errors import Interrupted, RlhfKlError
 
 app = typer.Typer(
     name="rlhf-kl",
@@ -62,6 +62,9 @@ def run(arguments: Sequence[str]) -> int:
         for line in getattr(error, "problems", None) or [str(error)]:
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        return interrupted.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130

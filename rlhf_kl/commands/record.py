@@ -2,58 +2,90 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
-import threading
+import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from rlhf_kl.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.components import reference_file
-from rlhf_kl.config.load import config_diff, dump_config, load_config
-from rlhf_kl.config.schema import AnyConfig, Kind, TrainConfig
-from rlhf_kl.errors import InputError, Interrupted
+import torch
+from torch import nn
+
+from rlhf_kl.checkpoint import save_checkpoint, sweep
+from rlhf_kl.commands.resume import check_fingerprints, environment, last_checkpoint, say_differences
+from rlhf_kl.config.load import dump_config
+from rlhf_kl.config.plugins import plugin_files
+from rlhf_kl.config.schema import AnyConfig, Kind
+from rlhf_kl.seeding import library_state, load_library_state, seed_libraries
 from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.files import write_atomic
-from rlhf_kl.tracking.jsonl import JsonlWriter, read_jsonl, truncate_after
+from rlhf_kl.tracking.files import write_atomic, write_bytes_atomic
+from rlhf_kl.tracking.jsonl import JsonlWriter, read_jsonl, truncate_after, truncate_at
 from rlhf_kl.tracking.run_folder import RunFolder, write_json
 from rlhf_kl.tracking.tensorboard import TensorBoardWriter
 from rlhf_kl.tracking.versions import git_revision, versions
-
-FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.")
+from rlhf_kl.trainers.optim import optimizer_tensors
 
 
 class Recorder:
     """Writes a run's folder, from the beginning or from a checkpoint on; never a row twice."""
 
-    def __init__(self, folder: RunFolder, config: AnyConfig, kind: Kind, display: TrainingDisplay) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: AnyConfig,
+        kind: Kind,
+        display: TrainingDisplay,
+        device: torch.device,
+        fingerprints: Mapping[str, str],
+    ) -> None:
+        """`fingerprints`: of what the config's keys name on disk, by key.
+
+        Errors: InputError where a checkpoint is there but this is not its run any more.
+        """
         self.folder, self.config, self.display = folder, config, display
-        self.kind, self.checkpoint = kind, self._last_checkpoint(kind)
+        self.kind, self.fingerprints = kind, dict(fingerprints)
+        self.environment = environment(device)
+        sweep(folder.checkpoints)
+        sweep(folder.path, re.compile("final"))
+        self.checkpoint = last_checkpoint(folder, config, display)
+        self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
+        if self.checkpoint is not None:
+            check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
+            say_differences(self.state["environment"], self.environment, display)
         self.started = time.time()
-        self.spent = float(self.checkpoint.state().get("seconds", 0.0)) if self.checkpoint else 0.0
+        self.spent = float(self.state.get("seconds", 0.0))
         self.rows: JsonlWriter | None = None
         self.samples: JsonlWriter | None = None
         self.tensorboard: TensorBoardWriter | None = None
+        seed_libraries(config.run.seed)
 
     def begin(self) -> None:
         """Open the files. Before this the folder stays free: a run that cannot start does not occupy it."""
-        folder, config, kind = self.folder, self.config, self.kind
-        step = self.checkpoint.step if self.checkpoint else 0
+        folder, config = self.folder, self.config
         for path in (folder.metrics, folder.samples):
-            truncate_after(path, step)
+            self._truncate(path)
         self._copy_plugins()
         write_atomic(folder.config, dump_config(config))
         self.rows = JsonlWriter(folder.metrics)
-        if kind == "train":
+        if self.kind == "train":
             self.samples = JsonlWriter(folder.samples)
         if config.tracking.tensorboard:
             self.tensorboard = TensorBoardWriter(folder.tensorboard, config.model_dump(mode="json"))
-            if step:
+            if self.checkpoint:
                 self.tensorboard.rebuild(read_jsonl(folder.metrics), read_jsonl(folder.samples))
+        if self.checkpoint:
+            load_library_state(self.state["libraries"])
+
+    def _truncate(self, path: Path) -> None:
+        """Back to what the checkpoint has seen: the rows after it are computed again."""
+        if self.checkpoint is None:
+            truncate_at(path, 0)
+        elif not truncate_at(path, self.state["lengths"].get(path.name, 0)):
+            self.display.alert(
+                f"resume: {path} is not what the checkpoint knows: rows are missing or were changed; "
+                f"those up to step {self.checkpoint.step} are kept as they are"
+            )
+            truncate_after(path, self.checkpoint.step)
 
     @property
     def seconds(self) -> float:
@@ -67,10 +99,38 @@ class Recorder:
         if self.tensorboard:
             self.tensorboard.row(row)
 
-    def sync(self) -> None:
-        """The rows onto the disk, before a checkpoint that relies on them."""
-        if self.rows is not None:
-            self.rows.sync()
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        spared: Collection[int] = (),
+    ) -> None:
+        """Checkpoint `step`: the model, the optimizer, `state`, and all that is the same for every command."""
+        lengths = {}
+        for writer in (self.rows, self.samples):
+            if writer is not None:
+                writer.sync()  # a checkpoint never knows rows that the disk does not
+                lengths[writer.path.name] = writer.size
+        section = self.config.checkpoint
+        save_checkpoint(
+            self.folder.checkpoints,
+            step,
+            model,
+            optimizer_tensors(optimizer),
+            {
+                **state,
+                "seconds": self.seconds,
+                "lengths": lengths,
+                "libraries": library_state(),
+                "fingerprints": self.fingerprints,
+                "environment": self.environment,
+            },
+            section.keep,
+            every=section.every,
+            spared=spared,
+        )
 
     def sample(self, sample: dict[str, Any]) -> None:
         """One sampled response."""
@@ -103,56 +163,15 @@ class Recorder:
         if self.tensorboard:
             self.tensorboard.close()
 
-    def _last_checkpoint(self, kind: Kind) -> Checkpoint | None:
-        found = checkpoints(self.folder.checkpoints)
-        if not found:
-            return None
-        before = load_config(kind, self.folder.config, [])
-        changed = [line for line in config_diff(before, self.config) if not line.startswith(FREE_TO_CHANGE)]
-        if changed:
-            raise InputError(
-                f"{self.folder.path}: --resume goes on with the same config, but these keys changed:",
-                *changed,
-            )
-        return found[-1]
-
     def _copy_plugins(self) -> None:
-        if not isinstance(self.config, TrainConfig):
-            return
-        for ref in (self.config.reward.kind, self.config.reward.gold, self.config.kl.controller.kind):
-            source = reference_file(ref, [Path.cwd()]) if ref else None
-            if source is not None:
-                shutil.copyfile(source, self.folder.claim(source.name))
-
-
-@contextmanager
-def stopping_on_signals() -> Iterator[StopRequest]:
-    """SIGINT and SIGTERM ask for a stop after the current update; a second one ends at once."""
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    before = {number: signal.signal(number, request.receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class StopRequest:
-    """Whether somebody asked the run to stop."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def receive(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler."""
-        if self.signal is not None:
-            raise Interrupted(number)
-        self.signal = number
-
-    def raise_if_asked(self) -> None:
-        """Errors: Interrupted where a signal has come."""
-        if self.signal is not None:
-            raise Interrupted(self.signal)
+        sources = dict.fromkeys(path.resolve() for path in plugin_files(self.config).values())
+        taken: set[str] = set()
+        for source in sources:
+            name, count = re.sub(r"[^\w.-]", "_", source.name), 1
+            while name in taken:  # a/mine.py beside b/mine.py
+                count += 1
+                name = f"{Path(name).stem}-{count}.py"
+            taken.add(name)
+            target = self.folder.claim(name)
+            if target.resolve() != source:
+                write_bytes_atomic(target, source.read_bytes())

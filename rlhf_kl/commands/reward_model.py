@@ -11,6 +11,7 @@ from rlhf_kl.commands.session import pick_device
 from rlhf_kl.commands.sources import Sources, split_heldout
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
+from rlhf_kl.models.fingerprint import texts_fingerprint
 from rlhf_kl.models.load import load_tokenizer, parameter_count, save_model
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.reward_functions import RewardModel
@@ -35,7 +36,8 @@ def run_reward_model(
     model.to(device)
     reward = RewardModel(model, tokenizer)
     trainer = SupervisedTrainer(model, PairObjective(reward, pairs), config.reward_model, config.run.seed)
-    recorder = Recorder(folder, config, "reward-model", display)
+    found = {"data.pairs": texts_fingerprint(text for pair in pairs for text in pair)}
+    recorder = Recorder(folder, config, "reward-model", display, device, found)
     display.message(f"{len(pairs)} pairs, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()

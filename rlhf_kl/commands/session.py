@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_kl.config.schema import AnyConfig, RunSection
+from rlhf_kl.checkpoint import checkpoints
+from rlhf_kl.commands.resume import check_config
+from rlhf_kl.commands.signals import ending_on_sigterm
+from rlhf_kl.config.schema import AnyConfig, RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.run_folder import RunFolder, open_run_folder
@@ -24,14 +27,30 @@ def train_command(
 ) -> dict[str, Any]:
     """Open the run folder and run; a finished run with --resume gives its summary."""
     path = Path(config.run.output_dir)
-    if resume and not (path / "config.yaml").exists():
-        display.message(f"{path} holds no run yet: starting one")
-    with open_run_folder(path, resume=resume, overwrite=overwrite) as folder:
-        finished = finished_summary(folder) if resume else None
-        if finished is not None:
-            display.message(f"{folder.path} holds a finished run")
-            return finished
+    with ending_on_sigterm(), open_run_folder(path, resume=resume, overwrite=overwrite) as folder:
+        if resume:
+            finished = finished_summary(folder)
+            _say_where(folder, finished, config, display)
+            if finished is not None and not _goes_further(finished, config):
+                return finished
         return run(config, folder, display)
+
+
+def _say_where(folder: RunFolder, finished: dict[str, Any] | None, config: AnyConfig, display: TrainingDisplay) -> None:
+    """Errors: InputError where the config is not that of the run in the folder."""
+    if finished is not None or checkpoints(folder.checkpoints):
+        check_config(folder, config)
+    if finished is not None:
+        further = ", going on with more episodes" if _goes_further(finished, config) else ""
+        display.message(f"{folder.path} holds a finished run{further}")
+    elif not folder.config.exists():
+        display.message(f"{folder.path} holds no run yet: starting one")
+    elif not checkpoints(folder.checkpoints):
+        display.message(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
+
+
+def _goes_further(finished: dict[str, Any], config: AnyConfig) -> bool:
+    return isinstance(config, TrainConfig) and config.updates > finished["steps"]
 
 
 def finished_summary(folder: RunFolder) -> dict[str, Any] | None:

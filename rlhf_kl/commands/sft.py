@@ -13,6 +13,7 @@ from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import SFTConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
+from rlhf_kl.models.fingerprint import texts_fingerprint
 from rlhf_kl.models.load import context_length, load_causal_lm, load_tokenizer, parameter_count, save_model
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.tokenizer import train_tokenizer
@@ -34,7 +35,8 @@ def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, titl
     if objective.truncated:
         display.message(f"{objective.truncated} of {len(texts)} texts are longer than the context and are cut off")
     trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed)
-    recorder = Recorder(folder, config, "sft", display)
+    found = {"data.texts": texts_fingerprint(texts)}
+    recorder = Recorder(folder, config, "sft", display, device, found)
     display.message(f"{len(texts)} texts, {parameter_count(model):,} parameters, {trainer.steps} steps")
 
     def evaluate() -> dict[str, Any]:

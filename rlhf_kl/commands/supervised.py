@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_kl.checkpoint import save_checkpoint
-from rlhf_kl.commands.record import Recorder, stopping_on_signals
+from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.trainers.optim import load_optimizer_tensors, optimizer_tensors
+from rlhf_kl.trainers.optim import load_optimizer_tensors
 from rlhf_kl.trainers.supervised import SupervisedTrainer
 
 
@@ -37,34 +37,20 @@ def run_supervised(
         display.message(f"going on from step {start - 1}")
     device = next(model.parameters()).device.type
     bf16 = torch.autocast(device, torch.bfloat16, enabled=config.run.dtype == "bfloat16")
-    with stopping_on_signals() as stop, bf16, display.progress(title, trainer.steps) as advance:
+    every = config.eval.every
+    with stopping_on_signals(config.checkpoint.grace) as stop, bf16, display.progress(title, trainer.steps) as advance:
         advance(start - 1)
-        figures = evaluate() if start == 1 else {}
         rows = trainer.train(start)
-        while True:
+        for step in range(start, trainer.steps + 1):
             began = time.perf_counter()
-            row = next(rows, None)
-            if row is None:
-                break
-            row |= figures
-            figures = {}
-            step = row["step"]
-            if (step % config.checkpoint.every == 0 and step < trainer.steps) or stop.signal:
-                state = {"seconds": recorder.seconds}
-                save_checkpoint(
-                    recorder.folder.checkpoints,
-                    step,
-                    model,
-                    optimizer_tensors(trainer.optimizer),
-                    state,
-                    config.checkpoint.keep,
-                )
+            figures = evaluate() if (step - 1) % every == 0 else {}
+            row = next(rows) | figures
             row["time/step_s"] = time.perf_counter() - began
             recorder.row(row)
             advance(1)
+            if (step % config.checkpoint.every == 0 and step < trainer.steps) or stop.signal:
+                recorder.save(step, model, trainer.optimizer, {})
             stop.raise_if_asked()
-            if step % config.eval.every == 0 and step < trainer.steps:
-                figures = evaluate()
         last = {"step": trainer.steps + 1, **evaluate()}
     recorder.row(last)
     return last

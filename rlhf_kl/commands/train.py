@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlhf_kl.checkpoint import checkpoints, save_checkpoint, write_folder
-from rlhf_kl.commands.record import Recorder, stopping_on_signals
+from rlhf_kl.checkpoint import checkpoints, write_folder
+from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.commands.sources import Sources
 from rlhf_kl.config.plugins import controller_arguments, controller_class
 from rlhf_kl.config.schema import TrainConfig
@@ -24,6 +25,7 @@ from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.kl_controllers import KLControl
 from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, solve_tilt
 from rlhf_kl.models.actor_critic import ActorCritic, freeze, value_head_from_reward
+from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.load import (
     context_length,
     eos_ids,
@@ -34,13 +36,13 @@ from rlhf_kl.models.load import (
 )
 from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores
 from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
-from rlhf_kl.seeding import shuffled, uniforms
+from rlhf_kl.seeding import library_state_kept, shuffled, uniforms
 from rlhf_kl.tracking.alerts import KLAlerts
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.jsonl import read_jsonl
 from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT, check_start
-from rlhf_kl.trainers.optim import adamw, load_optimizer_tensors, optimizer_tensors
+from rlhf_kl.trainers.optim import adamw, load_optimizer_tensors
 from rlhf_kl.trainers.ppo import PPOTrainer, Update
 from rlhf_kl.types import PromptBatch, RewardFn
 
@@ -57,7 +59,7 @@ def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) 
     """Train a policy; returns the summary."""
     accelerator = make_accelerator(config.run)
     parts = build_parts(config, accelerator, display)
-    recorder = Recorder(folder, config, "train", display)
+    recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts))
     try:
         return TrainRun(config, parts, recorder, accelerator, display).run()
     finally:
@@ -78,6 +80,17 @@ class Parts:
     texts: list[str]
     sampling: Sampling
     same_start: bool  # the reference is the starting policy
+
+
+def fingerprints(parts: Parts) -> dict[str, str]:
+    """What a resumed run must find unchanged, by config key."""
+    found = {
+        "reference.model": model_fingerprint(parts.reference),
+        "data.prompts": texts_fingerprint(parts.prompts.texts),
+    }
+    if isinstance(parts.reward, RewardModel):
+        found["reward.model"] = model_fingerprint(parts.reward.model)
+    return found
 
 
 @dataclass
@@ -191,7 +204,7 @@ class TrainRun:
             if note:
                 display.message(note)
         else:
-            state = checkpoint.state()
+            state = recorder.state
             self.reference_scores = ReferenceScores(**state["reference_scores"])
             shaping, coef = ScoreShaping(**state["trainer"]["shaping"]), state["starting_coef"]
         self.coef = coef
@@ -335,7 +348,7 @@ class TrainRun:
         config, total = self.config, self.config.updates
         self.recorder.begin()
         self.announce()
-        with stopping_on_signals() as stop, self.display:
+        with stopping_on_signals(config.checkpoint.grace) as stop, self.display:
             mark = time.perf_counter()
             for step in range(self.start, total + 1):
                 evaluated = self.evaluate() if (step - 1) % config.eval.every == 0 else {}
@@ -365,7 +378,7 @@ class TrainRun:
         parts, config = self.parts, self.config
         noise = uniforms(EVAL_PROMPTS, parts.sampling.max_new_tokens, config.run.seed, "evaluation")
         batch = parts.heldout.batch(1)
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), library_state_kept():
             text = perplexity(self.trainer.core.policy, parts.tokenizer, parts.texts)
             figures = policy_figures(
                 self.trainer.core,
@@ -450,7 +463,8 @@ class TrainRun:
         # A checkpoint of update k holds the policy that row k + 1 measured.
         past = read_jsonl(self.recorder.folder.metrics)
         measured: dict[int, float] = {old["step"]: old[key] for old in past if old.get(key) is not None}
-        kept = checkpoints(self.recorder.folder.checkpoints)
+        every = self.config.checkpoint.every  # one that a signal made in between is no choice, or resuming would show
+        kept = [c for c in checkpoints(self.recorder.folder.checkpoints) if c.step % every == 0]
         good = [c for c in kept if measured.get(c.step + 1, limit) < limit]
         if good:
             good[-1].load_model(self.trainer.core)
@@ -485,23 +499,14 @@ class TrainRun:
 
     def save(self, step: int) -> None:
         """A checkpoint of everything that a resumed run needs."""
-        self.recorder.sync()
         state = {
             "trainer": self.trainer.state_dict(),
             "alerts": self.alerts.state_dict(),
             "best": self.best,
             "starting_coef": self.coef,
-            "seconds": self.recorder.seconds,
             "reference_scores": vars(self.reference_scores),
         }
-        save_checkpoint(
-            self.recorder.folder.checkpoints,
-            step,
-            self.trainer.core,
-            optimizer_tensors(self.trainer.optimizer),
-            state,
-            self.config.checkpoint.keep,
-        )
+        self.recorder.save(step, self.trainer.core, self.trainer.optimizer, state)
 
     # ------------------------------------------------------------------ the end
 

@@ -106,6 +106,8 @@ class CheckpointSection(Section):
     """Updates between two checkpoints."""
     keep: Count = 2
     """Checkpoints that stay on disk."""
+    grace: NonNegative = 30.0
+    """Seconds that the running update may take to its end after SIGINT or SIGTERM; then it is cut short."""
 
 
 class TrackingSection(Section):

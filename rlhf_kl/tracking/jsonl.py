@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -44,11 +45,24 @@ class JsonlWriter:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _mend_tail(path)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)  # what fails to be written must not be tried again at the end
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(encode_json(row) + b"\n")  # one write: a crash tears at most the last line
-        self._file.flush()
+        """Appends a row. Errors: OSError (disk full), and then nothing of the row is left behind."""
+        line = memoryview(encode_json(row) + b"\n")
+        before = self.size
+        try:
+            while line:  # mostly one write: a crash tears at most the last line
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far, all of them whole rows."""
+        return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Puts all rows on the disk: call before committing a checkpoint that relies on them."""
@@ -84,6 +98,20 @@ def truncate_after(path: Path, step: int) -> None:
     )
     if kept != path.read_bytes():
         write_bytes_atomic(path, kept)
+
+
+def truncate_at(path: Path, length: int) -> bool:
+    """Cuts the file to its first `length` bytes, which end with a row; False (and no cut) where they do not."""
+    if not path.exists():
+        return length == 0
+    with path.open("r+b") as file:
+        if length > 0:
+            file.seek(length - 1)
+            if file.read(1) != b"\n":
+                return False
+        file.truncate(length)
+        os.fsync(file.fileno())
+    return True
 
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

@@ -89,16 +89,17 @@ def test_a_reward_model_is_one_that_train_accepts(supervised: Run, tmp_path: Pat
 def test_a_crashed_run_goes_on_as_if_nothing_had_been(supervised: Run, tmp_path: Path, kind: str) -> None:
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     epochs = f"{kind.replace('-', '_')}.epochs=2"
-    supervised(kind, whole, epochs)
+    supervised(kind, whole, epochs, "eval.every=3")
     assert [c.step for c in checkpoints(whole / "checkpoints")] == [3, 6]
     shutil.copytree(whole, crashed)
     (crashed / "summary.json").unlink()
     shutil.rmtree(crashed / "final")
     shutil.rmtree(crashed / "checkpoints" / "step-000006")
-    supervised(kind, crashed, epochs, resume=True)
+    supervised(kind, crashed, epochs, "eval.every=3", resume=True)
     rows = [read_jsonl(folder / "metrics.jsonl") for folder in (whole, crashed)]
     for row in (*rows[0], *rows[1]):
         row.pop("time/step_s", None)
+    assert [row["step"] for row in rows[0] if any(key.startswith("eval/") for key in row)] == [1, 4, 7, 9]
     assert rows[0] == rows[1]
     first, second = (load_file(folder / "final" / "model.safetensors") for folder in (whole, crashed))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.commands.train import gradient_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import GuardStop, InputError, Interrupted
+from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.tracking.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
@@ -32,131 +31,6 @@ def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 def weights(folder: Path) -> dict[str, Any]:
     return load_file(folder / "final" / "model.safetensors") | load_file(folder / "final" / "value.safetensors")
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert rows(one) == rows(other)
-    assert rows(one, "samples.jsonl") == rows(other, "samples.jsonl")
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-
-
-def assert_same_summary(one: Path, other: Path) -> None:
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, other)]
-    for summary in summaries:
-        summary["config"]["run"].pop("output_dir")
-        summary.pop("seconds")
-        for key in [key for key in summary["final"] if key.startswith(("time/", "perf/"))]:
-            summary["final"].pop(key)
-    assert summaries[0] == summaries[1]
-
-
-def crash(whole: Path, place: Path, kept: int) -> Path:
-    """A copy that ends after checkpoint `kept`, with rows beyond it and nothing that comes at the end."""
-    crashed = Path(shutil.copytree(whole, place / "crashed"))
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for checkpoint in checkpoints(crashed / "checkpoints"):
-        if checkpoint.step > kept:
-            shutil.rmtree(checkpoint.path)
-    return crashed
-
-
-# ---- resume ----
-
-
-@pytest.mark.parametrize(("kept", "value"), [(2, "head"), (4, "head"), (4, "separate")])
-def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path, kept: int, value: str) -> None:
-    """Killed after later rows were written: those are computed again, and nothing is there twice."""
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
-    train(whole, f"policy.value={value}")
-    shutil.copytree(whole, crashed)
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for checkpoint in checkpoints(crashed / "checkpoints"):
-        if checkpoint.step > kept:
-            shutil.rmtree(checkpoint.path)
-    train(crashed, f"policy.value={value}", resume=True)
-    assert_same_run(whole, crashed)
-
-
-@pytest.mark.parametrize("kept", [4, 6], ids=["in the middle", "before its end"])
-def test_the_summary_of_a_resumed_run_is_that_of_the_whole(
-    train: Train, tiny_run: Path, tmp_path: Path, kept: int
-) -> None:
-    crashed = crash(tiny_run, tmp_path, kept)
-    train(crashed, resume=True)
-    assert_same_run(tiny_run, crashed)
-    assert_same_summary(tiny_run, crashed)
-
-
-SIGNALLING = """
-import os, pathlib, signal
-place = pathlib.Path(__file__).parent / "calls"
-
-def count(prompts, responses, letter: str = "a", at: int = 0):
-    calls = int(place.read_text()) + 1 if place.exists() else 1
-    place.write_text(str(calls))
-    if calls == at:
-        os.kill(os.getpid(), signal.SIG{name})
-    return [response.count(letter) / 8 for response in responses]
-"""
-
-
-@pytest.mark.parametrize(("name", "code"), [("INT", 130), ("TERM", 143)])
-def test_an_interrupted_run_saves_its_last_update_and_goes_on(
-    train: Train, tmp_path: Path, name: str, code: int
-) -> None:
-    (tmp_path / "own.py").write_text(SIGNALLING.replace("{name}", name))
-    reward, steps = f"reward.kind={tmp_path}/own.py:count", "checkpoint.every=100"
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(whole, reward, steps, "reward.at=5") if False else train(whole, reward, steps)
-    (tmp_path / "calls").unlink()
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted) as caught:
-        # Once for the reference, once for the evaluation before update 1, then once an update.
-        _signalled(train, tmp_path, stopped, reward, steps, name)
-    assert caught.value.exit_code == code
-    assert signal.getsignal(signal.SIGINT) is handler
-    done = len(rows(stopped))
-    assert 0 < done < 6
-    assert [c.step for c in checkpoints(stopped / "checkpoints")] == [done]
-    train(stopped, reward, steps, resume=True)
-    assert_same_run(whole, stopped)
-
-
-def _signalled(train: Train, place: Path, folder: Path, reward: str, steps: str, name: str) -> None:
-    source = (place / "own.py").read_text()
-    (place / "own.py").write_text(source.replace("at: int = 0", "at: int = 5"))
-    try:
-        train(folder, reward, steps)
-    finally:
-        (place / "own.py").write_text(source)
-
-
-def test_resuming_with_another_config_is_refused(train: Train, tiny_run: Path, tmp_path: Path) -> None:
-    crashed = crash(tiny_run, tmp_path, 4)
-    with pytest.raises(InputError) as caught:
-        train(crashed, "kl.target=0.2", "eval.every=1", resume=True)
-    assert len(caught.value.problems) == 2  # eval.every is free to change
-    assert "kl.target: 0.1 -> 0.2" in str(caught.value)
-
-
-def test_a_finished_run_is_not_run_again(train: Train, tiny_run: Path) -> None:
-    before = (tiny_run / "metrics.jsonl").stat().st_mtime_ns
-    again = train(tiny_run, resume=True)
-    assert again == json.loads((tiny_run / "summary.json").read_text())
-    assert again["final"]["step"] == 6
-    assert (tiny_run / "metrics.jsonl").stat().st_mtime_ns == before
-
-
-def test_one_seed_is_one_run(train: Train, tiny_run: Path, tmp_path: Path) -> None:
-    train(tmp_path / "same")
-    assert_same_run(tiny_run, tmp_path / "same")
-    train(tmp_path / "other", "run.seed=1", "ppo.total_episodes=16")
-    assert rows(tmp_path / "other")[0] != rows(tiny_run)[0]
 
 
 # ---- what it writes ----

@@ -1,0 +1,131 @@
+"""Where a run goes on: its newest whole checkpoint, and whether this is still the same run."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+
+import torch
+
+from rlhf_kl.checkpoint import Checkpoint, checkpoints, newest_whole, set_aside
+from rlhf_kl.components import accepts
+from rlhf_kl.config.load import config_diff, load_config
+from rlhf_kl.config.plugins import COEF_WITHOUT_SCORES, builtin_controllers, controller_arguments, controller_class
+from rlhf_kl.config.schema import AnyConfig, Kind, RewardModelConfig, SFTConfig, TrainConfig
+from rlhf_kl.errors import InputError
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.tracking.versions import versions
+
+FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
+# Free too, but the sums come out in another order.
+ROUNDING_ONLY = ("ppo.microbatch_size", "sft.microbatch_size", "reward_model.microbatch_size")
+
+
+def kind_of(config: AnyConfig) -> Kind:
+    """The command that a config is for."""
+    return (
+        "sft" if isinstance(config, SFTConfig) else "reward-model" if isinstance(config, RewardModelConfig) else "train"
+    )
+
+
+def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> Checkpoint | None:
+    """The checkpoint to go on from; None where there is none yet.
+
+    A damaged one is set aside, said, and the one before it taken.
+    Errors: InputError where the config changed in a way that matters, or no checkpoint is whole.
+    """
+    if not checkpoints(folder.checkpoints):
+        return None
+    for line in check_config(folder, config):
+        display.alert(f"resume: {line}: sums are taken in another order, so figures may differ in their last digits")
+    found, problems = newest_whole(folder.checkpoints)
+    if found is None:
+        raise InputError(
+            *(f"{folder.checkpoints}: no checkpoint is whole: {problem}" for problem in problems),
+            f"{folder.path}: nothing to go on from; --overwrite starts anew",
+        )
+    for checkpoint in checkpoints(folder.checkpoints):
+        if checkpoint.step > found.step:
+            set_aside(checkpoint)
+    for problem in problems:
+        display.alert(f"resume: damaged checkpoint {problem}; going on from {found.path.name}")
+    return found
+
+
+def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
+    """Changes since the run began that touch its rounding only.
+
+    Errors: InputError with the list of the changes that matter.
+    """
+    before = load_config(kind_of(config), folder.config, [])
+    lines = [line for line in config_diff(before, config) if not line.startswith(FREE_TO_CHANGE)]
+    if _may_grow(before, config):
+        lines = [line for line in lines if not line.startswith("ppo.total_episodes:")]
+    changed = [line for line in lines if not line.startswith(ROUNDING_ONLY)]
+    if changed:
+        raise InputError(
+            f"{folder.path}: --resume goes on with the same config, but these keys changed:",
+            *changed,
+        )
+    return lines
+
+
+def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
+    """More episodes, where neither the learning rate nor the controller knows how many there will be."""
+    if not isinstance(before, TrainConfig) or not isinstance(now, TrainConfig):
+        return False
+    grows = now.ppo.total_episodes > before.ppo.total_episodes
+    return grows and before.ppo.lr_schedule == "constant" and not _controller_counts_episodes(before, now)
+
+
+def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
+    cls = controller_class(before.kl.controller.kind)
+    if not accepts(cls, "total_episodes"):
+        return False
+    if cls not in builtin_controllers().values():
+        return True  # what it makes of the number is its own affair
+    made = [
+        cls(**controller_arguments(cls, before.kl, config.ppo, before.rollout, COEF_WITHOUT_SCORES))
+        for config in (before, now)
+    ]
+    return bool(vars(made[0]) != vars(made[1]))
+
+
+# ---- what the figures depend on beside the config ----
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Library versions, threads and hardware: where one differs, last digits may."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        **versions(),
+        "threads": str(torch.get_num_threads()),
+        "device": name,
+        "machine": f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+def say_differences(before: Mapping[str, str], now: Mapping[str, str], display: TrainingDisplay) -> None:
+    """Says what is not as it was when the checkpoint was written."""
+    changed = [
+        f"{key} {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        display.alert(
+            f"resume: {', '.join(changed)} since the checkpoint: figures may differ from those of an uninterrupted run"
+        )
+
+
+def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+    """Errors: InputError naming the config keys whose content is another than when the run began."""
+    changed = [key for key in now if key in before and before[key] != now[key]]
+    if changed:
+        raise InputError(
+            *(
+                f"{key}: holds something else than when the run in {where} began; --resume needs it back"
+                for key in changed
+            )
+        )

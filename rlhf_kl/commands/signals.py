@@ -1,0 +1,73 @@
+"""SIGINT and SIGTERM: finish the update where that fits the grace period, else end at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rlhf_kl.errors import Interrupted
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether somebody asked the run to stop."""
+
+    def __init__(self, grace: float) -> None:
+        self.grace = grace  # seconds
+        self.signal: int | None = None
+
+    def receive(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler: a second signal, or the end of the grace period, interrupts whatever runs."""
+        if self.signal is not None:
+            raise Interrupted(self.signal)
+        self.signal = number
+        signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
+
+    def raise_if_asked(self) -> None:
+        """Errors: Interrupted where a signal has come."""
+        if self.signal is not None:
+            raise Interrupted(self.signal)
+
+
+@contextmanager
+def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
+    """The block asks `raise_if_asked` after each update; what takes longer than `grace` seconds is cut short."""
+    request = StopRequest(grace)
+    with _handling(dict.fromkeys((*STOPPING, signal.SIGALRM), request.receive)):
+        try:
+            yield request
+        finally:
+            if _in_main_thread():
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Outside of the loop SIGTERM ends the command as Ctrl-C does: at once, cleaning up on the way."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    with _handling({signal.SIGTERM: end}):
+        yield
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def _handling(handlers: dict[signal.Signals, object]) -> Iterator[None]:
+    if not _in_main_thread():  # only there signals can be handled
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

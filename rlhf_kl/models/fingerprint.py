@@ -1,0 +1,27 @@
+"""Fingerprints of models and texts: whether something is still what it was."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of all tensors, wherever they lie."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def texts_fingerprint(texts: Iterable[str]) -> str:
+    """SHA-256 over texts in their order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()
