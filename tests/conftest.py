@@ -192,3 +192,80 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real models here: {folder} (set RLHF_KL_REAL)")
     return folder
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Callable[..., Path]:
+    """`write_run("name", rows, samples, config, summary)`: a run folder with these records, no models."""
+    import json
+
+    from rlhf_kl.config.load import dump_config
+    from rlhf_kl.config.schema import TrainConfig
+
+    def write(
+        name: str = "run",
+        rows: list[dict[str, Any]] | None = None,
+        samples: list[dict[str, Any]] | None = None,
+        config: dict[str, Any] | None = None,
+        summary: dict[str, Any] | None = None,
+    ) -> Path:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        settings = {**(config or {}), "run": {"name": name, **(config or {}).get("run", {})}}
+        (folder / "config.yaml").write_text(dump_config(TrainConfig.model_validate(settings)))
+        for file, found in (("metrics.jsonl", rows), ("samples.jsonl", samples)):
+            if found is not None:
+                (folder / file).write_text("".join(json.dumps(row) + "\n" for row in found))
+        if summary is not None:
+            (folder / "summary.json").write_text(json.dumps({"stopped_by": None, **summary}))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def metrics_rows() -> Callable[..., list[dict[str, Any]]]:
+    """`metrics_rows([0.0, 0.1, ...], coef=0.2)`: updates with these KLs per token, and their evaluations.
+
+    Responses have 20 tokens; the score gains sqrt(2 KL) of the sequence; evaluations are made of every tenth
+    update and after the last.
+    """
+
+    def make(
+        kls: list[float], coef: float = 0.2, target: float = 0.1, evaluated: bool = True, gold: bool = True
+    ) -> list[dict[str, Any]]:
+        rows = []
+        for step, kl in enumerate(kls, start=1):
+            gain = (2 * 20 * kl) ** 0.5
+            row: dict[str, Any] = {
+                "step": step,
+                "episodes": 64 * step,
+                "objective/scores": 1.0 + gain,
+                "objective/scores_std": 1.0,
+                "objective/scores_deciles": [gain + (i - 5) / 2 for i in range(11)],
+                "objective/scores_shaped": gain,
+                "objective/gold": 0.5 * gain - 0.1 * gain**2 if gold else None,
+                "kl/token": kl,
+                "kl/exact": kl,
+                "kl/sequence": 20 * kl,
+                "kl/target": target,
+                "kl/error": kl / target - 1,
+                "kl/coef": coef,
+                "kl/coef_next": coef,
+                "kl/ceiling": 1.5 * target,
+                "kl/backtrack_factor": 1.0,
+                "kl/per_position": [kl] * 20,
+                "policy/entropy": 1.2,
+                "rollout/response_length": 20.0,
+                "rollout/eos_rate": 0.9,
+                "rollout/score_length_corr": 0.1,
+                "alerts": [],
+            }
+            if evaluated and step % 10 == 1:
+                row |= {"eval/perplexity": 3.0 + kl, "eval/distinct_2": 0.3}
+            rows.append(row)
+        if evaluated and kls:
+            rows.append({"step": len(kls) + 1, "episodes": 64 * len(kls), "eval/perplexity": 3.0 + kls[-1]})
+        return rows
+
+    return make

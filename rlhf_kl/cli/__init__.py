@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import config, evaluate, reward_model, sft, simulate, train
+from rlhf_kl.cli import config, evaluate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command()(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command()(sft.sft)
 app.command("reward-model")(reward_model.reward_model)
+app.command()(report.report)
 app.command()(simulate.simulate)
 app.add_typer(config.app, name="config")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.checkpoint import checkpoints, write_folder
 from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.reference_scores import ReferenceScores
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.commands.sources import Sources
@@ -23,7 +25,7 @@ from rlhf_kl.data.prompts import PromptStream, check_prompts
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.kl_controllers import KLControl
-from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, solve_tilt
+from rlhf_kl.kl_controllers.tilt import gain_at_kl
 from rlhf_kl.models.actor_critic import ActorCritic, freeze, value_head_from_reward
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.load import (
@@ -34,11 +36,13 @@ from rlhf_kl.models.load import (
     parameter_count,
     save_model,
 )
-from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores
+from rlhf_kl.results.control import end, is_update
+from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores, gold_scores_of
 from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
 from rlhf_kl.seeding import library_state_kept, shuffled, uniforms
 from rlhf_kl.tracking.alerts import KLAlerts
 from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.exploitation import ExploitationSigns
 from rlhf_kl.tracking.jsonl import read_jsonl
 from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT, check_start
@@ -51,8 +55,6 @@ SAMPLING_ROWS = 256
 EVAL_PROMPTS = 64
 SAMPLES_PER_STEP = 4
 ROLLBACK_RAISE = 2.0
-MIN_ESS = 10.0
-TAIL = 10  # updates that the closing figures are averaged over
 
 
 def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
@@ -91,30 +93,6 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     if isinstance(parts.reward, RewardModel):
         found["reward.model"] = model_fingerprint(parts.reward.model)
     return found
-
-
-@dataclass
-class ReferenceScores:
-    """Scores of reference samples: what the score's scale, the first beta and the tilt limit come from."""
-
-    shaped: list[float]
-    groups: list[int]
-    length: float  # mean tokens of a response
-
-    def solve(self, sequence_kl: float) -> tuple[float, str]:
-        """The beta at which tilting has this KL, and a note where it had to be extrapolated."""
-        solution = solve_tilt(centre_groups(self.shaped, self.groups), sequence_kl, min_ess=self.min_ess)
-        return solution.coef, solution.note
-
-    @property
-    def min_ess(self) -> float:
-        """Effective samples that a tilt needs: at 10 of 1024 its gain is within 3 % of that of 8192 samples."""
-        return min(MIN_ESS, len(self.shaped) / 8)
-
-    @property
-    def mean(self) -> float:
-        """Mean shaped score of the reference."""
-        return sum(self.shaped) / len(self.shaped)
 
 
 def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
@@ -220,6 +198,7 @@ class TrainRun:
             min_coef=control.min_coef if adjusts else None,
             max_coef=control.max_coef if adjusts else None,
         )
+        self.signs = ExploitationSigns()
         self.trainer = PPOTrainer(
             config,
             accelerator,
@@ -242,6 +221,9 @@ class TrainRun:
             self.alerts.load_state_dict(state["alerts"])
             self.best = state["best"]
             self.start = checkpoint.step + 1
+            for row in read_jsonl(recorder.folder.metrics):
+                if row.get("step", self.start) < self.start:
+                    self.signs(row)
             display.message(f"going on from update {checkpoint.step}")
 
     # ------------------------------------------------------------------ before the first update
@@ -253,7 +235,7 @@ class TrainRun:
         each = min(PER_PROMPT, count)
         chosen = shuffled(len(parts.prompts), config.run.seed, "reference prompts")[: max(1, count // each)].tolist()
         indices = [i for i in chosen for _ in range(each)]
-        scores, ended, lengths = [], [], []
+        scores, golds, ended, lengths = [], [], [], []
         with self.display.progress("sampling the reference", len(indices)) as advance:
             for start in range(0, len(indices), SAMPLING_ROWS):
                 batch = parts.prompts.pick(indices[start : start + SAMPLING_ROWS])
@@ -262,6 +244,7 @@ class TrainRun:
                     sampled = draw(parts.reference, batch, noise, parts.sampling, self.accelerator.device)
                 responses = response_texts(parts.tokenizer, sampled)
                 scores.append(checked_scores(parts.reward, batch.texts, responses, config.reward.kind))
+                golds += gold_scores_of(parts.gold, batch.texts, responses) or []
                 ended.append(sampled.ended.cpu())
                 lengths.append(sampled.mask.sum(1).cpu())
                 if start == 0:
@@ -277,7 +260,7 @@ class TrainRun:
         )
         shaped: Tensor = shaping(raw, torch.cat(ended))
         length = float(torch.cat(lengths).double().mean())
-        return ReferenceScores(shaped.tolist(), indices, length), shaping
+        return ReferenceScores(shaped.tolist(), indices, length, golds or None), shaping
 
     def check_start(self, batch: PromptBatch, noise: Tensor) -> None:
         """The fatal checks, on samples of the starting policy."""
@@ -356,7 +339,7 @@ class TrainRun:
                 row = update.row | evaluated
                 if step == 1:
                     self.check_first(row)
-                row["alerts"] = [*row["alerts"], *self.alerts(row)]
+                row["alerts"] = [*row["alerts"], *self.alerts(row), *self.signs(row)]
                 self.roll_back_above_ceiling(row)
                 self.note_best(row)
                 if step % config.tracking.samples_every == 0 or step in (1, total):
@@ -513,7 +496,7 @@ class TrainRun:
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
         # From the file and not from memory: a resumed run has not seen all of them.
-        tail = [row for row in read_jsonl(self.recorder.folder.metrics) if "kl/token" in row][-TAIL:]
+        tail = end([row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)])
         evaluated = self.evaluate()
         step = self.config.updates
         # The policy after the last update is the one that would sample the next row.
@@ -526,16 +509,12 @@ class TrainRun:
             final=last | evaluated,
             best=self.best,
             tilt_share=self.tilt_share(tail),
-            reference={
-                "scores_shaped": self.reference_scores.mean,
-                "length": self.reference_scores.length,
-                "samples": len(self.reference_scores.shaped),
-            },
+            reference=self.reference_scores.summary(),
             starting_coef=self.coef,
             stopped_by=None,
         )
 
-    def tilt_share(self, tail: list[dict[str, Any]]) -> float | None:
+    def tilt_share(self, tail: Sequence[dict[str, Any]]) -> float | None:
         """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
 
         The tilt is the best that any policy can do at that KL, so 1 is the limit.
@@ -544,8 +523,7 @@ class TrainRun:
             return None
         gain = sum(row["objective/scores_shaped"] for row in tail) / len(tail) - self.reference_scores.mean
         kl = sum(row["kl/sequence"] for row in tail) / len(tail)
-        scores = centre_groups(self.reference_scores.shaped, self.reference_scores.groups)
-        limit = gain_at_kl(scores, kl, min_ess=self.reference_scores.min_ess)
+        limit = gain_at_kl(self.reference_scores.centred, kl, min_ess=self.reference_scores.min_ess)
         return gain / limit if limit else None
 
     def write_final(self) -> None:

@@ -52,6 +52,7 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
     return {
         "objective/scores": float(batch.scores.mean()),
         "objective/scores_std": float(batch.scores.std(correction=0)),
+        "objective/scores_deciles": _deciles(batch.scores),
         "objective/scores_shaped": scores_shaped,
         "objective/gold": float(batch.gold.mean()) if batch.gold is not None else None,
         "objective/rlhf_reward": scores_shaped - coef * mean_sequence,
@@ -73,9 +74,24 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
         "policy/entropy": token_mean_stderr(batch.entropy, mask)[0],
         "rollout/response_length": float(lengths.double().mean()),
         "rollout/eos_rate": float(batch.ended.double().mean()),
+        "rollout/score_length_corr": _correlation(batch.scores, lengths),
     }
 
 
 def _share(penalty: float, score: float) -> float:
     """How much of penalty + |score| the KL term takes, in [0, 1]."""
     return penalty / (penalty + abs(score)) if penalty > 0 else 0.0
+
+
+def _deciles(values: Tensor) -> list[float]:
+    """Minimum, the nine deciles, maximum."""
+    steps = torch.linspace(0, 1, 11, dtype=torch.float64)
+    found: list[float] = values.double().quantile(steps).tolist()
+    return found
+
+
+def _correlation(a: Tensor, b: Tensor) -> float | None:
+    """Pearson's correlation of two (B,); None where one of them does not vary."""
+    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
+    norm = float(a.norm() * b.norm())
+    return float(a @ b) / norm if norm > 1e-12 else None

@@ -1,0 +1,52 @@
+"""`rlhf-kl report`: a run's page and its picture."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.pages.report import report_page
+from rlhf_kl.plots.render import save_sheet
+from rlhf_kl.plots.run import frontier_chart, run_charts
+from rlhf_kl.results.run import RunResult, read_run
+from rlhf_kl.tracking.files import write_atomic
+from rlhf_kl.tracking.run_folder import RunFolder
+
+PICTURE = "report.png"
+IN_PICTURE = ("kl", "beta", "score", "gold", "perplexity", "length")
+
+
+def write_report(path: Path, refresh: int | None = None) -> RunResult:
+    """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
+    run = read_run(path)
+    folder = RunFolder(path)
+    charts = [chart for chart in [*run_charts(run), frontier_chart(run)] if chart.slug in IN_PICTURE]
+    try:
+        write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))
+        if charts:
+            save_sheet(charts, folder.claim(PICTURE), columns=2, heading=run.name)
+    except OSError as error:
+        raise InputError(f"{path}: the report cannot be written: {error.strerror or error}") from None
+    return run
+
+
+def watch_reports(paths: list[Path], seconds: int) -> None:
+    """Write the reports again and again until all runs have ended."""
+    waiting = list(paths)
+    while waiting:
+        waiting = [path for path in waiting if write_report(path, refresh=seconds).status == "unfinished"]
+        if waiting:
+            time.sleep(seconds)
+
+
+def newest_report_run(folder: Path = Path("runs")) -> Path:
+    """The run below `folder` whose metrics were written to last. Errors: InputError where there is none."""
+    found = []
+    for config in folder.glob("*/config.yaml"):
+        with contextlib.suppress(OSError):
+            found.append(((config.parent / "metrics.jsonl").stat().st_mtime, config.parent))
+    if not found:
+        raise InputError(f"no run under {folder}/: name one")
+    return max(found)[1]

@@ -1,0 +1,63 @@
+"""Best of n: the cheap way to spend KL, from scores of reference samples alone.
+
+Of n reference samples to a prompt keep the one that scores best. Its KL to the reference is at most
+log n - (n - 1)/n (Stiennon et al. 2020, 2009.01325, G.3; an upper bound: Beirami et al. 2024, 2401.01879).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+
+class BestOfN(NamedTuple):
+    n: int
+    kl_bound: float  # nats per sequence
+    gain: float  # mean score of the best less the mean score of all
+    gold_gain: float | None
+
+
+def kl_bound(n: int) -> float:
+    """Upper bound of KL(best of n || reference), nats per sequence."""
+    return math.log(n) - (n - 1) / n
+
+
+def best_of_n(
+    scores: Sequence[float], groups: Sequence[Hashable], golds: Sequence[float] | None = None
+) -> list[BestOfN]:
+    """The curve for n = 1, 2, 4, ... up to the smallest group (a group = the responses to one prompt).
+
+    golds: what another scorer says of the same responses. The mean over all subsets of n, not of one draw.
+    """
+    members: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
+    for score, group, gold in zip(scores, groups, golds or scores, strict=True):
+        members[group].append((score, gold))
+    if not members:
+        return []
+    means = _mean([_expected_best(group, 1) for group in members.values()])
+    curve, n = [], 1
+    while n <= min(map(len, members.values())):
+        score, gold = _mean([_expected_best(group, n) for group in members.values()])
+        curve.append(BestOfN(n, kl_bound(n), score - means[0], None if golds is None else gold - means[1]))
+        n *= 2
+    return curve
+
+
+def _expected_best(group: Sequence[tuple[float, float]], n: int) -> tuple[float, float]:
+    """Mean score and gold of the best of n over all subsets of the group; ties are broken evenly."""
+    total, score, gold, seen = math.comb(len(group), n), 0.0, 0.0, 0
+    for value, tied in groupby(sorted(group), key=lambda pair: pair[0]):
+        golds = [pair[1] for pair in tied]
+        # Subsets whose largest score is `value`: those of all up to it less those of all below it.
+        weight = (math.comb(seen + len(golds), n) - math.comb(seen, n)) / total
+        score += weight * value
+        gold += weight * math.fsum(golds) / len(golds)
+        seen += len(golds)
+    return score, gold
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return math.fsum(p[0] for p in pairs) / len(pairs), math.fsum(p[1] for p in pairs) / len(pairs)

@@ -1,0 +1,24 @@
+"use strict";
+// A probe is a chart or a response: what is pointed at, or reached with the arrow keys, is told below it.
+for (const probe of document.querySelectorAll(".probe")) {
+  const places = Array.from(probe.querySelectorAll("[data-tip]"));
+  const words = probe.parentElement.querySelector("output");
+  let at = -1;
+  const show = (index) => {
+    if (at >= 0) places[at].classList.remove("on");
+    at = index;
+    if (at >= 0) places[at].classList.add("on");
+    words.textContent = at >= 0 ? places[at].dataset.tip : "";
+  };
+  places.forEach((place, index) => place.addEventListener("mouseenter", () => show(index)));
+  places.forEach((place, index) => place.addEventListener("click", () => show(index)));
+  probe.addEventListener("mouseleave", () => show(-1));
+  probe.addEventListener("blur", () => show(-1));
+  probe.addEventListener("keydown", (event) => {
+    const last = places.length - 1;
+    const next = { ArrowRight: Math.min(at + 1, last), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: last, Escape: -1 }[event.key];
+    if (next === undefined || last < 0) return;
+    event.preventDefault();
+    show(next);
+  });
+}

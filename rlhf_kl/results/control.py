@@ -1,0 +1,74 @@
+"""How well a run held its KL target: the one definition of the figures that tables, plots and benchmarks show.
+
+All take KL / target of each update in order; a KL that was not finite counts as infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, TypeVar
+
+BAND = 0.25  # within so much of the target a KL is in band
+BAND_FROM = 15  # the update from which time in band counts: a KL that starts at 0 is on its way before
+END = 10  # updates that closing figures are averaged over
+
+Item = TypeVar("Item")
+
+
+def is_update(row: Mapping[str, Any]) -> bool:
+    """False for the row of a closing evaluation, which holds nothing else."""
+    return "kl/error" in row
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """KL / target of each row, in the target's unit."""
+    return [math.inf if row["kl/error"] is None else row["kl/error"] + 1.0 for row in rows]
+
+
+def tail(items: Sequence[Item]) -> Sequence[Item]:
+    """The second half; the middle one of an odd number belongs to it."""
+    return items[len(items) // 2 :]
+
+
+def end(items: Sequence[Item]) -> Sequence[Item]:
+    """The last ten, of a short run its second half."""
+    return items[-END:] if len(items) >= 2 * END else tail(items)
+
+
+def tail_error(values: Sequence[float]) -> float | None:
+    """Mean of |KL/target - 1| over the second half."""
+    late = tail(values)
+    return fmean(abs(value - 1.0) for value in late) if late else None
+
+
+def time_in_band(values: Sequence[float]) -> float | None:
+    """Share of the updates from number 15 on within 25 % of the target; None of a shorter run."""
+    late = values[BAND_FROM - 1 :]
+    return fmean(abs(value - 1.0) <= BAND for value in late) if late else None
+
+
+def peak(values: Sequence[float]) -> float | None:
+    """Largest KL/target."""
+    return max(values, default=None)
+
+
+def settled(values: Sequence[float]) -> bool | None:
+    """Whether a KL has come to rest; None where there is too little to tell.
+
+    True where the means of the third and of the last quarter differ by no more than 15 % of the larger one, or
+    by no more than twice the standard error of their difference.
+    """
+    quarter = len(values) // 4
+    if quarter < 2 or not all(map(math.isfinite, values[-2 * quarter :])):
+        return None
+    before, after = values[-2 * quarter : -quarter], values[-quarter:]
+    change = abs(fmean(after) - fmean(before))
+    error = math.sqrt(sum(_variance(part) / quarter for part in (before, after)))
+    return change <= max(0.15 * max(fmean(before), fmean(after)), 2.0 * error)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
