@@ -11,7 +11,9 @@ from torch import nn
 
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.signals import stopping_on_signals
+from rlhf_kl.errors import GuardStop
 from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.optim import load_optimizer_tensors
 from rlhf_kl.trainers.supervised import SupervisedTrainer
 
@@ -33,6 +35,7 @@ def run_supervised(
     if recorder.checkpoint is not None:
         recorder.checkpoint.load_model(model)
         load_optimizer_tensors(trainer.optimizer, recorder.checkpoint.optimizer_tensors())
+        trainer.microbatch.halve_to(recorder.state["microbatch"])
         start = recorder.checkpoint.step + 1
         display.message(f"going on from step {start - 1}")
     device = next(model.parameters()).device.type
@@ -40,7 +43,7 @@ def run_supervised(
     every = config.eval.every
     with stopping_on_signals(config.checkpoint.grace) as stop, bf16, display.progress(title, trainer.steps) as advance:
         advance(start - 1)
-        rows = trainer.train(start)
+        rows, due = trainer.train(start), False
         for step in range(start, trainer.steps + 1):
             began = time.perf_counter()
             figures = evaluate() if (step - 1) % every == 0 else {}
@@ -48,8 +51,16 @@ def run_supervised(
             row["time/step_s"] = time.perf_counter() - began
             recorder.row(row)
             advance(1)
-            if (step % config.checkpoint.every == 0 and step < trainer.steps) or stop.signal:
-                recorder.save(step, model, trainer.optimizer, {})
+            for alert in row.get("alerts", []):
+                display.alert(f"step {step}: {alert}")
+            if trainer.stuck:
+                reason = f"{trainer.skipped} steps in a row were skipped: their gradients were not finite"
+                recorder.summary(steps=step, final=row, stopped_by=reason)
+                raise GuardStop(reason)
+            due = due or (step % config.checkpoint.every == 0 and step < trainer.steps)
+            if (due or stop.signal) and not trainer.skipped and all_finite(model.parameters()):
+                recorder.save(step, model, trainer.optimizer, {"microbatch": trainer.microbatch.halved})
+                due = False
             stop.raise_if_asked()
         last = {"step": trainer.steps + 1, **evaluate()}
     recorder.row(last)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlhf_kl.checkpoint import checkpoints, write_folder
+from rlhf_kl.commands.guards import RunGuards
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.reference_scores import ReferenceScores
 from rlhf_kl.commands.session import make_accelerator
@@ -54,7 +56,6 @@ PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy c
 SAMPLING_ROWS = 256
 EVAL_PROMPTS = 64
 SAMPLES_PER_STEP = 4
-ROLLBACK_RAISE = 2.0
 
 
 def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
@@ -175,6 +176,7 @@ class TrainRun:
         self.config, self.parts, self.recorder = config, parts, recorder
         self.accelerator, self.display = accelerator, display
         self.best: dict[str, Any] | None = None
+        self.best_checkpoint: dict[str, Any] | None = None
         checkpoint = recorder.checkpoint
         if checkpoint is None:
             self.reference_scores, shaping = self.score_reference()
@@ -213,13 +215,14 @@ class TrainRun:
             parts.sampling,
             parts.gold,
         )
+        self.guards = RunGuards(config, self.trainer, recorder.folder, parts.same_start)
         self.start = 1
         if checkpoint is not None:
             checkpoint.load_model(self.trainer.core)
             load_optimizer_tensors(optimizer, checkpoint.optimizer_tensors())
             self.trainer.load_state_dict(state["trainer"])
             self.alerts.load_state_dict(state["alerts"])
-            self.best = state["best"]
+            self.best, self.best_checkpoint = state["best"], state["best_checkpoint"]
             self.start = checkpoint.step + 1
             for row in read_jsonl(recorder.folder.metrics):
                 if row.get("step", self.start) < self.start:
@@ -332,16 +335,18 @@ class TrainRun:
         self.recorder.begin()
         self.announce()
         with stopping_on_signals(config.checkpoint.grace) as stop, self.display:
-            mark = time.perf_counter()
+            mark, due = time.perf_counter(), False
             for step in range(self.start, total + 1):
                 evaluated = self.evaluate() if (step - 1) % config.eval.every == 0 else {}
                 update = self.trainer.update(step)
-                row = update.row | evaluated
+                row = update.row
+                row |= evaluated
                 if step == 1:
                     self.check_first(row)
                 row["alerts"] = [*row["alerts"], *self.alerts(row), *self.signs(row)]
-                self.roll_back_above_ceiling(row)
+                ended_by = self.guards.watch(update)
                 self.note_best(row)
+                self.note_best_checkpoint(row)
                 if step % config.tracking.samples_every == 0 or step in (1, total):
                     self.record_samples(step, update)
                 self.measure_speed(row, time.perf_counter() - mark)
@@ -350,9 +355,12 @@ class TrainRun:
                 self.display.update(row)
                 for alert in row["alerts"]:
                     self.display.alert(f"update {step}: {alert}")
-                if step % config.checkpoint.every == 0 or step == total or stop.signal:
+                due = due or step % config.checkpoint.every == 0 or step == total
+                if (due or stop.signal or ended_by) and update.skipped is None and not update.weights_lost:
                     self.save(step)
-                self.stop_above_ceiling(row)
+                    due = False
+                if ended_by:
+                    self.stop(row, ended_by)
                 stop.raise_if_asked()
         return self.finish()
 
@@ -392,7 +400,8 @@ class TrainRun:
 
     def note_best(self, row: dict[str, Any]) -> None:
         """Remember the update with the highest score less its KL penalty."""
-        if self.best is None or row["objective/rlhf_reward"] > self.best["objective/rlhf_reward"]:
+        reward = row["objective/rlhf_reward"]
+        if math.isfinite(reward) and (self.best is None or reward > self.best["objective/rlhf_reward"]):
             keys = (
                 "step",
                 "objective/rlhf_reward",
@@ -402,6 +411,18 @@ class TrainRun:
                 "kl/sequence",
             )
             self.best = {key: row[key] for key in keys}
+
+    def note_best_checkpoint(self, row: dict[str, Any]) -> None:
+        """Remember the checkpoint that `checkpoint.best` likes most: row k measured that of update k - 1."""
+        metric, step = self.config.checkpoint.best, row["step"] - 1
+        value = None if metric is None else row.get(metric)
+        if value is None or not math.isfinite(value):
+            return
+        sign = -1.0 if metric == "eval/perplexity" else 1.0
+        if self.best_checkpoint is not None and not sign * value > sign * self.best_checkpoint["value"]:
+            return
+        if any(checkpoint.step == step for checkpoint in checkpoints(self.recorder.folder.checkpoints)):
+            self.best_checkpoint = {"step": step, "metric": metric, "value": value}
 
     def record_samples(self, step: int, update: Update) -> None:
         """A few responses of the update with their tokens, the log-probs and the KL of each."""
@@ -438,47 +459,10 @@ class TrainRun:
         row["perf/tokens_per_s"] = samples * row["rollout/response_length"] / seconds
         row["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
 
-    def roll_back_above_ceiling(self, row: dict[str, Any]) -> None:
-        """The ceiling's `rollback`: back to the newest policy that measured below it, with beta raised."""
-        ceiling, limit, key = self.config.kl.ceiling, self.trainer.ceiling, f"kl/{self.config.kl.unit}"
-        if ceiling is None or limit is None or ceiling.action != "rollback" or not row[key] > limit:
-            return
-        # A checkpoint of update k holds the policy that row k + 1 measured.
-        past = read_jsonl(self.recorder.folder.metrics)
-        measured: dict[int, float] = {old["step"]: old[key] for old in past if old.get(key) is not None}
-        every = self.config.checkpoint.every  # one that a signal made in between is no choice, or resuming would show
-        kept = [c for c in checkpoints(self.recorder.folder.checkpoints) if c.step % every == 0]
-        good = [c for c in kept if measured.get(c.step + 1, limit) < limit]
-        if good:
-            good[-1].load_model(self.trainer.core)
-            load_optimizer_tensors(self.trainer.optimizer, good[-1].optimizer_tensors())
-        elif self.parts.same_start:
-            self.trainer.core.policy.load_state_dict(self.parts.reference.state_dict())
-        else:
-            raise GuardStop(f"KL {row[key]:.4g} is above the ceiling {limit:.4g}, and there is nothing to roll back to")
-        control = self.trainer.controller
-        control.raise_coef(ROLLBACK_RAISE)
-        row["kl/coef_next"] = control.coef
-        where = f"update {good[-1].step}" if good else "the start"
-        row["alerts"].append(
-            f"rolled-back: KL {row[key]:.4g} is above the ceiling {limit:.4g}; back to the policy of {where}, "
-            f"beta is {control.coef:.4g} now"
-        )
-
-    def stop_above_ceiling(self, row: dict[str, Any]) -> None:
-        """The ceiling's `stop`: end with the checkpoint kept."""
-        ceiling = self.config.kl.ceiling
-        if ceiling is None or ceiling.action != "stop":
-            return
-        measured, limit = row[f"kl/{self.config.kl.unit}"], self.trainer.ceiling
-        if limit is not None and measured > limit:
-            self.save(row["step"])
-            reason = (
-                f"KL {measured:.4g} nats per {self.config.kl.unit} is above the ceiling {limit:.4g} "
-                f"in update {row['step']}"
-            )
-            self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
-            raise GuardStop(reason)
+    def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
+        """A guard's end: the summary says why, and what was whole last stays."""
+        self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
+        raise GuardStop(reason)
 
     def save(self, step: int) -> None:
         """A checkpoint of everything that a resumed run needs."""
@@ -486,28 +470,34 @@ class TrainRun:
             "trainer": self.trainer.state_dict(),
             "alerts": self.alerts.state_dict(),
             "best": self.best,
+            "best_checkpoint": self.best_checkpoint,
             "starting_coef": self.coef,
             "reference_scores": vars(self.reference_scores),
         }
-        self.recorder.save(step, self.trainer.core, self.trainer.optimizer, state)
+        spared = [self.best_checkpoint["step"]] if self.best_checkpoint else []
+        self.recorder.save(step, self.trainer.core, self.trainer.optimizer, state, spared)
 
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
         # From the file and not from memory: a resumed run has not seen all of them.
-        tail = end([row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)])
+        rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
+        tail = [row for row in end(rows) if None not in (row["kl/sequence"], row["objective/scores_shaped"])]
         evaluated = self.evaluate()
         step = self.config.updates
         # The policy after the last update is the one that would sample the next row.
-        self.recorder.row({"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated})
+        row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
+        self.recorder.row(row)
+        self.note_best_checkpoint(row)
         self.write_final()
-        last = tail[-1] if tail else {}
+        last = rows[-1] if rows else {}
         return self.recorder.summary(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
             final=last | evaluated,
             best=self.best,
+            best_checkpoint=self.best_checkpoint,
             tilt_share=self.tilt_share(tail),
             reference=self.reference_scores.summary(),
             starting_coef=self.coef,

@@ -30,8 +30,8 @@ class Location:
 
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 Source = Annotated[str, Field(min_length=1), Location(path=True, plugin=False)]
@@ -110,6 +110,13 @@ class CheckpointSection(Section):
     """Seconds that the running update may take to its end after SIGINT or SIGTERM; then it is cut short."""
 
 
+class TrainCheckpointSection(CheckpointSection):
+    best: Literal["objective/rlhf_reward", "objective/scores", "eval/scores", "eval/gold", "eval/perplexity"] | None = (
+        None
+    )
+    """Also keep the checkpoint that is best by this figure (the lowest perplexity, else the highest); null = none."""
+
+
 class TrackingSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
@@ -124,6 +131,8 @@ class OptimiserSection(Section):
     """Decoupled weight decay."""
     max_grad_norm: Positive = 1.0
     """The gradient is scaled down to this norm."""
+    max_skipped: Count = 3
+    """Updates in a row that may be skipped over numbers that are not finite, before the run goes back or stops."""
 
 
 class EpochsSection(OptimiserSection):
@@ -385,7 +394,7 @@ class TrainConfig(Section):
     ppo: PPOSection = Field(default_factory=PPOSection)
     kl: KLSection = Field(default_factory=KLSection)
     eval: EvalSection = Field(default_factory=EvalSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    checkpoint: TrainCheckpointSection = Field(default_factory=TrainCheckpointSection)
     tracking: TrainTrackingSection = Field(default_factory=TrainTrackingSection)
 
     @property

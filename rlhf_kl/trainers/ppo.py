@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,13 +23,27 @@ from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
 from rlhf_kl.ops.masked import masked_mean, masked_sum, whiten
 from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
-from rlhf_kl.reward_functions import GoldScorer, ScoreShaping, checked_scores, gold_scores_of
+from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores, gold_scores_of
 from rlhf_kl.rollout.collect import Sampling, assemble, draw, exact_kl_now, measure, response_texts
 from rlhf_kl.seeding import shuffled, uniforms
 from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
+from rlhf_kl.trainers.guards import Microbatch, all_finite, non_finite_figure
 from rlhf_kl.trainers.metrics import Gathered, rollout_metrics
 from rlhf_kl.trainers.optim import lr_factor, set_learning_rate
 from rlhf_kl.types import RewardFn, RolloutBatch
+
+# What a row says of the epochs.
+LOSSES = (
+    "policy/loss",
+    "policy/approx_kl",
+    "policy/clip_fraction",
+    "policy/logratio_first_max",
+    "policy/grad_norm",
+    "policy/learning_rate",
+    "policy/epochs",
+    "value/loss",
+    "value/explained_variance",
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,8 @@ class Update:
     responses: list[str]
     gold: list[float] | None
     rollout: RolloutBatch
+    skipped: str | None = None  # why steps of this update were left out
+    weights_lost: bool = False  # a weight is not finite any more: there is nothing to go on with
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class PPOTrainer:
         self.reference, self.reward, self.gold = reference, reward, gold
         self.shaping, self.controller = shaping, controller
         self.prompts, self.tokenizer, self.sampling = prompts, tokenizer, sampling
-        self.forecast = KLForecast()
+        self.forecast, self.microbatch = KLForecast(), Microbatch(config.ppo.microbatch_size)
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
         self.local_rows = config.rollout.batch_size // self.world
         self.trained = [p for p in self.core.parameters() if p.requires_grad]
@@ -93,7 +110,7 @@ class PPOTrainer:
             sampled = draw(self.core.policy, prompts, mine, self.sampling, self.accelerator.device)  # 1. y ~ pi(.|x)
         responses = response_texts(self.tokenizer, sampled)
         sampled_at = time.perf_counter()
-        scores = checked_scores(self.reward, prompts.texts, responses, cfg.reward.kind)
+        scores = self.score(prompts.texts, responses)
         gold = gold_scores_of(self.gold, prompts.texts, responses)
         shaped = self.shaping(scores, sampled.ended.cpu())
         with self.autocast():
@@ -104,16 +121,28 @@ class PPOTrainer:
         coef = controller.coef
         targets = self.targets(rollout, coef)  # 2. rewards, 3. advantages
         before = [p.detach().clone() for p in self.trained] if self.ceiling is not None else []
-        losses = self.optimize(rollout, targets, step)  # 4. clipped epochs
+        skipped = non_finite_figure(rollout)
+        if skipped is None:
+            losses = self.optimize(rollout, targets, step)  # 4. clipped epochs
+            skipped = losses.pop("skipped")
+        else:
+            losses = dict.fromkeys(LOSSES, math.nan)
         gathered = self.gather(rollout, gold)
         row = rollout_metrics(gathered, coef, cfg.kl.target_value, cfg.kl.unit)
         kl = row[f"kl/{cfg.kl.unit}"]
-        self.forecast.observe(kl)
-        cut = self.hold_ceiling(rollout, before, kl)
+        lost = not all_finite(self.trained)
+        if math.isfinite(kl) and not lost:
+            self.forecast.observe(kl)
+            cut = self.hold_ceiling(rollout, before, kl)
+        else:
+            cut = Cut(1.0, kl, math.nan)
         controller.observe_backtrack(cut.factor)
         alerts = controller.update(kl, cfg.rollout.batch_size)  # 5. move beta toward the target
-        if losses.pop("skipped"):
-            alerts.append("update-skipped: a gradient was not finite, its step was left out")
+        alerts += self.microbatch.alerts()
+        if skipped is not None:
+            alerts.append(f"update-skipped: {skipped} was not finite, nothing was learned from it")
+        if lost:
+            alerts.append("weights-lost: a weight is not finite any more")
         row |= losses
         row |= {
             "step": step,
@@ -130,7 +159,13 @@ class PPOTrainer:
             "time/update_s": time.perf_counter() - scored_at,
             "alerts": alerts,
         }
-        return Update(row, prompts.texts, responses, gold, rollout)
+        return Update(row, prompts.texts, responses, gold, rollout, skipped, lost)
+
+    def score(self, prompts: list[str], responses: list[str]) -> Tensor:
+        """Raw scores (B,). A model's may be anything: it spoils this update at most; a function's are checked."""
+        if isinstance(self.reward, RewardModel):
+            return self.reward.score(prompts, responses)
+        return checked_scores(self.reward, prompts, responses, self.config.reward.kind)
 
     # ------------------------------------------------------------------ rewards and advantages
 
@@ -171,30 +206,34 @@ class PPOTrainer:
         )
         size = cfg.minibatch_size // self.world
         totals: dict[str, float] = {}
-        first_max, skipped, trained = 0.0, 0, 0.0
+        first_max, skipped, taken, trained = 0.0, None, 0, 0.0
         for epoch in range(cfg.epochs):
             order = shuffled(len(rollout), self.config.run.seed, "minibatches", step, epoch)
             epoch_kl = 0.0
             for number, rows in enumerate(order.split(size)):
                 stats, finite = self.minibatch(rollout, targets, rows.to(rollout.mask.device), step)
-                skipped += not finite
                 if epoch == 0 and number == 0:
                     first_max = stats["max_logratio"]
+                if not finite:
+                    skipped = "a gradient"
+                    continue
+                taken += 1
                 epoch_kl = stats["approx_kl"] / stats["tokens"]
                 trained += stats["tokens"]
                 for name, value in stats.items():
                     totals[name] = totals.get(name, 0.0) + value
             if cfg.max_update_kl is not None and epoch_kl > cfg.max_update_kl:
                 break
+        means = {name: value / trained for name, value in totals.items()}
         return {
-            "policy/loss": totals["policy_loss"] / trained,
-            "policy/approx_kl": totals["approx_kl"] / trained,
-            "policy/clip_fraction": totals["clipped"] / trained,
+            "policy/loss": means.get("policy_loss", math.nan),
+            "policy/approx_kl": means.get("approx_kl", math.nan),
+            "policy/clip_fraction": means.get("clipped", math.nan),
             "policy/logratio_first_max": first_max,
-            "policy/grad_norm": totals["grad_norm"] / (number + 1) / (epoch + 1),
+            "policy/grad_norm": totals["grad_norm"] / taken if taken else math.nan,
             "policy/learning_rate": self.optimizer.param_groups[0]["lr"],
             "policy/epochs": epoch + 1,
-            "value/loss": totals["value_loss"] / trained,
+            "value/loss": means.get("value_loss", math.nan),
             "value/explained_variance": self.explained_variance(rollout, targets),
             "skipped": skipped,
         }
@@ -206,17 +245,22 @@ class PPOTrainer:
         cfg = self.config.ppo
         tokens = float(self.sum_over_processes(rollout.mask[rows].sum().double()))
         by_length = rows[torch.argsort(rollout.attention_mask[rows].sum(1), stable=True)]
-        pieces = by_length.split(cfg.microbatch_size)
-        sums = torch.zeros(4, dtype=torch.float64, device=rows.device)
-        largest = torch.zeros((), device=rows.device)
-        for i, piece in enumerate(pieces):
-            with self.no_sync(last=i == len(pieces) - 1):
-                loss, stats, top = self.losses(rollout.select(piece), targets, piece, step)
-                # Token sums over the *global* count: microbatches and ranks of unequal length weigh right;
-                # DDP averages gradients over ranks, hence the factor.
-                self.accelerator.backward(loss * (self.world / tokens))
-            sums += stats
-            largest = torch.maximum(largest, top)
+
+        def accumulate(size: int) -> tuple[Tensor, Tensor]:
+            pieces = by_length.split(size)
+            sums = torch.zeros(4, dtype=torch.float64, device=rows.device)
+            largest = torch.zeros((), device=rows.device)
+            for i, piece in enumerate(pieces):
+                with self.no_sync(last=i == len(pieces) - 1):
+                    loss, stats, top = self.losses(rollout.select(piece), targets, piece, step)
+                    # Token sums over the *global* count: microbatches and ranks of unequal length weigh right;
+                    # DDP averages gradients over ranks, hence the factor.
+                    self.accelerator.backward(loss * (self.world / tokens))
+                sums += stats
+                largest = torch.maximum(largest, top)
+            return sums, largest
+
+        sums, largest = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
         norm = self.accelerator.clip_grad_norm_(self.trained, cfg.max_grad_norm)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -305,8 +349,7 @@ class PPOTrainer:
     def descend_kl(self, rollout: RolloutBatch) -> None:
         """One gradient step on the exact KL at the rollout's states, of the length of a usual update."""
         tokens = float(self.sum_over_processes(rollout.mask.sum().double()))
-        width = self.config.ppo.microbatch_size
-        for rows in torch.arange(len(rollout), device=rollout.mask.device).split(width):
+        for rows in torch.arange(len(rollout), device=rollout.mask.device).split(self.microbatch.rows):
             batch = rollout.select(rows)
             with self.autocast():
                 logits, values = self.model(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
@@ -394,6 +437,7 @@ class PPOTrainer:
             "controller": self.controller.state_dict(),
             "shaping": self.shaping.state_dict(),
             "forecast": self.forecast.state_dict(),
+            "microbatch": self.microbatch.halved,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -401,3 +445,4 @@ class PPOTrainer:
         self.controller.load_state_dict(state["controller"])
         self.shaping = ScoreShaping(**state["shaping"])
         self.forecast.load_state_dict(state["forecast"])
+        self.microbatch.halve_to(state["microbatch"])

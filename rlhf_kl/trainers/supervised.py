@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.config.schema import EpochsSection
 from rlhf_kl.seeding import shuffled
+from rlhf_kl.trainers.guards import Microbatch
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
 
 
@@ -43,6 +44,13 @@ class SupervisedTrainer:
         self.optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
         self.per_epoch = math.ceil(len(objective) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
+        self.microbatch = Microbatch(settings.microbatch_size)
+        self.skipped = 0  # steps in a row
+
+    @property
+    def stuck(self) -> bool:
+        """Whether more steps in a row were skipped than the settings allow."""
+        return self.skipped >= self.settings.max_skipped
 
     def train(self, start: int = 1) -> Iterator[dict[str, Any]]:
         """Yields a row of figures after each step; `start` is the first step to run (resume)."""
@@ -60,20 +68,31 @@ class SupervisedTrainer:
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
         weight = sum(self.objective.weight(row) for row in rows)
-        totals: dict[str, float] = {}
-        for i in range(0, len(rows), settings.microbatch_size):
-            loss, sums = self.objective.loss(rows[i : i + settings.microbatch_size])
-            (loss / weight).backward()
-            for name, value in {"train/loss": float(loss.detach()), **sums}.items():
-                totals[name] = totals.get(name, 0.0) + value
+
+        def accumulate(size: int) -> dict[str, float]:
+            totals: dict[str, float] = {}
+            for i in range(0, len(rows), size):
+                loss, sums = self.objective.loss(rows[i : i + size])
+                (loss / weight).backward()
+                for name, value in {"train/loss": float(loss.detach()), **sums}.items():
+                    totals[name] = totals.get(name, 0.0) + value
+            return totals
+
+        totals = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
+        alerts = self.microbatch.alerts()
         if torch.isfinite(norm):
             self.optimizer.step()
+            self.skipped = 0
+        else:
+            self.skipped += 1
+            alerts.append("step-skipped: the gradient was not finite, nothing was learned from it")
         self.optimizer.zero_grad()
         figures = {name: value / weight for name, value in totals.items()}
         return figures | {
             "train/grad_norm": float(norm),
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+            **({"alerts": alerts} if alerts else {}),
         }
 
     def batch(self, step: int) -> list[int]:

@@ -17,7 +17,7 @@ from rlhf_kl.commands.reward_model import run_reward_model
 from rlhf_kl.commands.session import train_command
 from rlhf_kl.commands.sft import run_sft
 from rlhf_kl.config.load import load_config
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import load_causal_lm, load_reward_model
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.jsonl import read_jsonl
@@ -116,3 +116,12 @@ def test_an_empty_text_is_an_error(supervised: Run, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "abc"}\n' * 30 + '{"text": " "}\n')
     with pytest.raises(InputError, match=r"data\.texts: 1 of 30 texts are empty"):
         supervised("sft", tmp_path / "run", f"data.texts='{tmp_path}/x.jsonl'")
+
+
+def test_gradients_that_stay_infinite_end_the_run(supervised: Run, tmp_path: Path) -> None:
+    with pytest.raises(GuardStop, match="3 steps in a row were skipped") as caught:
+        supervised("sft", tmp_path / "run", "sft.learning_rate=1e12", "sft.epochs=4", "sft.warmup=0.0")
+    assert caught.value.exit_code == 3
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [bool(row.get("alerts")) for row in rows][-3:] == [True] * 3
+    assert "skipped" in json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"]

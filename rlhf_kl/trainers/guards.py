@@ -1,0 +1,68 @@
+"""Numbers that are not finite, and memory that is full: noticed before they spoil a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.types import RolloutBatch
+
+Result = TypeVar("Result")
+
+
+def non_finite_figure(rollout: RolloutBatch) -> str | None:
+    """What in a rollout is not finite, in words; None where everything is."""
+    figures = {
+        "a log-prob of the policy": rollout.logprobs,
+        "a log-prob of the reference": rollout.ref_logprobs,
+        "a KL": rollout.exact_kl,
+        "a value": rollout.values,
+        "a score": rollout.shaped_scores,
+    }
+    return next((name for name, tensor in figures.items() if not bool(torch.isfinite(tensor).all())), None)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite; one answer from the device for all tensors together."""
+    flags = [torch.isfinite(tensor).all() for tensor in tensors]
+    return bool(torch.stack(flags).all()) if flags else True
+
+
+class Microbatch:
+    """Rows in one forward and backward pass: halved, for the rest of the run, where they do not fit into memory."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.halved: int | None = None  # to so many; None = never
+        self.said: list[str] = []
+
+    def halve_to(self, rows: int | None) -> None:
+        """Take over the `halved` of an earlier part of the run."""
+        if rows is not None and rows < self.rows:
+            self.rows = self.halved = rows
+
+    def fit(self, attempt: Callable[[int], Result], undo: Callable[[], None]) -> Result:
+        """`attempt(rows)`, again with half the rows after `undo()` as long as memory is full.
+
+        Errors: torch.OutOfMemoryError where a single row does not fit.
+        """
+        while True:
+            try:
+                return attempt(self.rows)
+            except torch.OutOfMemoryError:
+                if self.rows == 1:
+                    raise
+            # Out of the handler, which holds the failed pass's tensors.
+            undo()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.halve_to(self.rows // 2)
+            self.said.append(f"out-of-memory: microbatches have {self.rows} rows from here on")
+
+    def alerts(self) -> list[str]:
+        """What was halved since the last call."""
+        said, self.said = self.said, []
+        return said

@@ -1,0 +1,197 @@
+"""Runs that go wrong: what is skipped, what is turned back, what ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_kl.checkpoint import checkpoints
+from rlhf_kl.errors import GuardStop
+from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.trainers.ppo import PPOTrainer
+
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`nan_scores(3, 4)`: the reward model returns a NaN in updates 3 and 4."""
+
+    def spoil(*steps: int) -> None:
+        update, score = PPOTrainer.update, PPOTrainer.score
+        now = [0]
+
+        def noting(self: PPOTrainer, step: int) -> Any:
+            now[0] = step
+            return update(self, step)
+
+        def spoilt(self: PPOTrainer, prompts: list[str], responses: list[str]) -> torch.Tensor:
+            scores = score(self, prompts, responses)
+            if now[0] in steps:
+                scores[1] = torch.nan
+            return scores
+
+        monkeypatch.setattr(PPOTrainer, "update", noting)
+        monkeypatch.setattr(PPOTrainer, "score", spoilt)
+
+    return spoil
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+        for row in read_jsonl(folder / "metrics.jsonl")
+    ]
+
+
+def weights(folder: Path, step: int) -> dict[str, Any]:
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def alerts(row: dict[str, Any], name: str) -> list[str]:
+    return [alert for alert in row["alerts"] if alert.startswith(name)]
+
+
+def test_an_update_with_a_score_that_is_not_finite_is_skipped_and_reported(
+    train: Train, tmp_path: Path, nan_scores: Callable[..., None]
+) -> None:
+    nan_scores(3, 5)
+    train(tmp_path / "run", "checkpoint.every=1")
+    found = rows(tmp_path / "run")
+    assert [bool(alerts(row, "update-skipped")) for row in found[:6]] == [False, False, True, False, True, False]
+    assert "a score was not finite" in alerts(found[2], "update-skipped")[0]
+    assert found[2]["policy/loss"] is None
+    assert found[2]["objective/scores"] is None
+    assert found[2]["kl/token"] is not None
+    # No checkpoint of a skipped update; nothing was learned from it.
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 4, 6]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best"]["objective/scores"] is not None
+
+
+def test_a_run_with_skipped_updates_resumes_exactly(
+    train: Train, tmp_path: Path, nan_scores: Callable[..., None]
+) -> None:
+    nan_scores(2, 3, 4)
+    setting = ("checkpoint.every=1",)
+    train(tmp_path / "whole", *setting)
+    crashed = Path(shutil.copytree(tmp_path / "whole", tmp_path / "crashed"))
+    (crashed / "summary.json").unlink()
+    shutil.rmtree(crashed / "final")
+    for checkpoint in checkpoints(crashed / "checkpoints")[1:]:
+        shutil.rmtree(checkpoint.path)
+    train(crashed, *setting, resume=True)
+    assert rows(crashed) == rows(tmp_path / "whole")
+    assert "back to the policy of update 1" in alerts(rows(crashed)[3], "rolled-back")[0]
+
+
+def test_several_in_a_row_turn_the_run_back_once(train: Train, tmp_path: Path, nan_scores: Callable[..., None]) -> None:
+    nan_scores(3, 4, 5)
+    train(tmp_path / "run")
+    found = rows(tmp_path / "run")
+    assert [len(alerts(row, "rolled-back")) for row in found[:6]] == [0, 0, 0, 0, 1, 0]
+    assert "3 updates in a row" in alerts(found[4], "rolled-back")[0]
+    assert "back to the policy of update 2" in alerts(found[4], "rolled-back")[0]
+    assert found[5]["policy/loss"] is not None
+
+
+def test_and_stop_it_the_second_time(train: Train, tmp_path: Path, nan_scores: Callable[..., None]) -> None:
+    nan_scores(3, 4, 5, 6)
+    with pytest.raises(GuardStop, match=r"2 updates in a row .* update 6, again after") as caught:
+        train(tmp_path / "run", "ppo.max_skipped=2")
+    assert caught.value.exit_code == 3
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped_by"] == str(caught.value)
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [2]
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_a_policy_that_overflows_ends_the_run_and_spares_the_checkpoints(train: Train, tmp_path: Path) -> None:
+    """No patching: at such a rate every log-prob after the first update is NaN."""
+    with pytest.raises(GuardStop, match=r"log-prob of the policy was not finite .* no checkpoint to go back to"):
+        train(tmp_path / "run", "ppo.learning_rate=1e12", "kl.ceiling=null")
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert all(alerts(row, "update-skipped") for row in found)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_weights_that_are_lost_turn_the_run_back_at_once(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimize = PPOTrainer.optimize
+
+    def losing(self: PPOTrainer, rollout: Any, targets: Any, step: int) -> dict[str, Any]:
+        losses = optimize(self, rollout, targets, step)
+        if step in (3, 5):
+            with torch.no_grad():
+                self.trained[0][0, 0] = torch.inf
+        return losses
+
+    monkeypatch.setattr(PPOTrainer, "optimize", losing)
+    train(tmp_path / "run", "checkpoint.every=1")
+    found = rows(tmp_path / "run")
+    assert [bool(alerts(row, "rolled-back")) for row in found[:6]] == [False, False, True, False, True, False]
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 4, 6]
+
+
+def test_a_ceiling_undoes_an_update_that_overflows(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run", "ppo.learning_rate=1e12", "ppo.total_episodes=32", "ppo.epochs=1")
+    assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path / "run", 2).values())
+
+
+# ---- memory ----
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that holds three rows of a training pass."""
+    losses = PPOTrainer.losses
+
+    def limited(self: PPOTrainer, batch: Any, *arguments: Any) -> Any:
+        if len(batch) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return losses(self, batch, *arguments)
+
+    monkeypatch.setattr(PPOTrainer, "losses", limited)
+
+
+@pytest.mark.usefixtures("small_device")
+def test_full_memory_halves_the_microbatch_and_the_run_goes_on(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    train(tmp_path / "small", "ppo.microbatch_size=2")
+    found = rows(tmp_path / "run")
+    assert len(alerts(found[0], "out-of-memory")) == 2  # 8 -> 4 -> 2, once and for all
+    for row in found:
+        row["alerts"] = [alert for alert in row.get("alerts", []) if not alert.startswith("out-of-memory")]
+    for row, twin in zip(found, rows(tmp_path / "small"), strict=True):
+        assert row == twin | {"alerts": twin.get("alerts", [])}  # nothing of the failed passes is left in a gradient
+    # The choice is part of the checkpoint: a resumed run does not try again.
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
+    assert state["trainer"]["microbatch"] == 2
+
+
+# ---- the best checkpoint ----
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(train: Train, tmp_path: Path) -> None:
+    settings = ("checkpoint={every: 1, keep: 1, best: objective/scores}", "eval.every=100")
+    summary = train(tmp_path / "run", *settings)
+    measured = {row["step"] - 1: row["objective/scores"] for row in rows(tmp_path / "run")[1:6]}
+    best = max(measured, key=lambda step: measured[step])
+    assert summary["best_checkpoint"] == {"step": best, "metric": "objective/scores", "value": measured[best]}
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == sorted({best, 6})
+
+
+def test_the_lowest_perplexity_is_the_best(train: Train, tmp_path: Path) -> None:
+    summary = train(tmp_path / "run", "checkpoint={every: 1, keep: 1, best: eval/perplexity}", "eval.every=1")
+    measured = {row["step"] - 1: row["eval/perplexity"] for row in rows(tmp_path / "run") if row["step"] > 1}
+    best = min(measured, key=lambda step: measured[step])
+    assert summary["best_checkpoint"]["step"] == best
+    assert best in [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")]
