@@ -19,6 +19,10 @@ class InputError(RlhfKlError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class RunFailed(RlhfKlError):
+    """The machine failed the run (disk full, folder gone, memory full): exit code 1, and `--resume` goes on."""
+
+
 class GuardStop(RlhfKlError):
     """A guard stopped the run (a failed check at step 0, a KL above the ceiling, ...): exit code 3."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, pad
+from rlhf_kl.time_limit import TimeLimited, TimeLimitExceeded
 from rlhf_kl.types import RewardFn
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
@@ -62,10 +63,13 @@ class RewardModel:
         return logits[:, 0]
 
 
-def bind_reward(attribute: Any, options: dict[str, Any]) -> RewardFn:
-    """A user's function with its options, or an instance of a user's class made with them."""
-    bound = attribute(**options) if inspect.isclass(attribute) else partial(attribute, **options)
-    return cast(RewardFn, bound)
+def bind_reward(attribute: Any, options: dict[str, Any], time_limit: float | None = None) -> RewardFn:
+    """A user's function with its options, or an instance of a user's class made with them.
+
+    time_limit: seconds that a call may take; None = any.
+    """
+    bound = cast(RewardFn, attribute(**options) if inspect.isclass(attribute) else partial(attribute, **options))
+    return bound if time_limit is None else cast(RewardFn, TimeLimited(bound, time_limit))
 
 
 def checked_scores(
@@ -80,17 +84,36 @@ def checked_scores(
         returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs once, here
     except InputError:
         raise
+    except TimeLimitExceeded as error:
+        raise InputError(f"reward {name}: {error} (reward.time_limit) on {_batch_words(responses)}") from error
     except Exception as error:
-        raise InputError(f"reward {name}: raised {type(error).__name__}: {error}") from error
+        culprit = _culprit(reward, prompts, responses)
+        raise InputError(f"reward {name}: raised {type(error).__name__}: {error} on {culprit}") from error
     if returned is None:
-        raise InputError(f"reward {name}: returned {type(answer).__name__}, not one number per response")
+        kind = type(answer).__name__
+        raise InputError(f"reward {name}: returned {kind}, not one number per response, on {_batch_words(responses)}")
     scores = [_number(score) for score in returned]
     if len(scores) != len(responses):
-        raise InputError(f"reward {name}: returned {len(scores)} scores for {len(responses)} responses")
+        raise InputError(f"reward {name}: returned {len(scores)} scores for {_batch_words(responses)}")
     for score, raw, response in zip(scores, returned, responses, strict=True):
         if score is None or not math.isfinite(score):
             raise InputError(f"reward {name}: the score of {response[:60]!r} is {raw!r}, not a finite number")
     return torch.tensor(scores, dtype=torch.float32)
+
+
+def _batch_words(responses: Sequence[str]) -> str:
+    return f"{len(responses)} responses, the first of them {responses[0][:60]!r}"
+
+
+def _culprit(reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str]) -> str:
+    """The first sample that raises by itself; the whole batch where none does."""
+    for prompt, response in zip(prompts, responses, strict=True):
+        try:
+            answer = reward([prompt], [response])
+            list(answer)
+        except Exception:
+            return f"the response {response[:60]!r} to the prompt {prompt[:60]!r}"
+    return _batch_words(responses)
 
 
 def _number(score: Any) -> float | None:

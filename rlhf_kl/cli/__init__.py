@@ -12,6 +12,7 @@ import typer
 
 from rlhf_kl.cli import config, evaluate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
+from rlhf_kl.tracking.text import safe_text
 
 app = typer.Typer(
     name="rlhf-kl",
@@ -61,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         return result
     except RlhfKlError as error:
         for line in getattr(error, "problems", None) or [str(error)]:
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {safe_text(line)}", file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupted:
         print(interrupted, file=sys.stderr)
@@ -83,6 +84,6 @@ def _command(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         path = getattr(getattr(error, "ctx", None), "command_path", None) or "rlhf-kl"
-        print(f"error: {' '.join(error.format_message().split())} (try {path} --help)", file=sys.stderr)
+        print(f"error: {safe_text(' '.join(error.format_message().split()))} (try {path} --help)", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     return result if isinstance(result, int) else 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlhf_kl.checkpoint import save_checkpoint, sweep
+from rlhf_kl.checkpoint import checkpoints, save_checkpoint, sweep
 from rlhf_kl.commands.resume import check_fingerprints, environment, last_checkpoint, say_differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files
@@ -95,9 +96,9 @@ class Recorder:
     def row(self, row: dict[str, Any]) -> None:
         """One row of metrics, everywhere it belongs."""
         assert self.rows is not None, "begin() opens the files"
+        self.folder.check_there()
         self.rows.write(row)
-        if self.tensorboard:
-            self.tensorboard.row(row)
+        self._view(lambda tensorboard: tensorboard.row(row))
 
     def save(
         self,
@@ -108,6 +109,7 @@ class Recorder:
         spared: Collection[int] = (),
     ) -> None:
         """Checkpoint `step`: the model, the optimizer, `state`, and all that is the same for every command."""
+        self.folder.check_there()
         lengths = {}
         for writer in (self.rows, self.samples):
             if writer is not None:
@@ -136,8 +138,17 @@ class Recorder:
         """One sampled response."""
         assert self.samples is not None
         self.samples.write(sample)
-        if self.tensorboard:
-            self.tensorboard.sample(sample)
+        self._view(lambda tensorboard: tensorboard.sample(sample))
+
+    def _view(self, show: Callable[[TensorBoardWriter], None]) -> None:
+        """TensorBoard is a view of the rows: where it cannot be written, the run goes on without it."""
+        if self.tensorboard is None:
+            return
+        try:
+            show(self.tensorboard)
+        except OSError as error:
+            self.tensorboard = None
+            self.display.alert(f"tensorboard: {error.strerror or error}: switched off; --resume makes it anew")
 
     def summary(self, **figures: Any) -> dict[str, Any]:
         """Write summary.json: these figures and what made them."""
@@ -150,18 +161,26 @@ class Recorder:
             "git": git_revision(Path.cwd()),
             **figures,
         }
+        for writer in (self.rows, self.samples):
+            if writer is not None:
+                writer.sync()
         write_json(self.folder.summary, summary)
         return summary
 
+    def say_what_is_left(self) -> None:
+        """After an error in the middle of the run that the user can mend (in a reward function, say)."""
+        found = checkpoints(self.folder.checkpoints)
+        if self.rows is not None and found:
+            self.display.alert(
+                f"the checkpoint of step {found[-1].step} is whole: once mended, --resume goes on from it"
+            )
+
     def close(self) -> None:
-        """Everything onto the disk."""
-        if self.rows is not None:
-            self.rows.sync()
-            self.rows.close()
-        if self.samples is not None:
-            self.samples.close()
-        if self.tensorboard:
-            self.tensorboard.close()
+        """The files are given back; whatever had to be on the disk is there by now."""
+        for file in (self.rows, self.samples, self.tensorboard):
+            if file is not None:
+                with contextlib.suppress(OSError):  # a full disk has been told of already
+                    file.close()
 
     def _copy_plugins(self) -> None:
         sources = dict.fromkeys(path.resolve() for path in plugin_files(self.config).values())

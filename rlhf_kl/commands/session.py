@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.checkpoint import checkpoints
+from rlhf_kl.commands.failures import machine_failures
 from rlhf_kl.commands.resume import check_config
 from rlhf_kl.commands.signals import ending_on_sigterm
 from rlhf_kl.config.schema import AnyConfig, RunSection, TrainConfig
@@ -33,7 +34,10 @@ def train_command(
             _say_where(folder, finished, config, display)
             if finished is not None and not _goes_further(finished, config):
                 return finished
-        return run(config, folder, display)
+        if not folder.locked:
+            display.alert(f"lock: the file system of {path} has no locks: see to it that no other run uses it")
+        with machine_failures(folder):
+            return run(config, folder, display)
 
 
 def _say_where(folder: RunFolder, finished: dict[str, Any] | None, config: AnyConfig, display: TrainingDisplay) -> None:
@@ -57,8 +61,11 @@ def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
     """The summary of a run that came to its end, or None."""
     if not folder.summary.is_file() or not folder.final.is_dir():
         return None
-    summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
-    return summary if summary.get("stopped_by") is None else None
+    try:
+        summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
+        return summary if summary["stopped_by"] is None else None
+    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint knows how to make it anew
+        return None
 
 
 def pick_device(section: RunSection) -> torch.device:

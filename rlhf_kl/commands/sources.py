@@ -79,14 +79,13 @@ class Sources:
         if section.kind == "model":
             assert section.model is not None
             return self._reward_model(section.model, "reward.model")
-        return bind_reward(load_attribute(section.kind, search=[Path.cwd()]), section.options)
+        return bind_reward(load_attribute(section.kind, search=[Path.cwd()]), section.options, section.time_limit)
 
     def gold(self, section: RewardSection, *others: str) -> GoldScorer | None:
         """The scorer that is only logged; the built-in worlds bring their own."""
         if section.gold is not None and not is_builtin(section.gold):
             if is_reference(section.gold):
-                scorer: GoldScorer = load_attribute(section.gold, search=[Path.cwd()])
-                return scorer
+                return bind_reward(load_attribute(section.gold, search=[Path.cwd()]), {}, section.time_limit)
             return self._reward_model(section.gold, "reward.gold")
         if section.gold is not None or any(is_builtin(ref) for ref in others):
             return gold_scores

@@ -65,6 +65,9 @@ def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) 
     recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts))
     try:
         return TrainRun(config, parts, recorder, accelerator, display).run()
+    except InputError:
+        recorder.say_what_is_left()
+        raise
     finally:
         recorder.close()
 

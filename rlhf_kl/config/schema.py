@@ -171,7 +171,7 @@ class ReferenceSection(Section):
 
 class RewardSection(Section):
     model_config = ConfigDict(extra="allow")
-    general: ClassVar[frozenset[str]] = frozenset({"normalize", "clip", "missing_eos_penalty", "gold"})
+    general: ClassVar[frozenset[str]] = frozenset({"normalize", "clip", "missing_eos_penalty", "time_limit", "gold"})
 
     kind: Plugin = "model"
     """model, or a function as file.py:function or module:function; its options stand beside it."""
@@ -185,6 +185,8 @@ class RewardSection(Section):
     """Bound on the size of a normalised score; null = none."""
     missing_eos_penalty: NonNegative = 1.0
     """Taken from the score of a response that was cut off."""
+    time_limit: Positive | None = 600.0
+    """Seconds that a reward function may take for one batch; null = any."""
     gold: OptionalScorer = None
     """A second scorer that is only logged; builtin:reviews brings its own."""
 

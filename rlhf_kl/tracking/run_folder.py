@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +27,7 @@ _ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # those under 
 _EVENTS = "events.out.tfevents.*"
 # POSIX locks do not exclude a process from itself, and closing any handle of the file drops them.
 _held: set[Path] = set()
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -39,6 +42,7 @@ class RunFolder:
         self.path = Path(path)
         self._lock: IO[str] | None = None
         self._key = self.path.resolve()  # now: the working directory may change later
+        self.locked = False
 
     @property
     def config(self) -> Path:
@@ -88,6 +92,21 @@ class RunFolder:
             write_atomic(self.path / _CLAIMS, "".join(f"{claim}\n" for claim in [*claims, name]))
         return self.path / name
 
+    def check_there(self) -> None:
+        """Errors: FileNotFoundError where the folder was removed or replaced since it was opened for writing.
+
+        Without this a run would go on into files that have no name any more.
+        """
+        if self._lock is None:
+            return
+        ours = os.fstat(self._lock.fileno())
+        try:
+            there = (self.path / _LOCK).stat()
+        except OSError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            raise FileNotFoundError(errno.ENOENT, "the folder was removed or replaced", str(self.path))
+
     def release(self) -> None:
         """Gives the lock back (the end of the process does the same)."""
         if self._lock is not None:
@@ -123,6 +142,8 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     try:
         _refuse(folder, resume=resume, overwrite=overwrite)  # before anything is touched
         folder.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.path):  # the lock file alone may be writable
+            pass
         _acquire(folder)
         try:
             _refuse(folder, resume=resume, overwrite=overwrite)  # it may have changed before the lock
@@ -172,9 +193,12 @@ def _acquire(folder: RunFolder) -> None:
         raise InputError(
             f"{folder.path} is in use by {owner}: wait for it, stop it, or choose another --output-dir"
         ) from None
-    except BaseException:
-        lock.close()
-        raise
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            lock.close()
+            raise
+    else:
+        folder.locked = True
     lock.seek(0)
     lock.truncate()
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")

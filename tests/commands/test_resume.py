@@ -384,7 +384,7 @@ def count(prompts, responses):
 
 @pytest.mark.parametrize(
     ("then", "grace"),
-    [("pass", 0.2), ("os.kill(os.getpid(), signal.SIGINT)", 100), ("pass", 0)],
+    [("pass", 0.2), ("time.sleep(0.5); os.kill(os.getpid(), signal.SIGINT)", 100), ("pass", 0)],
     ids=["the grace period ends", "a second signal", "no grace"],
 )
 def test_an_update_that_does_not_end_is_cut_short(train: Train, tmp_path: Path, then: str, grace: float) -> None:

@@ -1,0 +1,65 @@
+"""A disk or a memory that is full, a folder that is gone: said in words, with what is left and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rlhf_kl.checkpoint import newest_whole
+from rlhf_kl.errors import RunFailed
+from rlhf_kl.tracking.run_folder import RunFolder
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
+
+
+@contextlib.contextmanager
+def machine_failures(folder: RunFolder) -> Iterator[None]:
+    """Errors: RunFailed in place of an OSError of the disk or the run folder, and of an OutOfMemoryError."""
+    try:
+        yield
+    except OSError as error:
+        words = _disk_words(folder, error)
+        if words is None:
+            raise
+        raise RunFailed(f"{words}; {_whats_left(folder)}") from error
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            "out of memory, also with microbatches of one row: lower rollout.batch_size, rollout.max_new_tokens or "
+            f"the microbatch_size; {_whats_left(folder)}"
+        ) from error
+
+
+def _disk_words(folder: RunFolder, error: OSError) -> str | None:
+    place = str(error.filename or folder.path)
+    if error.errno in FULL:
+        return f"{place}: {error.strerror}: {_what_to_free(folder, Path(place))}"
+    inside = error.filename is not None and Path(place).absolute().is_relative_to(folder.path.absolute())
+    return f"{place}: {error.strerror}" if error.errno in BROKEN or inside else None
+
+
+def _what_to_free(folder: RunFolder, place: Path) -> str:
+    existing = next((p for p in (place, *place.parents) if p.exists()), Path("/"))
+    size = max((_size(path) for path in folder.checkpoints.glob("step-*")), default=0)
+    need = f"a checkpoint takes {_megabytes(size)}, " if size else ""
+    return f"{need}{_megabytes(shutil.disk_usage(existing).free)} are free: make room there, or look at your quota"
+
+
+def _whats_left(folder: RunFolder) -> str:
+    found = newest_whole(folder.checkpoints)[0]
+    if found is None:
+        return "there is no checkpoint yet: give the command again"
+    return f"the checkpoint of step {found.step} is whole: --resume goes on from it"
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

@@ -1,0 +1,51 @@
+"""Calls that may hang: given up after a time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class TimeLimitExceeded(Exception):
+    """A call took longer than it may."""
+
+
+class TimeLimited:
+    """A function whose calls raise `TimeLimitExceeded` after `seconds`.
+
+    All calls run in one thread of their own. A call that was given up keeps that thread (Python cannot end it);
+    it does not keep the process from ending, and the next call gets a new one.
+    """
+
+    def __init__(self, function: Callable[..., Any], seconds: float) -> None:
+        self.function, self.seconds = function, seconds
+        self._calls: queue.SimpleQueue[tuple[Any, ...]] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The function's result, or what it raised. Errors: TimeLimitExceeded."""
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self.function, self._calls), daemon=True).start()
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._calls.put((arguments, answers))
+        try:
+            result, error = answers.get(timeout=self.seconds)
+        except queue.Empty:
+            self._calls = None
+            raise TimeLimitExceeded(f"took longer than {self.seconds:g} s") from None
+        if error is not None:
+            raise error
+        return result
+
+
+def _serve(function: Callable[..., Any], calls: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+    while True:
+        arguments, answers = calls.get()
+        try:
+            result = function(*arguments)
+            # A generator runs here too, and not where its result is read.
+            answers.put((list(result) if hasattr(result, "__next__") else result, None))
+        except BaseException as error:  # whatever it is, it belongs to the caller
+            answers.put((None, error))
