@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from rlhf_kl.ops.packing import Layout
 
 
 class RewardFn(Protocol):
@@ -77,16 +80,7 @@ class RolloutBatch:
         """(B, P + T) bool."""
         return torch.cat([self.prompt_mask, self.mask], 1)
 
-    def select(self, rows: Tensor) -> RolloutBatch:
-        """The given rows, trimmed: no column that is padding in all of them."""
-        picked = replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
-        left = int(picked.prompt_mask.shape[1] - picked.prompt_mask.sum(1).max())
-        width = max(1, int(picked.mask.sum(1).max()))
-        trimmed = {}
-        for field in fields(self):
-            tensor = getattr(picked, field.name)
-            if field.name.startswith("prompt_"):
-                trimmed[field.name] = tensor[:, left:]
-            elif tensor.dim() == 2:
-                trimmed[field.name] = tensor[:, :width]
-        return replace(picked, **trimmed)
+    @cached_property
+    def layout(self) -> Layout:
+        """How to pass over the rows."""
+        return Layout(self.input_ids, self.prompt_ids.shape[1], self.prompt_mask.sum(1), self.lengths)

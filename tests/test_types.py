@@ -43,27 +43,12 @@ def test_nothing_is_mutated() -> None:
         batch().scores = torch.zeros(3)  # type: ignore[misc]
 
 
-def test_selected_rows_lose_the_columns_that_are_padding_in_all_of_them() -> None:
-    whole, rows = batch(), torch.tensor([2, 0])
-    few = whole.select(rows)
-    assert few.prompt_ids.shape == (2, 2)
-    assert few.response_ids.shape == (2, 3)
-    assert torch.equal(few.prompt_ids, whole.prompt_ids[rows, 3:])
-    assert torch.equal(few.logprobs, whole.logprobs[rows, :3])
-    assert few.scores.tolist() == [2.0, 0.0]
-    assert few.ended.tolist() == [True, True]
-    assert few.lengths.tolist() == [2, 3]
-
-
-def test_selecting_loses_no_token() -> None:
+def test_the_layout_is_that_of_its_rows() -> None:
     whole = batch()
-    for row in range(3):
-        one = whole.select(torch.tensor([row]))
-        assert one.input_ids.shape == (1, PROMPTS[row] + RESPONSES[row])
-        assert one.attention_mask.all()
-        assert torch.equal(one.input_ids[0], whole.input_ids[row, whole.attention_mask[row]])
-
-
-def test_a_row_without_a_response_keeps_one_column() -> None:
-    whole = replace(batch(), mask=torch.zeros(3, 4, dtype=torch.bool))
-    assert whole.select(torch.tensor([1])).response_ids.shape == (1, 1)
+    packed = whole.layout.pack([2, 0])
+    for row, ids in zip((2, 0), packed.ids, strict=True):
+        read = whole.input_ids[row, whole.attention_mask[row]][:-1]  # the last token is never read
+        assert ids[: len(read)].tolist() == read.tolist()
+    assert (
+        whole.response_ids.flatten()[packed.places].tolist() == whole.response_ids[[2, 0]][whole.mask[[2, 0]]].tolist()
+    )

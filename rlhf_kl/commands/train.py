@@ -28,7 +28,7 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.kl_controllers import KLControl
 from rlhf_kl.kl_controllers.tilt import gain_at_kl
-from rlhf_kl.models.actor_critic import ActorCritic, freeze, value_head_from_reward
+from rlhf_kl.models.actor_critic import ActorCritic, freeze, plain_reason, value_head_from_reward
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.load import (
     context_length,
@@ -105,6 +105,8 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     sources = Sources(display, device)
     ref = sources.policy(config.policy.model)
     policy = load_causal_lm(ref, "policy.model").to(device)
+    if reason := plain_reason(policy):
+        display.message(f"policy.model: logits are computed at every position, not at responses only: {reason}")
     tokenizer = load_tokenizer(ref, "policy.model")
     reference_ref = config.reference.model
     same = reference_ref is None or sources.policy(reference_ref) == ref

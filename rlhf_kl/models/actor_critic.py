@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+PLAIN = "rlhf_kl_plain"  # attribute of a model: why the short way of `state_logits` does not work with it
 
-class ResponseOutput(NamedTuple):
-    """Policy logits and values at the response positions."""
+WAYS_AGREE = 1e-4  # largest difference of a logit over the largest logit, in float32
 
-    logits: Tensor  # (B, T, V): the distribution that token t was drawn from
-    values: Tensor  # (B, T) float32: of the state before token t
+
+class StateOutput(NamedTuple):
+    """Policy logits and values at the states that response tokens were drawn from."""
+
+    logits: Tensor  # (N, V)
+    values: Tensor  # (N,) float32
 
 
 def position_ids(mask: Tensor) -> Tensor:
@@ -21,23 +25,86 @@ def position_ids(mask: Tensor) -> Tensor:
 
 
 def response_logits(model: Any, ids: Tensor, mask: Tensor, width: int) -> Tensor:
-    """Logits (B, width, V) from which the last `width` tokens of `ids` (B, L) were drawn.
+    """Logits (B, width, V) from which the last `width` tokens of `ids` (B, L) were drawn, by the plain way.
 
     Runs the model's own forward, so soft-capping and scaling of the logits stay in.
     """
-    logits: Tensor = _forward(model, ids, mask, width, hidden=False).logits
-    return logits[:, :-1]
-
-
-def _forward(model: Any, ids: Tensor, mask: Tensor, width: int, *, hidden: bool) -> Any:
-    return model(
+    logits: Tensor = model(
         input_ids=ids,
         attention_mask=mask,
         position_ids=position_ids(mask),
         logits_to_keep=width + 1,
-        output_hidden_states=hidden,
         use_cache=False,
-    )
+    ).logits
+    return logits[:, :-1]
+
+
+def state_logits(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> Tensor:
+    """Logits (N, V) at `states` (N,), counted through the B * L positions of `ids` (B, L).
+
+    Rows are padded on the right only. Runs the model's own forward.
+    """
+    return _read_states(model, ids, mask, states)[0]
+
+
+def _read_states(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and what the LM head reads (N, H)."""
+    if plain_reason(model):
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids(mask),
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        return output.logits.flatten(0, 1)[states], output.hidden_states[-1].flatten(0, 1)[states]
+    read: list[Tensor] = []
+
+    def pick_states(_head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Before the LM head: leaves only the states that are asked for, so no other logits come to be."""
+        read.append(args[0].flatten(0, 1).index_select(0, states))
+        return (read[0].unsqueeze(0), *args[1:])
+
+    with model.get_output_embeddings().register_forward_pre_hook(pick_states):
+        logits: Tensor = model(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False).logits
+    if not read or logits.shape[:-1] != (1, len(states)):
+        raise RuntimeError("its logits are not what its LM head computes")
+    return logits[0], read[0]
+
+
+def _nothing_hidden(ids: Tensor) -> Tensor:
+    """A mask of ones: attention is causal and padding stands on the right, so nothing needs hiding.
+
+    Given all the same, since some models guess from the ids where no mask is given.
+    """
+    return torch.ones_like(ids)
+
+
+def plain_reason(model: Any) -> str | None:
+    """Why `state_logits` takes the plain way with this model; None where it takes the short one."""
+    reason: str | None = getattr(model, PLAIN, None)
+    return reason
+
+
+@torch.no_grad()
+def choose_way(model: Any) -> None:
+    """Try the short way of `state_logits` on a small batch; where it fails mark the model for the plain one."""
+    device = next(model.parameters()).device
+    ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, 4:] = False
+    states = torch.tensor([1, 2, 4, 6, 9], device=device)
+    setattr(model, PLAIN, None)
+    try:
+        short = _read_states(model, ids, mask, states)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        setattr(model, PLAIN, f"{type(error).__name__}: {error}")
+        return
+    setattr(model, PLAIN, "being compared")
+    plain = _read_states(model, ids, mask, states)
+    gap = max(float((a - b).abs().max()) for a, b in zip(short, plain, strict=True))
+    agrees = gap <= WAYS_AGREE * max(1.0, float(plain[0].abs().max()))
+    setattr(model, PLAIN, None if agrees else f"its logits there differ by {gap:.2g}")
 
 
 class ActorCritic(nn.Module):
@@ -53,19 +120,14 @@ class ActorCritic(nn.Module):
         size = (value_trunk or policy).config.get_text_config().hidden_size
         self.value_head = value_head if value_head is not None else _zero_head(size)
 
-    def forward(self, ids: Tensor, mask: Tensor, width: int) -> ResponseOutput:
-        """`ids` (B, P + width) and `mask` (B, P + width) -> logits (B, width, V), values (B, width)."""
-        if self.value_trunk is None:
-            output = _forward(self.policy, ids, mask, width, hidden=True)
-            hidden = output.hidden_states[-1]
-        else:
-            output = _forward(self.policy, ids, mask, width, hidden=False)
-            hidden = self.value_trunk(
-                input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False
-            ).last_hidden_state
-        states = hidden[:, -(width + 1) : -1]
-        values = self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)
-        return ResponseOutput(output.logits[:, :-1], values.float())
+    def forward(self, ids: Tensor, mask: Tensor, states: Tensor) -> StateOutput:
+        """`ids` and `mask` (B, L), padded on the right, `states` (N,) of the B * L -> logits (N, V), values (N,)."""
+        logits, hidden = _read_states(self.policy, ids, mask, states)
+        if self.value_trunk is not None:
+            trunk = self.value_trunk(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False)
+            hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, states)
+        values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        return StateOutput(logits, values.float())
 
 
 def _zero_head(size: int) -> nn.Linear:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.actor_critic import choose_way
 
 Model = Any  # transformers models are untyped
 
@@ -88,7 +89,9 @@ def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
 
 def load_causal_lm(ref: str, what: str = "model") -> Model:
     """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
-    return _load(AutoModelForCausalLM, ref, what)
+    model = _load(AutoModelForCausalLM, ref, what)
+    choose_way(model)
+    return model
 
 
 def load_reward_model(ref: str, what: str = "reward.model") -> Model:

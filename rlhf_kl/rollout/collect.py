@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.actor_critic import ActorCritic, response_logits
+from rlhf_kl.models.actor_critic import ActorCritic, state_logits
 from rlhf_kl.models.text import decode_responses
-from rlhf_kl.ops.logprobs import compare_distributions
+from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
+from rlhf_kl.ops.packing import Layout, Packed
+from rlhf_kl.rollout.reference import ReferenceLogits, pass_bounds
 from rlhf_kl.rollout.sampling import Sampled, sample_responses
 from rlhf_kl.types import PromptBatch, RolloutBatch
 
-LOGIT_ELEMENTS = 1 << 26  # numbers in the logits of one scoring pass: 256 MiB in float32
+SCORING_ROWS = 64  # in one pass, at most
 
 
 @dataclass(frozen=True)
@@ -52,31 +54,39 @@ class Measured:
     values: Tensor
 
 
-def scoring_rows(rows: int, width: int, vocabulary: int) -> int:
-    """Rows in one scoring pass, so that its logits stay within a fixed size."""
-    return max(1, min(rows, LOGIT_ELEMENTS // max(1, 2 * width * vocabulary)))
-
-
 @torch.no_grad()
 def measure(
-    model: Callable[..., Any], reference: Any, prompts: PromptBatch, sampled: Sampled, temperature: float
+    model: Callable[..., Any],
+    reference: Any,
+    prompts: PromptBatch,
+    sampled: Sampled,
+    temperature: float,
+    kept: ReferenceLogits | None = None,
 ) -> Measured:
-    """Log-probs under policy and reference, exact KL, entropy and values, in chunks of rows."""
+    """Log-probs under policy and reference, exact KL, entropy and values, row by row in passes of equal length.
+
+    `kept` keeps the reference's logits for later, where it has room.
+    """
     device = sampled.ids.device
-    prompt_mask = prompts.mask.to(device)
     ids = torch.cat([prompts.ids.to(device), sampled.ids], 1)
-    mask = torch.cat([prompt_mask, sampled.mask], 1)
-    width = sampled.ids.shape[1]
-    step = scoring_rows(len(ids), width, reference.config.get_text_config().vocab_size)
-    pieces = []
-    for start in range(0, len(ids), step):
-        rows = slice(start, start + step)
-        logits, values = model(ids[rows], mask[rows], width)
-        ref_logits = response_logits(reference, ids[rows], mask[rows], width)
-        pieces.append((*compare_distributions(logits, ref_logits, sampled.ids[rows], temperature), values))
-    live = sampled.mask
-    columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-    return Measured(*(torch.where(live, column, torch.zeros_like(column)) for column in columns))
+    layout = Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
+    reference_logits = kept or ReferenceLogits(reference)
+    reference_logits.begin(layout)
+    columns = torch.zeros(5, *sampled.ids.shape, device=device)
+    flat = columns.flatten(1)
+    for packed in scoring_passes(layout, reference_logits.vocabulary):
+        logits, values = model(packed.ids, packed.mask, packed.states)
+        chosen = sampled.ids.flatten()[packed.places]
+        found = compare_distributions(logits, reference_logits(packed), chosen, temperature)
+        for row, column in zip(flat, (*found, values), strict=True):
+            row[packed.places] = column
+    return Measured(*columns.unbind())
+
+
+def scoring_passes(layout: Layout, vocabulary: int) -> Iterator[Packed]:
+    """All rows of a batch in passes without gradients."""
+    bounds = pass_bounds(layout.ids.device, vocabulary)
+    return layout.passes(range(len(layout.lengths)), most_rows=SCORING_ROWS, **bounds)
 
 
 def assemble(
@@ -101,19 +111,13 @@ def assemble(
 
 
 @torch.no_grad()
-def exact_kl_now(model: ActorCritic, reference: Any, rollout: RolloutBatch, temperature: float) -> Tensor:
+def exact_kl_now(model: ActorCritic, reference: ReferenceLogits, rollout: RolloutBatch, temperature: float) -> Tensor:
     """Exact KL (B, T) of the model as it is now, at the states of an earlier rollout."""
-    width = rollout.response_ids.shape[1]
-    step = scoring_rows(len(rollout), width, reference.config.get_text_config().vocab_size)
-    pieces = []
-    for start in range(0, len(rollout), step):
-        rows = slice(start, start + step)
-        ids, mask = rollout.input_ids[rows], rollout.attention_mask[rows]
-        logits = response_logits(model.policy, ids, mask, width)
-        ref_logits = response_logits(reference, ids, mask, width)
-        pieces.append(compare_distributions(logits, ref_logits, rollout.response_ids[rows], temperature).exact_kl)
-    kl = torch.cat(pieces)
-    return torch.where(rollout.mask, kl, torch.zeros_like(kl))
+    kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
+    for packed in scoring_passes(rollout.layout, reference.vocabulary):
+        logits = state_logits(model.policy, packed.ids, packed.mask, packed.states)
+        kl.flatten()[packed.places] = exact_kl(logits, reference(packed), temperature)
+    return kl
 
 
 def response_texts(tokenizer: Any, sampled: Sampled) -> list[str]:

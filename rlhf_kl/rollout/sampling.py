@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.models.actor_critic import position_ids
+from rlhf_kl.rollout.cache import reserve
 
-STOP_TEST_EVERY = 4  # asking the device whether all rows are done makes it wait
+STOP_TEST_EVERY = 4  # asking the device which rows are done makes it wait
+COMPACT_BELOW = 0.8  # share of rows still going at which the others leave the batch
 
 
 class Sampled(NamedTuple):
@@ -48,16 +50,19 @@ def sample_responses(
     longest response.
     """
     device, limit = prompt_ids.device, uniforms.shape[1]
-    uniforms = uniforms.to(device)
     stops = torch.tensor(eos_ids, device=device)
-    rows = len(prompt_ids)
+    (rows, width), end = prompt_ids.shape, prompt_ids.shape[1] + limit
     ids = torch.full((rows, limit), pad_id, dtype=torch.long, device=device)
     mask = torch.zeros((rows, limit), dtype=torch.bool, device=device)
+    ended = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    # Of the rows that are still in the batch:
+    going = torch.arange(rows, device=device)
     alive = torch.ones(rows, dtype=torch.bool, device=device)
+    noise = uniforms.to(device)
     attention = torch.cat([prompt_mask, torch.ones((rows, limit), dtype=torch.bool, device=device)], 1)
     positions = position_ids(attention)
-    width = prompt_ids.shape[1]
-    inputs, cache = prompt_ids, None
+    inputs, cache, compact = prompt_ids, None, False
     for step in range(limit):
         seen = width + step
         output = model(
@@ -68,13 +73,26 @@ def sample_responses(
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = output.past_key_values
-        token = pick_tokens(output.logits[:, -1], uniforms[:, step], temperature)
-        ids[:, step] = torch.where(alive, token, ids[:, step])
-        mask[:, step] = alive
-        alive = alive & ~torch.isin(token, stops)
-        if (step + 1) % STOP_TEST_EVERY == 0 and not bool(alive.any()):
-            break
+        if cache is None:
+            cache = output.past_key_values
+            compact = reserve(cache, end)
+        token = pick_tokens(output.logits[:, -1], noise[:, step], temperature)
+        ids[going, step] = torch.where(alive, token, pad_id)
+        mask[going, step] = alive
+        stopped = alive & torch.isin(token, stops)
+        ended[going] |= stopped
+        alive = alive & ~stopped
         inputs = token.unsqueeze(1)
+        if (step + 1) % STOP_TEST_EVERY:
+            continue
+        left = int(alive.sum())
+        if left == 0:
+            break
+        if compact and left <= COMPACT_BELOW * len(going):
+            kept = alive.nonzero().squeeze(1)
+            cache.batch_select_indices(kept)
+            going, alive, noise, attention, positions, inputs = (
+                x.index_select(0, kept) for x in (going, alive, noise, attention, positions, inputs)
+            )
     length = int(mask.sum(1).max())
-    return Sampled(ids[:, :length], mask[:, :length], ~alive)
+    return Sampled(ids[:, :length], mask[:, :length], ended)

@@ -59,14 +59,21 @@ def check_start(
 
 @torch.no_grad()
 def padding_gap(policy: Any, prompts: PromptBatch, sampled: Sampled, logprobs: Tensor, temperature: float) -> float:
-    """Largest difference of a log-prob (B, T) to that of the same row alone, without any padding."""
-    device = sampled.ids.device
+    """Largest difference of a row's log-probs without any padding to those measured, and to the sampler's.
+
+    `logprobs` (B, T) are the measured ones; the sampler reads prompts that are padded on the left.
+    """
+    device, rows = sampled.ids.device, min(ROWS, len(prompts))
+    drawn, width = sampled.ids[:rows], sampled.ids.shape[1]
+    ids = torch.cat([prompts.ids[:rows].to(device), drawn], 1)
+    mask = torch.cat([prompts.mask[:rows].to(device), sampled.mask[:rows]], 1)
+    padded = chosen_logprobs(response_logits(policy, ids, mask, width), drawn, temperature)
     worst = 0.0
-    for i in range(min(ROWS, len(prompts))):
+    for i in range(rows):
         length = int(sampled.mask[i].sum())
-        prompt = prompts.ids[i][prompts.mask[i]].to(device)
-        ids = torch.cat([prompt, sampled.ids[i, :length]]).unsqueeze(0)
-        logits = response_logits(policy, ids, torch.ones_like(ids, dtype=torch.bool), length)
-        alone = chosen_logprobs(logits, sampled.ids[i : i + 1, :length], temperature)
-        worst = max(worst, float((alone[0] - logprobs[i, :length]).abs().max()))
+        row = ids[i : i + 1, mask[i]]
+        logits = response_logits(policy, row, torch.ones_like(row, dtype=torch.bool), length)
+        alone = chosen_logprobs(logits, drawn[i : i + 1, :length], temperature)[0]
+        for other in (padded[i, :length], logprobs[i, :length]):
+            worst = max(worst, float((alone - other).abs().max()))
     return worst

@@ -16,15 +16,17 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.kl_controllers import KLControl
-from rlhf_kl.models.actor_critic import ActorCritic, response_logits
+from rlhf_kl.models.actor_critic import ActorCritic
 from rlhf_kl.ops.gae import gae
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
-from rlhf_kl.ops.masked import masked_mean, masked_sum, whiten
+from rlhf_kl.ops.masked import masked_mean, whiten
+from rlhf_kl.ops.packing import Packed
 from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
 from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores, gold_scores_of
 from rlhf_kl.rollout.collect import Sampling, assemble, draw, exact_kl_now, measure, response_texts
+from rlhf_kl.rollout.reference import ReferenceLogits, pass_bounds
 from rlhf_kl.seeding import shuffled, uniforms
 from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
 from rlhf_kl.trainers.guards import Microbatch, all_finite, non_finite_figure
@@ -90,6 +92,7 @@ class PPOTrainer:
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.core: ActorCritic = accelerator.unwrap_model(self.model)
         self.reference, self.reward, self.gold = reference, reward, gold
+        self.reference_logits = ReferenceLogits(reference, keep=True)
         self.shaping, self.controller = shaping, controller
         self.prompts, self.tokenizer, self.sampling = prompts, tokenizer, sampling
         self.forecast, self.microbatch = KLForecast(), Microbatch(config.ppo.microbatch_size)
@@ -114,7 +117,9 @@ class PPOTrainer:
         gold = gold_scores_of(self.gold, prompts.texts, responses)
         shaped = self.shaping(scores, sampled.ended.cpu())
         with self.autocast():
-            measured = measure(self.model, self.reference, prompts, sampled, self.sampling.temperature)
+            measured = measure(
+                self.model, self.reference, prompts, sampled, self.sampling.temperature, self.reference_logits
+            )
         rollout = assemble(prompts, sampled, measured, scores, shaped)
         scored_at = time.perf_counter()
 
@@ -211,7 +216,7 @@ class PPOTrainer:
             order = shuffled(len(rollout), self.config.run.seed, "minibatches", step, epoch)
             epoch_kl = 0.0
             for number, rows in enumerate(order.split(size)):
-                stats, finite = self.minibatch(rollout, targets, rows.to(rollout.mask.device), step)
+                stats, finite = self.minibatch(rollout, targets, rows, step)
                 if epoch == 0 and number == 0:
                     first_max = stats["max_logratio"]
                 if not finite:
@@ -244,15 +249,14 @@ class PPOTrainer:
         """One optimizer step; sums over the global minibatch, and whether the gradient was finite."""
         cfg = self.config.ppo
         tokens = float(self.sum_over_processes(rollout.mask[rows].sum().double()))
-        by_length = rows[torch.argsort(rollout.attention_mask[rows].sum(1), stable=True)]
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
-            pieces = by_length.split(size)
-            sums = torch.zeros(4, dtype=torch.float64, device=rows.device)
-            largest = torch.zeros((), device=rows.device)
+            pieces = list(self.training_passes(rollout, rows, size))
+            sums = torch.zeros(4, dtype=torch.float64, device=rollout.mask.device)
+            largest = torch.zeros((), device=rollout.mask.device)
             for i, piece in enumerate(pieces):
                 with self.no_sync(last=i == len(pieces) - 1):
-                    loss, stats, top = self.losses(rollout.select(piece), targets, piece, step)
+                    loss, stats, top = self.losses(rollout, targets, piece, step)
                     # Token sums over the *global* count: microbatches and ranks of unequal length weigh right;
                     # DDP averages gradients over ranks, hence the factor.
                     self.accelerator.backward(loss * (self.world / tokens))
@@ -272,37 +276,50 @@ class PPOTrainer:
         figures: dict[str, float] = dict(zip(names, sums.tolist(), strict=True))
         return figures | {"tokens": tokens, "grad_norm": float(norm), "max_logratio": float(largest)}, finite
 
-    def losses(self, batch: RolloutBatch, targets: Targets, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def training_passes(self, rollout: RolloutBatch, rows: Tensor, size: int) -> Iterator[Packed]:
+        """The rows of a minibatch in microbatches of at most `size` rows and near-equal length."""
+        bounds = pass_bounds(rollout.mask.device, self.reference_logits.vocabulary)
+        return rollout.layout.passes(rows.tolist(), most_rows=size, **bounds)
+
+    def losses(
+        self, rollout: RolloutBatch, targets: Targets, packed: Packed, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Summed loss of a microbatch, sums for the log (4,), and the largest |log ratio|."""
-        cfg, mask = self.config.ppo, batch.mask
-        width = mask.shape[1]
-        advantages, returns = targets.advantages[rows, :width], targets.returns[rows, :width]
+        cfg, temperature = self.config.ppo, self.sampling.temperature
+        ids, old, ref, old_values, advantages, returns = (  # (N,) each: no padding, so no mask
+            x.flatten()[packed.places]
+            for x in (
+                rollout.response_ids,
+                rollout.logprobs,
+                rollout.ref_logprobs,
+                rollout.values,
+                targets.advantages,
+                targets.returns,
+            )
+        )
         with self.autocast():
-            logits, values = self.model(batch.input_ids, batch.attention_mask, width)
-        logprobs = chosen_logprobs(logits, batch.response_ids, self.sampling.temperature)
-        logprobs = torch.where(mask, logprobs, batch.logprobs)
-        surrogate, clipped = policy_loss(logprobs, batch.logprobs, advantages, cfg.cliprange)
-        value = value_loss(values, batch.values, returns, cfg.cliprange_value)
-        policy_total, value_total = masked_sum(surrogate, mask), masked_sum(value, mask)
+            logits, values = self.model(packed.ids, packed.mask, packed.states)  # (N, V), (N,)
+        logprobs = chosen_logprobs(logits, ids, temperature)
+        surrogate, clipped = policy_loss(logprobs, old, advantages, cfg.cliprange)
+        policy_total, value_total = surrogate.sum(), value_loss(values, old_values, returns, cfg.cliprange_value).sum()
         loss = cfg.vf_coef * value_total
         if step > cfg.value_warmup:
             loss = loss + policy_total
             if targets.kl_weight:
-                loss = loss + targets.kl_weight * masked_sum(self.kl_in_loss(batch, logits, logprobs), mask)
+                loss = loss + targets.kl_weight * self.kl_in_loss(packed, logits, logprobs, ref).sum()
         else:
             loss = loss + 0.0 * policy_total  # keeps every tensor in the graph for DDP
-        log_ratio = (logprobs - batch.logprobs).detach()
-        approx_kl = masked_sum(torch.expm1(log_ratio) - log_ratio, mask)
-        stats = torch.stack([policy_total.detach(), value_total.detach(), approx_kl, (clipped & mask).sum()])
+        log_ratio = (logprobs - old).detach()
+        approx_kl = (torch.expm1(log_ratio) - log_ratio).sum()
+        stats = torch.stack([policy_total.detach(), value_total.detach(), approx_kl, clipped.sum()])
         return loss, stats.double(), log_ratio.abs().max()
 
-    def kl_in_loss(self, batch: RolloutBatch, logits: Tensor, logprobs: Tensor) -> Tensor:
-        """Differentiable KL of each token for the loss: (B, T)."""
+    def kl_in_loss(self, packed: Packed, logits: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Differentiable KL of each token for the loss: (N,)."""
         if self.config.kl.estimator != "exact":
-            return ESTIMATORS[self.config.kl.estimator](logprobs, batch.ref_logprobs)
-        with torch.no_grad(), self.autocast():
-            width = batch.mask.shape[1]
-            ref_logits = response_logits(self.reference, batch.input_ids, batch.attention_mask, width)
+            return ESTIMATORS[self.config.kl.estimator](logprobs, ref_logprobs)
+        with self.autocast():
+            ref_logits = self.reference_logits(packed)
         return exact_kl(logits, ref_logits, self.sampling.temperature)
 
     def explained_variance(self, rollout: RolloutBatch, targets: Targets) -> float:
@@ -341,7 +358,7 @@ class PPOTrainer:
     def kl_now(self, rollout: RolloutBatch) -> float:
         """Exact KL in the target's unit, of the model as it is, at the rollout's states, over all processes."""
         with self.autocast():
-            kl = exact_kl_now(self.core, self.reference, rollout, self.sampling.temperature)
+            kl = exact_kl_now(self.core, self.reference_logits, rollout, self.sampling.temperature)
         count = rollout.mask.sum() if self.config.kl.unit == "token" else rollout.mask.any(1).sum()
         total, count = self.sum_over_processes(torch.stack([kl.double().sum(), count.double()])).tolist()
         return float(total / count)
@@ -349,13 +366,11 @@ class PPOTrainer:
     def descend_kl(self, rollout: RolloutBatch) -> None:
         """One gradient step on the exact KL at the rollout's states, of the length of a usual update."""
         tokens = float(self.sum_over_processes(rollout.mask.sum().double()))
-        for rows in torch.arange(len(rollout), device=rollout.mask.device).split(self.microbatch.rows):
-            batch = rollout.select(rows)
+        for packed in self.training_passes(rollout, torch.arange(len(rollout)), self.microbatch.rows):
             with self.autocast():
-                logits, values = self.model(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
-                with torch.no_grad():
-                    ref = response_logits(self.reference, batch.input_ids, batch.attention_mask, batch.mask.shape[1])
-            kl = masked_sum(exact_kl(logits, ref, self.sampling.temperature), batch.mask)
+                logits, values = self.model(packed.ids, packed.mask, packed.states)
+                ref_logits = self.reference_logits(packed)
+            kl = exact_kl(logits, ref_logits, self.sampling.temperature).sum()
             self.accelerator.backward((kl + 0.0 * values.sum()) * (self.world / tokens))
         grads = [p.grad for p in self.trained]
         norm = torch.sqrt(sum((g.double().square().sum() for g in grads if g is not None), torch.zeros(()).double()))

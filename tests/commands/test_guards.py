@@ -154,10 +154,10 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds three rows of a training pass."""
     losses = PPOTrainer.losses
 
-    def limited(self: PPOTrainer, batch: Any, *arguments: Any) -> Any:
-        if len(batch) > 3:
+    def limited(self: PPOTrainer, rollout: Any, targets: Any, packed: Any, step: int) -> Any:
+        if len(packed.ids) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return losses(self, batch, *arguments)
+        return losses(self, rollout, targets, packed, step)
 
     monkeypatch.setattr(PPOTrainer, "losses", limited)
 

@@ -8,8 +8,9 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.models.actor_critic import ActorCritic
-from rlhf_kl.rollout import collect
-from rlhf_kl.rollout.collect import Measured, Sampling, assemble, draw, exact_kl_now, measure, scoring_rows
+from rlhf_kl.rollout import reference as reference_module
+from rlhf_kl.rollout.collect import Measured, Sampling, assemble, draw, exact_kl_now, measure
+from rlhf_kl.rollout.reference import ReferenceLogits
 from rlhf_kl.rollout.sampling import Sampled
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch
@@ -73,15 +74,9 @@ def test_padding_is_zero_everywhere(parts: tuple[Any, ...]) -> None:
 def test_the_size_of_a_pass_changes_nothing(parts: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference, prompts, sampled = parts
     whole = vars(measure(model, reference, prompts, sampled, 0.8))
-    monkeypatch.setattr(collect, "LOGIT_ELEMENTS", 1)
+    monkeypatch.setattr(reference_module, "PASS_ELEMENTS", {"cpu": 1})
     for name, tensor in vars(measure(model, reference, prompts, sampled, 0.8)).items():
         torch.testing.assert_close(tensor, whole[name], **CLOSE)
-
-
-def test_scoring_rows_bound_the_logits() -> None:
-    assert scoring_rows(64, 48, 1000) == 64
-    assert 1 <= scoring_rows(64, 1024, 150_000) < 64
-    assert scoring_rows(64, 10**6, 10**6) == 1
 
 
 def test_a_policy_is_nowhere_from_itself(parts: tuple[Any, ...]) -> None:
@@ -91,12 +86,12 @@ def test_a_policy_is_nowhere_from_itself(parts: tuple[Any, ...]) -> None:
 
 def test_kl_of_the_moved_model_at_the_old_states(parts: tuple[Any, ...], new_model: Make) -> None:
     model, reference, prompts, sampled = parts
-    measured = measure(model, reference, prompts, sampled, 0.8)
+    measured, kept = measure(model, reference, prompts, sampled, 0.8), ReferenceLogits(reference)
     rollout = assemble(prompts, sampled, measured, torch.zeros(8), torch.zeros(8))
-    torch.testing.assert_close(exact_kl_now(model, reference, rollout, 0.8), measured.exact_kl, **CLOSE)
+    torch.testing.assert_close(exact_kl_now(model, kept, rollout, 0.8), measured.exact_kl, **CLOSE)
     moved = ActorCritic(new_model(seed=4))
     expected: Measured = measure(moved, reference, prompts, sampled, 0.8)
-    torch.testing.assert_close(exact_kl_now(moved, reference, rollout, 0.8), expected.exact_kl, **CLOSE)
+    torch.testing.assert_close(exact_kl_now(moved, kept, rollout, 0.8), expected.exact_kl, **CLOSE)
     assert float((expected.exact_kl - measured.exact_kl).abs().max()) > 0.01
 
 

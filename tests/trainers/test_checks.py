@@ -73,6 +73,9 @@ class IgnoresPadding(nn.Module):
         super().__init__()
         self.inner, self.config = inner, inner.config
 
+    def get_output_embeddings(self) -> Any:
+        return self.inner.get_output_embeddings()
+
     def forward(self, **arguments: Any) -> Any:
         arguments["attention_mask"] = torch.ones_like(arguments["attention_mask"])
         return self.inner(**arguments)
@@ -82,7 +85,7 @@ class IgnoresPositions(IgnoresPadding):
     """A model that counts positions from the padding on."""
 
     def forward(self, **arguments: Any) -> Any:
-        del arguments["position_ids"]
+        arguments.pop("position_ids", None)
         return self.inner(**arguments)
 
 

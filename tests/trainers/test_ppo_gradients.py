@@ -73,8 +73,8 @@ class Case:
         p = log_p(self.policy, self.sampled).exp().detach()
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
         targets = self.trainer.targets(self.rollout, BETA)
-        rows = torch.arange(len(p))
-        losses = [self.trainer.losses(self.rollout.select(row), targets, row, 1)[0] for row in rows.split(1)]
+        layout = self.rollout.layout
+        losses = [self.trainer.losses(self.rollout, targets, layout.pack([row]), 1)[0] for row in range(len(p))]
         return self.gradient((p * torch.stack(losses)).sum())
 
     def true(self, beta: float = BETA, scores: float = 1.0) -> Tensor:

@@ -1,0 +1,86 @@
+"""Rows of prompt and response laid side by side, and split into passes that hardly pad.
+
+A causal model never looks to the right, so a row that starts at column 0 needs no attention mask: what stands
+behind its last token changes nothing. Only the states that a response token was drawn from are ever read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Packed(NamedTuple):
+    """Some rows of a batch as one forward pass reads them, and where its N response tokens belong."""
+
+    ids: Tensor  # (B', L) long: prompt and response without a gap from column 0 on
+    mask: Tensor  # (B', L) bool, True = a token that is read
+    states: Tensor  # (N,) long, into the B' * L positions: the state that each response token was drawn from
+    places: Tensor  # (N,) long, into the B * T places of the whole batch's responses
+    numbers: Tensor  # (N,) long: the same, counting the response tokens of the whole batch only
+
+
+class Layout:
+    """Where the tokens of a batch lie; works out every pass over it without asking the device."""
+
+    def __init__(self, ids: Tensor, prompt_width: int, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
+        """`ids` (B, P + T): prompts padded on the left to P = `prompt_width`, responses on the right to T.
+
+        `prompt_lengths` and `response_lengths` (B,) count real tokens.
+        """
+        self.ids, self.prompt_width = ids, prompt_width
+        self.prompts, self.responses = prompt_lengths.cpu(), response_lengths.cpu()
+        self.first = self.responses.cumsum(0) - self.responses  # number of each row's first response token
+        # The last token is chosen but never read.
+        self.lengths: list[int] = (self.prompts + self.responses - 1).clamp_min(1).tolist()
+        self.tokens = int(self.responses.sum())
+
+    def pack(self, rows: Sequence[int]) -> Packed:
+        """These rows as one pass."""
+        picked, device = torch.as_tensor(rows), self.ids.device
+        prompts, responses = self.prompts[picked], self.responses[picked]
+        length = max(self.lengths[row] for row in rows)
+        columns = torch.arange(length)
+        mask = columns < torch.tensor([self.lengths[row] for row in rows]).unsqueeze(1)
+        source = (self.prompt_width - prompts).unsqueeze(1) + columns
+        source.clamp_max_(self.ids.shape[1] - 1)
+        owner = torch.repeat_interleave(torch.arange(len(picked)), responses)
+        place = torch.arange(len(owner)) - (responses.cumsum(0) - responses)[owner]
+        states = owner * length + prompts[owner] + place - 1
+        places = picked[owner] * (self.ids.shape[1] - self.prompt_width) + place
+        numbers = self.first[picked][owner] + place
+        ids = self.ids[picked.to(device)].gather(1, source.to(device))
+        return Packed(ids, mask.to(device), states.to(device), places.to(device), numbers.to(device))
+
+    def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int) -> Iterator[Packed]:
+        """The rows in passes of near-equal length: see `group_lengths`."""
+        lengths = [self.lengths[row] for row in rows]
+        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
+            yield self.pack([rows[i] for i in group])
+
+
+def group_lengths(lengths: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int) -> list[list[int]]:
+    """Indices of `lengths` in groups, shortest first, so that padded tokens plus `overhead` a group are fewest.
+
+    A group has at most `most_rows` members and `most_tokens` padded tokens, but at least one member. Exact, by
+    dynamic programming over the sorted lengths.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    best = [0.0] + [float("inf")] * len(order)  # cost of the first k
+    start = [0] * (len(order) + 1)
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        for size in range(1, min(most_rows, end) + 1):
+            if size > 1 and size * longest > most_tokens:
+                break
+            cost = best[end - size] + size * longest + overhead
+            if cost < best[end]:
+                best[end], start[end] = cost, end - size
+    groups, end = [], len(order)
+    while end:
+        groups.append(order[start[end] : end])
+        end = start[end]
+    return groups[::-1]

@@ -1,0 +1,56 @@
+"""A key-value cache for decoding: room is reserved once, and rows that are done leave it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+
+class ReservedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer, (B, heads, length, size) each, written in place.
+
+    The usual layer copies everything it holds with each new token.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Takes over what a layer holds, with room for `length` tokens in all."""
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.room = [
+            torch.cat([x, x.new_empty(*x.shape[:2], length - x.shape[2], x.shape[3])], 2) for x in (keys, values)
+        ]
+        self._show(keys.shape[2])
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = (x[:, :, :length] for x in self.room)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add new tokens; returns all keys and values."""
+        start = self.keys.shape[2]
+        end = start + key_states.shape[2]
+        for room, states in zip(self.room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        self._show(end)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows only."""
+        length = self.keys.shape[2]
+        self.room = [x.index_select(0, indices) for x in self.room]
+        self._show(length)
+
+
+def reserve(cache: Any, length: int) -> bool:
+    """Give every layer of a cache that a model has just filled room for `length` tokens.
+
+    Returns whether that was possible; a cache of another kind (sliding windows, recurrent states) stays as it is.
+    """
+    if type(cache) is not DynamicCache:
+        return False
+    if not all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
+        return False
+    cache.layers = [ReservedLayer(layer.keys, layer.values, length) for layer in cache.layers]
+    return True

@@ -1,0 +1,53 @@
+"""The frozen reference's logits at a rollout's states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.models.actor_critic import state_logits
+from rlhf_kl.ops.packing import Layout, Packed
+
+KEPT_ELEMENTS = 1 << 25  # logits that are kept from scoring to the end of the update: 128 MiB in float32
+PASS_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits in one pass, by device
+# What a pass costs whatever its size, in tokens: as long as it is small, padding a row more is cheaper.
+PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
+
+
+def pass_bounds(device: torch.device, vocabulary: int) -> dict[str, int]:
+    """Limits of one forward pass, as `Layout.passes` takes them."""
+    elements = PASS_ELEMENTS.get(device.type, PASS_ELEMENTS["cpu"])
+    return {
+        "most_tokens": max(1, elements // vocabulary),
+        "overhead": PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"]),
+    }
+
+
+class ReferenceLogits:
+    """Computed once a rollout and kept where there is room, else computed anew each time."""
+
+    def __init__(self, model: Any, *, keep: bool = False) -> None:
+        self.model, self.keep = model, keep
+        self.vocabulary: int = model.config.get_text_config().vocab_size
+        self.kept: Tensor | None = None  # (tokens, V)
+        self.room = self.filled = 0
+
+    def begin(self, layout: Layout) -> None:
+        """A new rollout; forgets the last one."""
+        fits = self.keep and layout.tokens * self.vocabulary <= KEPT_ELEMENTS
+        self.kept, self.filled, self.room = None, 0, layout.tokens if fits else 0
+
+    @torch.no_grad()
+    def __call__(self, packed: Packed) -> Tensor:
+        """Logits (N, V) at the states of a pass over the rollout."""
+        if self.kept is not None and self.filled == self.room:
+            return self.kept.index_select(0, packed.numbers)
+        logits = state_logits(self.model, packed.ids, packed.mask, packed.states)
+        if self.room:
+            if self.kept is None:
+                self.kept = logits.new_empty(self.room, logits.shape[1])
+            self.kept[packed.numbers] = logits
+            self.filled += len(logits)
+        return logits

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_kl.ops.packing import Layout, group_lengths
+
+PROMPTS = [[11, 12], [21, 22, 23], [31]]
+RESPONSES = [[13, 14, 15], [24], [32, 33]]
+
+
+def layout() -> Layout:
+    ids = torch.zeros(3, 7, dtype=torch.long)  # prompts of up to 3 columns, responses of up to 4
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        ids[row, 3 - len(prompt) : 3 + len(response)] = torch.tensor(prompt + response)
+    return Layout(ids, 3, torch.tensor([2, 3, 1]), torch.tensor([3, 1, 2]))
+
+
+def test_a_pass_by_hand() -> None:
+    packed = layout().pack([2, 0])
+    assert packed.ids.shape == (2, 4)
+    assert packed.ids[0, :2].tolist() == [31, 32]
+    assert packed.ids[1].tolist() == [11, 12, 13, 14]
+    assert packed.mask.tolist() == [[True, True, False, False], [True, True, True, True]]
+    assert packed.states.tolist() == [0, 1, 4 + 1, 4 + 2, 4 + 3]
+    assert packed.places.tolist() == [2 * 4, 2 * 4 + 1, 0, 1, 2]
+    assert packed.numbers.tolist() == [4, 5, 0, 1, 2]
+
+
+def test_what_a_state_is_followed_by_is_its_token() -> None:
+    whole = layout()
+    responses = whole.ids[:, 3:].flatten()
+    assert whole.tokens == 6
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        packed = whole.pack([row])
+        last_read = packed.ids.flatten()[packed.states].tolist()
+        assert last_read == [*prompt, *response][len(prompt) - 1 : -1]
+        assert responses[packed.places].tolist() == response
+
+
+def test_passes_hold_every_token_once() -> None:
+    passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100, overhead=0))
+    assert sorted(torch.cat([p.numbers for p in passes]).tolist()) == list(range(6))
+
+
+def test_a_row_without_a_response_has_no_state() -> None:
+    whole = Layout(torch.ones(2, 5, dtype=torch.long), 3, torch.tensor([3, 1]), torch.tensor([0, 2]))
+    packed = whole.pack([0, 1])
+    assert packed.ids.shape == (2, 2)
+    assert packed.states.tolist() == [2, 3]
+    assert packed.numbers.tolist() == [0, 1]
+
+
+def cheapest(lengths: list[int], most_rows: int, most_tokens: int, overhead: int) -> int:
+    """By trying every way to cut the sorted lengths."""
+    ordered, best = sorted(lengths), 1 << 60
+    for count in range(len(ordered)):
+        for cuts in combinations(range(1, len(ordered)), count):
+            groups = [ordered[a:b] for a, b in zip((0, *cuts), (*cuts, len(ordered)), strict=True)]
+            allowed = all(len(g) <= most_rows and (len(g) == 1 or len(g) * g[-1] <= most_tokens) for g in groups)
+            if allowed:
+                best = min(best, sum(len(g) * g[-1] + overhead for g in groups))
+    return best
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 8), st.integers(1, 120), st.integers(0, 50))
+def test_groups_are_the_cheapest_there_are(lengths: list[int], rows: int, tokens: int, overhead: int) -> None:
+    groups = group_lengths(lengths, most_rows=rows, most_tokens=tokens, overhead=overhead)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) <= rows
+        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= tokens
+    cost = sum(len(group) * max(lengths[i] for i in group) + overhead for group in groups)
+    assert cost == cheapest(lengths, rows, tokens, overhead)
+
+
+@pytest.mark.parametrize(("overhead", "count"), [(0, 3), (1000, 1)])
+def test_a_dear_pass_is_worth_more_padding(overhead: int, count: int) -> None:
+    assert len(group_lengths([3, 9, 27], most_rows=9, most_tokens=1000, overhead=overhead)) == count
