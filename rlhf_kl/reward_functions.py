@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, pad
@@ -22,15 +23,48 @@ GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
 
 
-class RewardModel:
-    """A sequence classifier as a reward function; texts are re-encoded with its own tokenizer."""
+@dataclass(frozen=True)
+class TextFormat:
+    """How prompt and response become the text that a reward model reads."""
 
-    def __init__(self, model: Any, tokenizer: Any, rows: int = SCORING_ROWS) -> None:
+    chat: bool = False  # as turns in its tokenizer's chat template, which then says how a text ends
+    append_eos: bool = True  # without a chat template; encoders bring their own special tokens
+
+
+FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
+
+
+def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None = None) -> TextFormat:
+    """The format of a reward model: what is asked for, else what its folder says, else plain text and an EOS."""
+    said = getattr(model.config, FORMAT_KEY, None)
+    said = said if isinstance(said, dict) else {}
+    return TextFormat(
+        chat=bool(said.get("chat", False)) if chat is None else chat,
+        append_eos=bool(said.get("append_eos", True)) if append_eos is None else append_eos,
+    )
+
+
+class RewardModel:
+    """A sequence classifier as a reward function; texts are re-encoded with its own tokenizer.
+
+    Of several outputs, `label` names the one whose log-odds against the others are the score.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        rows: int = SCORING_ROWS,
+        form: TextFormat | None = None,
+        label: str | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.rows = model, tokenizer, rows
-        # The classifier reads the last token that is not the pad id: it must be a real token, the EOS.
-        self.model.config.pad_token_id = tokenizer.pad_token_id
-        if tokenizer.pad_token_id == tokenizer.eos_token_id:
-            raise InputError("reward.model: its pad token is its eos token, so the EOS would never be scored")
+        self.form = form or text_format(model)
+        if self.form.chat:
+            require_chat_template(tokenizer, "reward.model")
+        names = [str(name) for name in model.config.id2label.values()]
+        self.output = names.index(label) if label is not None else 0
+        self.encoder = not hasattr(model, "score")  # it reads its first token and not the last
         self.limit = context_length(model)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
@@ -49,18 +83,60 @@ class RewardModel:
         return scores
 
     def encode(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[int]]:
-        """bos, prompt, response, eos; a text longer than the context loses its beginning."""
-        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        end = [self.tokenizer.eos_token_id]
+        """bos, prompt, response, eos, or the chat template's words; a text too long loses its beginning."""
+        pairs = list(zip(prompts, responses, strict=True))
+        if self.form.chat:
+            texts = [chat_exchange(self.tokenizer, prompt, response) for prompt, response in pairs]
+        else:
+            texts = [prompt + response for prompt, response in pairs]
+        if self.encoder and not self.form.chat:
+            self.tokenizer.truncation_side = "left"
+            full: list[list[int]] = self.tokenizer(
+                texts, truncation=self.limit is not None, max_length=self.limit, padding=False
+            )["input_ids"]
+            return full
+        eos = self.tokenizer.eos_token_id
+        end = [eos] if self.form.append_eos and not self.form.chat and eos is not None else []
         rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts)]
         return rows if self.limit is None else [row[-self.limit :] for row in rows]
 
     def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Scores (B,) of encoded texts, with gradients where they are on."""
-        ids, mask = pad(rows, self.tokenizer.pad_token_id, left=False)
+        filler = self.filler(rows)
+        ids, mask = pad(rows, filler, left=False)
         device = next(self.model.parameters()).device
         logits: Tensor = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-        return logits[:, 0]
+        if logits.shape[1] == 1:
+            return logits[:, 0]
+        others = [i for i in range(logits.shape[1]) if i != self.output]
+        return logits[:, self.output] - logits[:, others].logsumexp(1)
+
+    def filler(self, rows: Sequence[Sequence[int]]) -> int:
+        """The id to pad with, which the model is told is its pad token.
+
+        A decoder scores the last token that is not the pad *id*, whatever the mask says: so the id must end no
+        text, or a pad token that is also the EOS would hide it.
+        """
+        pad_id = int(self.tokenizer.pad_token_id)
+        if not self.encoder:
+            ends = {row[-1] for row in rows}
+            pad_id = pad_id if pad_id not in ends else next(i for i in range(len(ends) + 1) if i not in ends)
+            self.model.config.get_text_config().pad_token_id = pad_id
+        return pad_id
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Several reward functions as one: the sum of their raw scores, each times its weight."""
+
+    terms: dict[str, tuple[float, RewardFn]]
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """One score per response."""
+        total = torch.zeros(len(responses), dtype=torch.float64)
+        for name, (weight, reward) in self.terms.items():
+            total += weight * checked_scores(reward, prompts, responses, name).double()
+        return total.tolist()
 
 
 def bind_reward(attribute: Any, options: dict[str, Any], time_limit: float | None = None) -> RewardFn:
@@ -126,9 +202,31 @@ def _number(score: Any) -> float | None:
         return None
 
 
+REPEAT = 3  # tokens in a row that count as repeated
+
+
+class ResponseTraits(NamedTuple):
+    """What penalties look at; every field (B,)."""
+
+    ended: Tensor  # bool: the response has an EOS
+    lengths: Tensor  # tokens, EOS included
+    repeated: Tensor  # share of its runs of three tokens that occurred in it before
+
+
+def response_traits(ids: Tensor, mask: Tensor, ended: Tensor) -> ResponseTraits:
+    """Traits of responses (B, T), on the CPU."""
+    rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    return ResponseTraits(ended.cpu(), mask.sum(1).cpu(), torch.tensor([_repeated(row) for row in rows]))
+
+
+def _repeated(tokens: list[int]) -> float:
+    runs = [tuple(tokens[i : i + REPEAT]) for i in range(len(tokens) - REPEAT + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
 @dataclass(frozen=True)
 class ScoreShaping:
-    """Raw score -> normalised on reference samples, clipped, less the penalty for a missing EOS.
+    """Raw score -> normalised on reference samples, clipped, less the penalties.
 
     Source: Ziegler et al. 2019, section 2.1 (normalisation on reference samples).
     """
@@ -137,26 +235,39 @@ class ScoreShaping:
     std: float = 1.0
     clip: float | None = None
     missing_eos_penalty: float = 0.0
+    length_penalty: float = 0.0  # per token
+    repetition_penalty: float = 0.0  # times the repeated share
 
-    @classmethod
-    def fit(cls, scores: Tensor, *, normalize: bool, clip: float | None, missing_eos_penalty: float) -> ScoreShaping:
-        """From raw scores (N,) of reference samples. Errors: InputError where all scores are the same."""
+    def fit(self, scores: Tensor, *, normalize: bool) -> ScoreShaping:
+        """The same with mean and spread of raw scores (N,) of reference samples.
+
+        Errors: InputError where all scores are the same.
+        """
         std = float(scores.std(correction=0))
         if not std > 1e-8 * max(1.0, float(scores.abs().max())):
             raise InputError(
                 f"reward: every one of {len(scores)} reference samples scores {float(scores[0]):g}: "
                 "a constant score teaches nothing"
             )
-        if not normalize:
-            return cls(clip=clip, missing_eos_penalty=missing_eos_penalty)
-        return cls(float(scores.mean()), std, clip, missing_eos_penalty)
+        return replace(self, mean=float(scores.mean()), std=std) if normalize else self
 
-    def __call__(self, scores: Tensor, ended: Tensor) -> Tensor:
-        """Raw scores (B,) and whether each response ended (B,) -> shaped scores (B,)."""
+    def __call__(self, scores: Tensor, traits: ResponseTraits) -> Tensor:
+        """Raw scores (B,) of responses with these traits -> shaped scores (B,)."""
         shaped = (scores - self.mean) / self.std
         if self.clip is not None:
             shaped = shaped.clamp(-self.clip, self.clip)
-        return shaped - self.missing_eos_penalty * (~ended).to(shaped)
+        for penalty in self.penalties(traits).values():
+            shaped = shaped - penalty.to(shaped)
+        return shaped
+
+    def penalties(self, traits: ResponseTraits) -> dict[str, Tensor]:
+        """Each penalty that is on, by its name: (B,), never negative."""
+        terms = {
+            "missing_eos": (self.missing_eos_penalty, (~traits.ended).float()),
+            "length": (self.length_penalty, traits.lengths.float()),
+            "repetition": (self.repetition_penalty, traits.repeated.float()),
+        }
+        return {name: size * amount for name, (size, amount) in terms.items() if size}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to shape scores as before."""

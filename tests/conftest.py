@@ -135,11 +135,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any, new_mode
 @pytest.fixture(scope="session")
 def tiny_reward_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, letters: Any) -> Path:
     """A reward model of the same letters, its head initialised but not trained."""
-    from rlhf_kl.models.load import save_model
+    from rlhf_kl.models.load import load_causal_lm, save_model
     from rlhf_kl.models.scratch import classifier_from_lm
     from rlhf_kl.trainers.reward_model import initialise_head
 
-    model = classifier_from_lm(str(tiny_folder), letters, "policy.model")
+    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters, "policy.model")
     initialise_head(model.score, seed=1)
     folder = tmp_path_factory.mktemp("models") / "tiny-reward"
     save_model(model, letters, folder)

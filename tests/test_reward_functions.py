@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ import torch
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
-from rlhf_kl.reward_functions import RewardModel, ScoreShaping, bind_reward, checked_scores
+from rlhf_kl.reward_functions import (
+    ResponseTraits,
+    RewardModel,
+    ScoreShaping,
+    TextFormat,
+    WeightedSum,
+    bind_reward,
+    checked_scores,
+    response_traits,
+    text_format,
+)
 
 PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
 
@@ -108,28 +119,32 @@ def test_functions_and_classes_get_their_options() -> None:
 # ---- the scale of the score ----
 
 
-def fit(scores: list[float], **options: Any) -> ScoreShaping:
-    return ScoreShaping.fit(
-        torch.tensor(scores), **{"normalize": True, "clip": None, "missing_eos_penalty": 0.0} | options
+def fit(scores: list[float], *, normalize: bool = True, **options: Any) -> ScoreShaping:
+    return ScoreShaping(**options).fit(torch.tensor(scores), normalize=normalize)
+
+
+def traits(ended: list[bool], lengths: list[int] | None = None, repeated: list[float] | None = None) -> ResponseTraits:
+    rows = len(ended)
+    return ResponseTraits(
+        torch.tensor(ended), torch.tensor(lengths or [1] * rows), torch.tensor(repeated or [0.0] * rows)
     )
 
 
 def test_reference_samples_get_mean_zero_and_spread_one() -> None:
     raw = [10.0, 14.0, 18.0, 22.0]
-    shaped = fit(raw)(torch.tensor(raw), torch.ones(4, dtype=torch.bool))
+    shaped = fit(raw)(torch.tensor(raw), traits([True] * 4))
     assert float(shaped.mean()) == pytest.approx(0, abs=1e-6)
     assert float(shaped.std(correction=0)) == pytest.approx(1)
 
 
 def test_clip_and_penalty_come_after_the_scale() -> None:
     shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
-    ended = torch.tensor([True, True, False])
-    assert shaping(torch.tensor([5.0, 100.0, -100.0]), ended).tolist() == [0.0, 2.0, -2.5]
+    assert shaping(torch.tensor([5.0, 100.0, -100.0]), traits([True, True, False])).tolist() == [0.0, 2.0, -2.5]
 
 
 def test_scores_may_be_left_as_they_are() -> None:
     shaping = fit([0.0, 10.0], normalize=False)
-    assert shaping(torch.tensor([7.0]), torch.tensor([True])).tolist() == [7.0]
+    assert shaping(torch.tensor([7.0]), traits([True])).tolist() == [7.0]
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -146,6 +161,38 @@ def test_small_differences_are_no_constant() -> None:
 def test_its_state_makes_the_same_shaping() -> None:
     shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
     assert ScoreShaping(**shaping.state_dict()) == shaping
+
+
+def test_penalties_are_taken_off_by_name() -> None:
+    shaping = fit([0.0, 10.0], missing_eos_penalty=0.5, length_penalty=0.01, repetition_penalty=2.0)
+    found = traits([True, False], lengths=[10, 20], repeated=[0.25, 0.0])
+    terms = shaping.penalties(found)
+    assert {name: term.tolist() for name, term in terms.items()} == {
+        "missing_eos": [0.0, 0.5],
+        "length": pytest.approx([0.1, 0.2]),
+        "repetition": [0.5, 0.0],
+    }
+    assert shaping(torch.tensor([5.0, 5.0]), found).tolist() == pytest.approx([-0.6, -0.7])
+    assert fit([0.0, 10.0]).penalties(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "repeated"),
+    [([1, 2, 3, 4, 5], 0.0), ([7, 7, 7, 7, 7], 2 / 3), ([1, 2, 3, 9, 1, 2, 3], 1 / 5), ([1, 2], 0.0), ([], 0.0)],
+)
+def test_a_run_of_three_tokens_that_comes_again_is_repeated(tokens: list[int], repeated: float) -> None:
+    ids = torch.tensor([[*tokens, 7, 7, 7, 7]])  # padding is no part of it
+    mask = torch.arange(ids.shape[1]).unsqueeze(0) < len(tokens)
+    found = response_traits(ids, mask, torch.tensor([True]))
+    assert found.lengths.tolist() == [len(tokens)]
+    assert float(found.repeated) == pytest.approx(repeated)
+
+
+def test_a_sum_of_scorers_that_misbehave_names_the_one() -> None:
+    good, bad = returns([1.0, 2.0, 3.0]), returns([1.0])
+    assert WeightedSum({"x": (2.0, good), "y": (-0.5, good)})(PROMPTS, RESPONSES) == [1.5, 3.0, 4.5]
+    with pytest.raises(InputError, match="reward y: returned 1 scores"):
+        WeightedSum({"x": (1.0, good), "y": (1.0, bad)})(PROMPTS, RESPONSES)
 
 
 # ---- reward models ----
@@ -184,8 +231,78 @@ def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:
     assert model([long], ["dd"]) == pytest.approx(model(["c" + long], ["dd"]), abs=1e-5)
 
 
-def test_an_eos_that_is_the_pad_would_never_be_scored(tiny_reward_folder: Path) -> None:
+@pytest.mark.parametrize("stand_in", ["eos_token", "bos_token"])
+def test_a_pad_token_that_is_another_one_changes_no_score(
+    model: RewardModel, tiny_reward_folder: Path, stand_in: str
+) -> None:
+    """transformers scores the last token that is not the pad id: with pad = eos never the EOS."""
+    prompts, responses = ["a", "abcd", "bb"], ["b", "", "dcbadcba"]
+    expected = model(prompts, responses)
     tokenizer = load_tokenizer(str(tiny_reward_folder))
-    tokenizer.pad_token = tokenizer.eos_token
-    with pytest.raises(InputError, match="EOS"):
-        RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer)
+    tokenizer.pad_token = getattr(tokenizer, stand_in)
+    again = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer)
+    assert again(prompts, responses) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_classifier_may_end_on_the_text_itself(model: RewardModel, tiny_reward_folder: Path) -> None:
+    folder = str(tiny_reward_folder)
+    bare = RewardModel(load_reward_model(folder), load_tokenizer(folder), form=TextFormat(append_eos=False))
+    assert bare.encode(["ab"], ["c"]) == [[1, 3, 4, 5]]
+    with torch.no_grad():
+        hidden = model.model.base_model(input_ids=torch.tensor([[1, 3, 4, 5]])).last_hidden_state[0, -1]
+        assert bare(["ab"], ["c"]) == pytest.approx([float(model.model.score(hidden))], abs=1e-5)
+
+
+def test_the_format_is_what_is_asked_for_then_what_the_folder_says(model: RewardModel) -> None:
+    assert text_format(model.model) == TextFormat(chat=False, append_eos=True)
+    model.model.config.rlhf_kl_format = {"chat": True, "append_eos": False}
+    assert text_format(model.model) == TextFormat(chat=True, append_eos=False)
+    assert text_format(model.model, chat=False, append_eos=True) == TextFormat(chat=False, append_eos=True)
+
+
+def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, letters: Any) -> None:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=7,
+        n_embd=8,
+        n_layer=1,
+        n_head=1,
+        n_positions=32,
+        pad_token_id=0,
+        id2label={0: "bad", 1: "so", 2: "good"},
+    )
+    classifier = GPT2ForSequenceClassification(config).eval()
+    scorer = RewardModel(classifier, letters, label="good")
+    with torch.no_grad():
+        odds = classifier(input_ids=torch.tensor([[1, 3, 4, 2]])).logits[0].softmax(0)
+    assert scorer(["a"], ["b"]) == pytest.approx([float(torch.log(odds[2] / (1 - odds[2])))], abs=1e-5)
+
+
+def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:
+    """It reads its first token, and text beyond its context loses its beginning."""
+    from tokenizers import processors
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=7,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        num_labels=1,
+        max_position_embeddings=6,
+        pad_token_id=0,
+    )
+    encoder = BertForSequenceClassification(config).eval()
+    tokenizer = copy.deepcopy(letters)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    scorer = RewardModel(encoder, tokenizer)
+    assert scorer.encode(["ab", "abcd"], ["c", "abcd"]) == [[1, 3, 4, 5, 2], [1, 3, 4, 5, 6, 2]]
+    with torch.no_grad():
+        expected = float(encoder(input_ids=torch.tensor([[1, 3, 4, 5, 2]])).logits)
+    assert scorer(["ab", "abcd"], ["c", "abcd"])[0] == pytest.approx(expected, abs=1e-5)

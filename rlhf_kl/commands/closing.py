@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_kl.trainers.reward_figures import sketch
+
 Closing = tuple[dict[str, object], list[str]]
 
 
@@ -40,4 +42,9 @@ def supervised_closing(summary: dict[str, Any]) -> Closing:
         for key, value in final.items()
         if key.startswith("eval/")
     }
+    histogram = summary.get("heldout", {}).get("histogram", {})
+    for name, counts in histogram.items():
+        if name != "edges":
+            low, high = histogram["edges"][0], histogram["edges"][-1]
+            figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
     return figures, [f"{folder}/final is the model", f"tensorboard --logdir {folder}"]

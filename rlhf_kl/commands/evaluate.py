@@ -6,20 +6,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_model
-from torch import nn
-
-from rlhf_kl.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.commands.models import load_language_model, load_run_policy, load_run_reference, located
+from rlhf_kl.commands.parts import build_prompts
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.sources import Sources
-from rlhf_kl.components import suggestion
+from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
 from rlhf_kl.models.actor_critic import ActorCritic, freeze
-from rlhf_kl.models.load import eos_ids, load_causal_lm, load_tokenizer
+from rlhf_kl.models.load import eos_ids
 from rlhf_kl.rollout.collect import Sampling
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.tracking.display import TrainingDisplay
@@ -73,14 +70,14 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
     sources = Sources(display, accelerator.device)
     texts = _texts(request, config, sources)
     assert request.model is not None
-    ref = sources.policy(_located(request.model))
-    model = freeze(load_causal_lm(ref, "--model")).to(accelerator.device)
-    figures = _perplexity(model, load_tokenizer(ref, "--model"), texts, display, "model")
+    loaded = load_language_model(sources, located(request.model), "--model")
+    model = freeze(loaded.model).to(accelerator.device)
+    figures = _perplexity(model, loaded.tokenizer, texts, display, "model")
     if request.reference is None:
         return asdict(figures)
-    reference_ref = sources.policy(_located(request.reference))
-    reference = freeze(load_causal_lm(reference_ref, "--reference")).to(accelerator.device)
-    other = _perplexity(reference, load_tokenizer(reference_ref, "--reference"), texts, display, "reference")
+    beside = load_language_model(sources, located(request.reference), "--reference")
+    reference = freeze(beside.model).to(accelerator.device)
+    other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
     return asdict(figures) | {"reference": asdict(other)}
 
 
@@ -88,24 +85,17 @@ def _eval_run(
     request: EvalRequest, config: TrainConfig, folder: RunFolder | None, display: TrainingDisplay
 ) -> dict[str, Any]:
     accelerator = make_accelerator(config.run)
-    sources = Sources(display, accelerator.device)
-    start = sources.policy(config.policy.model)
-    final = folder is not None and folder.final.is_dir() and request.checkpoint is None
-    # The tokenizer of final/ is the start's own; a checkpoint holds weights only.
-    ref = str(folder.final) if folder is not None and final else start
-    policy = load_causal_lm(ref, "--run")
-    tokenizer = load_tokenizer(ref, "--run")
+    sources = Sources(display, accelerator.device, access_of(config.run))
+    policy, tokenizer = load_run_policy(sources, config, folder, request.checkpoint)
     model = ActorCritic(policy)
-    if folder is not None and not final:
-        load_policy(_checkpoint(folder, request.checkpoint), policy)
     freeze(model).to(accelerator.device)
-    reference_ref = sources.policy(_located(request.reference or config.reference.model or config.policy.model))
-    reference = freeze(load_causal_lm(reference_ref, "reference")).to(accelerator.device)
+    beside = load_run_reference(sources, config, request.reference)
+    reference = freeze(beside.model).to(accelerator.device)
     texts = _texts(request, config, sources)
     figures = _perplexity(policy, tokenizer, texts, display, "policy")
-    other = _perplexity(reference, load_tokenizer(reference_ref, "reference"), texts, display, "reference")
-    _, kept = sources.prompts(config.data.prompts, config.data.column, config.eval.prompts)
-    prompts = PromptStream(kept, tokenizer, len(kept), config.run.seed).batch(1)
+    other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
+    _, kept = build_prompts(config, sources, policy, tokenizer)
+    prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
     sampling = Sampling(
         config.rollout.max_new_tokens,
         config.rollout.temperature,
@@ -126,44 +116,18 @@ def _eval_run(
     return asdict(figures) | {"reference": asdict(other)} | asdict(on_prompts)
 
 
-def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
-    """The policy's weights out of a checkpoint of policy and value function."""
-    holder = nn.Module()
-    holder.policy = policy
-    # Not strict: the value function's tensors stay behind. What is missing must be tied to what came.
-    missing, _ = load_model(holder, checkpoint.path / "model.safetensors", strict=False)
-    if missing:
-        raise InputError(f"{checkpoint.path}: its tensors do not fit the policy: {sorted(missing)[:3]} are missing")
-
-
-def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    found = checkpoints(folder.checkpoints)
-    if not found:
-        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
-    if step is None:
-        return found[-1]
-    for checkpoint in found:
-        if checkpoint.step == step:
-            return checkpoint
-    hint = suggestion(str(step), [str(c.step) for c in found])
-    raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
-
-
-def _located(ref: str) -> str:
-    return str(Path(ref).expanduser().absolute()) if Path(ref).expanduser().exists() else ref
-
-
 def _texts(request: EvalRequest, config: TrainConfig, sources: Sources) -> list[str]:
     section = config.eval
     if request.texts is not None:  # a file that was named is read whole
         column = request.column or section.column
-        return sources.texts(_located(request.texts), column, "--texts", heldout=True)
+        return sources.texts(located(request.texts), column, "--texts", heldout=True, split=section.split)
     return sources.texts(
         section.texts,
         request.column or section.column,
         "eval.texts",
         heldout=True,
         limit=section.max_documents,
+        split=section.split,
     )
 
 

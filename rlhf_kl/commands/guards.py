@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_kl.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop
+from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.tracking.jsonl import read_jsonl
 from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.optim import load_optimizer_tensors
@@ -110,5 +111,5 @@ class RunGuards:
         return [c for c in checkpoints(self.folder.checkpoints) if c.step % every == 0 and c.damage() is None]
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        checkpoint.load_model(self.trainer.core)
+        checkpoint.load_model(checkpointed(self.trainer.core))
         load_optimizer_tensors(self.trainer.optimizer, checkpoint.optimizer_tensors())

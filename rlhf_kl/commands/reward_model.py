@@ -1,25 +1,34 @@
-"""`rlhf-kl reward-model`: a reward model from preference pairs."""
+"""`rlhf-kl reward-model`: a reward model from preference pairs or labelled texts."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from rlhf_kl.builtin.world import is_builtin
+import torch
+
 from rlhf_kl.checkpoint import write_folder
+from rlhf_kl.commands.models import load_language_model
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import pick_device
-from rlhf_kl.commands.sources import Sources, split_heldout
+from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
 from rlhf_kl.models.fingerprint import texts_fingerprint
-from rlhf_kl.models.load import load_tokenizer, parameter_count, save_model
+from rlhf_kl.models.load import check_vocabulary, parameter_count, save_model
+from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.reward_functions import FORMAT_KEY, RewardModel, TextFormat
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.run_folder import RunFolder
-from rlhf_kl.trainers.reward_model import Pair, PairObjective, initialise_head, pair_accuracy
-from rlhf_kl.trainers.supervised import SupervisedTrainer
+from rlhf_kl.trainers.labels import LabelObjective, is_binary
+from rlhf_kl.trainers.reward_figures import calibration, histogram, label_figures, pair_figures
+from rlhf_kl.trainers.reward_model import PairObjective, initialise_head
+from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
+
+Figures = dict[str, Any]
 
 
 def run_reward_model(
@@ -27,35 +36,85 @@ def run_reward_model(
 ) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
     device = pick_device(config.run)
-    sources = Sources(display)
-    pairs, heldout = _pairs(config, sources)
-    ref = sources.policy(config.policy.model)
-    tokenizer = load_tokenizer(ref, "policy.model")
-    model = classifier_from_lm(ref, tokenizer, "policy.model")
-    initialise_head(model.score, derive_seed(config.run.seed, "head"))
-    model.to(device)
-    reward = RewardModel(model, tokenizer)
-    trainer = SupervisedTrainer(model, PairObjective(reward, pairs), config.reward_model, config.run.seed)
-    found = {"data.pairs": texts_fingerprint(text for pair in pairs for text in pair)}
-    recorder = Recorder(folder, config, "reward-model", display, device, found)
-    display.message(f"{len(pairs)} pairs, {parameter_count(model):,} parameters, {trainer.steps} steps")
+    sources = Sources(display, device, access_of(config.run))
+    reward = _new_reward_model(config, sources)
+    model = reward.model
+    prepare = _learn_labels if config.data.labels is not None else _learn_pairs
+    objective, evaluate, distribution, fingerprints = prepare(config, sources, reward)
+    trainer = SupervisedTrainer(model, objective, config.reward_model, config.run.seed)
+    recorder = Recorder(folder, config, "reward-model", display, device, fingerprints)
+    what = "pairs" if config.data.labels is None else "labelled texts"
+    display.message(f"{len(objective)} {what}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
-        last = run_supervised(recorder, trainer, model, lambda: pair_accuracy(reward, heldout), display, title)
-        write_folder(folder.final, lambda place: save_model(model, tokenizer, place))
-        return recorder.summary(steps=trainer.steps, final=last, stopped_by=None)
+        last = run_supervised(recorder, trainer, model, evaluate, display, title)
+        setattr(model.config, FORMAT_KEY, asdict(reward.form))
+        model.config.pad_token_id = reward.tokenizer.pad_token_id
+        write_folder(folder.final, lambda place: save_model(model, reward.tokenizer, place))
+        return recorder.summary(steps=trainer.steps, final=last, heldout=distribution(), stopped_by=None)
     finally:
         recorder.close()
 
 
-def _pairs(config: RewardModelConfig, sources: Sources) -> tuple[list[Pair], list[Pair]]:
-    data = config.data
-    names = (data.prompt_column, data.chosen_column, data.rejected_column)
-    pairs = sources.pairs(data.pairs, names, "data.pairs", heldout=False)
-    if data.eval_pairs is not None:
-        kept = sources.pairs(data.eval_pairs, names, "data.eval_pairs", heldout=True)
-    elif is_builtin(data.pairs):
-        kept = sources.pairs(data.pairs, names, "data.pairs", heldout=True)
-    else:
-        pairs, kept = split_heldout(pairs, f"data.pairs: {data.pairs}")
-    return pairs, kept[: config.eval.max_pairs]
+def _new_reward_model(config: RewardModelConfig, sources: Sources) -> RewardModel:
+    loaded = load_language_model(sources, config.policy.model, "policy.model")
+    model = classifier_from_lm(loaded.model, loaded.tokenizer, "policy.model", sources.access)
+    initialise_head(model.score, derive_seed(config.run.seed, "head"))
+    if config.policy.gradient_checkpointing:
+        enable_recompute(model, "policy.gradient_checkpointing")
+    form = TextFormat(chat=config.data.chat_template)
+    return RewardModel(model.to(sources.device), loaded.tokenizer, form=form)
+
+
+class Prepared(NamedTuple):
+    """What is trained on, and how the result is judged."""
+
+    objective: Objective
+    evaluate: Callable[[], Figures]
+    distribution: Callable[[], Figures]  # calibration and score histogram on held-out data
+    fingerprints: dict[str, str]  # of the training data, by config key
+
+
+def _learn_pairs(config: RewardModelConfig, sources: Sources, reward: RewardModel) -> Prepared:
+    pairs, heldout = sources.pairs(config.data)
+    heldout = heldout[: config.eval.max_pairs]
+    objective = PairObjective(reward, pairs)
+    check_vocabulary(reward.model, reward.tokenizer, objective.chosen + objective.rejected, "data.pairs")
+
+    def scores() -> tuple[torch.Tensor, torch.Tensor]:
+        prompts = [pair.prompt for pair in heldout]
+        chosen = reward.score(prompts, [pair.chosen for pair in heldout])
+        return chosen, reward.score(prompts, [pair.rejected for pair in heldout])
+
+    def distribution() -> Figures:
+        chosen, rejected = scores()
+        bins = calibration(chosen - rejected, chosen > rejected)[1]
+        shown = histogram({"chosen": chosen, "rejected": rejected})
+        return {"calibration": [part._asdict() for part in bins], "histogram": shown}
+
+    found = {"data.pairs": texts_fingerprint(text for pair in pairs for text in pair)}
+    return Prepared(objective, lambda: pair_figures(*scores()), distribution, found)
+
+
+def _learn_labels(config: RewardModelConfig, sources: Sources, reward: RewardModel) -> Prepared:
+    rows, heldout = sources.labelled(config.data)
+    heldout = heldout[: config.eval.max_pairs]
+    binary = is_binary([*rows, *heldout])
+    sources.display.message("labels are 0 and 1: a classifier" if binary else "labels are numbers: a regression")
+    objective = LabelObjective(reward, rows, binary=binary)
+    check_vocabulary(reward.model, reward.tokenizer, objective.encoded, "data.labels")
+    labels = torch.tensor([row.label for row in heldout])
+
+    def scores() -> torch.Tensor:
+        return reward.score([""] * len(heldout), [row.text for row in heldout])
+
+    def distribution() -> Figures:
+        found = scores()
+        if not binary:
+            return {"histogram": histogram({"all": found})}
+        bins = calibration(found, (found > 0) == (labels > 0.5))[1]
+        shown = histogram({"label 1": found[labels > 0.5], "label 0": found[labels <= 0.5]})
+        return {"calibration": [part._asdict() for part in bins], "histogram": shown}
+
+    data = {"data.labels": texts_fingerprint(f"{row.label} {row.text}" for row in rows)}
+    return Prepared(objective, lambda: label_figures(scores(), labels, binary=binary), distribution, data)

@@ -1,48 +1,50 @@
-"""`rlhf-kl sft`: a language model from texts, from scratch or from a model."""
+"""`rlhf-kl sft`: a language model from texts or responses, from scratch or from a model."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from rlhf_kl.builtin.world import is_builtin
+import torch
+
 from rlhf_kl.checkpoint import write_folder
+from rlhf_kl.commands.models import load_trained_model
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import pick_device
-from rlhf_kl.commands.sources import Sources, split_heldout
+from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import SFTConfig
+from rlhf_kl.data.chat import require_chat_template
+from rlhf_kl.data.texts import Example
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.fingerprint import texts_fingerprint
-from rlhf_kl.models.load import context_length, load_causal_lm, load_tokenizer, parameter_count, save_model
+from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, parameter_count, save_model
+from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.tokenizer import train_tokenizer
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.trainers.responses import ResponseObjective
 from rlhf_kl.trainers.sft import TextObjective
-from rlhf_kl.trainers.supervised import SupervisedTrainer
+from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
+
+Figures = dict[str, Any]
 
 
 def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft") -> dict[str, Any]:
     """Train a language model; returns the summary."""
     device = pick_device(config.run)
-    sources = Sources(display)
-    texts, heldout = _texts(config, sources)
-    model, tokenizer = _model(config, sources, texts)
-    model.to(device)
-    objective = TextObjective(model, tokenizer, texts, context_length(model))
-    if objective.truncated:
-        display.message(f"{objective.truncated} of {len(texts)} texts are longer than the context and are cut off")
+    sources = Sources(display, device, access_of(config.run))
+    responses = config.data.response_column is not None
+    prepare = _learn_responses if responses else _learn_texts
+    model, tokenizer, objective, evaluate, fingerprint = prepare(config, sources, display)
     trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed)
-    found = {"data.texts": texts_fingerprint(texts)}
-    recorder = Recorder(folder, config, "sft", display, device, found)
-    display.message(f"{len(texts)} texts, {parameter_count(model):,} parameters, {trainer.steps} steps")
-
-    def evaluate() -> dict[str, Any]:
-        figures = perplexity(model, tokenizer, heldout)
-        return {"eval/perplexity": figures.perplexity, "eval/bits_per_byte": figures.bits_per_byte}
-
+    recorder = Recorder(folder, config, "sft", display, device, {"data.texts": fingerprint})
+    what = "responses" if responses else "texts"
+    display.message(f"{len(objective)} {what}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
         last = run_supervised(recorder, trainer, model, evaluate, display, title)
@@ -52,26 +54,94 @@ def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, titl
         recorder.close()
 
 
-def _texts(config: SFTConfig, sources: Sources) -> tuple[list[str], list[str]]:
-    data, limit = config.data, config.eval.max_documents
-    texts = sources.texts(data.texts, data.column, "data.texts", heldout=False, limit=data.max_documents)
-    if data.eval_texts is not None:
-        kept = sources.texts(data.eval_texts, data.column, "data.eval_texts", heldout=True)
-    elif is_builtin(data.texts):
-        kept = sources.texts(data.texts, data.column, "data.texts", heldout=True)
-    else:
-        texts, kept = split_heldout(texts, f"data.texts: {data.texts}")
-    empty = sum(not text.strip() for text in texts)
-    if empty:
-        raise InputError(f"data.texts: {empty} of {len(texts)} texts are empty")
-    return texts, kept[:limit]
+class Prepared(NamedTuple):
+    """What is trained on what, and how it is judged."""
+
+    model: Any
+    tokenizer: Any
+    objective: Objective
+    evaluate: Callable[[], Figures]
+    fingerprint: str  # of the training data
+
+
+def _learn_texts(config: SFTConfig, sources: Sources, display: TrainingDisplay) -> Prepared:
+    texts, heldout = sources.documents(config.data)
+    heldout = heldout[: config.eval.max_documents]
+    texts = _without_empty(texts, "data.texts", display)
+    model, tokenizer = _model(config, sources, texts)
+    objective = TextObjective(model, tokenizer, texts, context_length(model))
+    check_vocabulary(model, tokenizer, objective.rows, "data.texts")
+    _say_truncated(objective.truncated, len(texts), "texts", display)
+
+    def evaluate() -> Figures:
+        figures = perplexity(model, tokenizer, heldout)
+        return {
+            "eval/loss": figures.nats_per_token,
+            "eval/perplexity": figures.perplexity,
+            "eval/bits_per_byte": figures.bits_per_byte,
+        }
+
+    return Prepared(model, tokenizer, objective, evaluate, texts_fingerprint(texts))
+
+
+def _learn_responses(config: SFTConfig, sources: Sources, display: TrainingDisplay) -> Prepared:
+    data = config.data
+    examples, heldout = sources.examples(data)
+    model, tokenizer = _model(config, sources, [example.prompt + example.response for example in examples])
+    if data.chat_template:
+        require_chat_template(tokenizer, "data.chat_template")
+    context, ends = context_length(model), eos_ids(model, tokenizer)
+
+    def objective(rows: list[Example]) -> ResponseObjective:
+        made = ResponseObjective(model, tokenizer, rows, context, ends, chat=data.chat_template, system=data.system)
+        check_vocabulary(model, tokenizer, made.rows, "data.texts")
+        return made
+
+    train, kept = objective(examples), objective(heldout[: config.eval.max_documents])
+    _say_truncated(train.truncated, len(examples), "responses", display)
+    if train.left_out:
+        display.message(f"{train.left_out} of {len(examples)} rows left out: their prompts fill the context")
+
+    @torch.no_grad()
+    def evaluate() -> Figures:
+        rows, size, total = list(range(len(kept))), config.sft.microbatch_size, 0.0
+        rows.sort(key=kept.size)
+        for start in range(0, len(rows), size):
+            total += float(kept.loss(rows[start : start + size])[0])
+        loss = total / sum(kept.weight(row) for row in rows)
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+    fingerprint = texts_fingerprint(text for example in examples for text in example)
+    return Prepared(model, tokenizer, train, evaluate, fingerprint)
+
+
+def _without_empty(texts: list[str], what: str, display: TrainingDisplay) -> list[str]:
+    full = [text for text in texts if text.strip()]
+    if not full:
+        raise InputError(f"{what}: all {len(texts)} texts are empty")
+    if len(full) < len(texts):
+        display.message(f"{what}: {len(texts) - len(full)} of {len(texts)} texts left out: empty")
+    return full
+
+
+def _say_truncated(count: int, total: int, what: str, display: TrainingDisplay) -> None:
+    if count:
+        display.message(f"{count} of {total} {what} are longer than the context and are cut off")
 
 
 def _model(config: SFTConfig, sources: Sources, texts: list[str]) -> tuple[Any, Any]:
-    if config.policy.model is not None:
-        ref = sources.policy(config.policy.model)
-        return load_causal_lm(ref, "policy.model"), load_tokenizer(ref, "policy.model")
-    shape = config.policy.architecture
+    section, seed = config.policy, config.run.seed
+    if section.model is not None:
+        loaded = load_trained_model(
+            sources,
+            section.model,
+            section.lora,
+            "policy.model",
+            seed=derive_seed(seed, "adapter"),
+            gradient_checkpointing=section.gradient_checkpointing,
+        )
+        return loaded.model.to(sources.device), loaded.tokenizer
+    shape = section.architecture
     tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
     model = new_gpt2(
         vocab_size=len(tokenizer),
@@ -80,6 +150,8 @@ def _model(config: SFTConfig, sources: Sources, texts: list[str]) -> tuple[Any, 
         heads=shape.heads,
         context=shape.context,
         tokenizer=tokenizer,
-        seed=derive_seed(config.run.seed, "weights"),
+        seed=derive_seed(seed, "weights"),
     )
-    return model, tokenizer
+    if section.gradient_checkpointing:
+        enable_recompute(model, "policy.gradient_checkpointing")
+    return model.to(sources.device), tokenizer

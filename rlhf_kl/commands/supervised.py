@@ -12,6 +12,8 @@ from torch import nn
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.errors import GuardStop
+from rlhf_kl.models.lora import checkpointed
+from rlhf_kl.models.recompute import recomputing
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.optim import load_optimizer_tensors
@@ -33,7 +35,7 @@ def run_supervised(
     config = recorder.config
     start = 1
     if recorder.checkpoint is not None:
-        recorder.checkpoint.load_model(model)
+        recorder.checkpoint.load_model(checkpointed(model))
         load_optimizer_tensors(trainer.optimizer, recorder.checkpoint.optimizer_tensors())
         trainer.microbatch.halve_to(recorder.state["microbatch"])
         start = recorder.checkpoint.step + 1
@@ -47,7 +49,8 @@ def run_supervised(
         for step in range(start, trainer.steps + 1):
             began = time.perf_counter()
             figures = evaluate() if (step - 1) % every == 0 else {}
-            row = next(rows) | figures
+            with recomputing(model):
+                row = next(rows) | figures
             row["time/step_s"] = time.perf_counter() - began
             recorder.row(row)
             advance(1)
@@ -59,7 +62,7 @@ def run_supervised(
                 raise GuardStop(reason)
             due = due or (step % config.checkpoint.every == 0 and step < trainer.steps)
             if (due or stop.signal) and not trainer.skipped and all_finite(model.parameters()):
-                recorder.save(step, model, trainer.optimizer, {"microbatch": trainer.microbatch.halved})
+                recorder.save(step, checkpointed(model), trainer.optimizer, {"microbatch": trainer.microbatch.halved})
                 due = False
             stop.raise_if_asked()
         last = {"step": trainer.steps + 1, **evaluate()}

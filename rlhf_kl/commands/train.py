@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_kl.checkpoint import checkpoints, write_folder
 from rlhf_kl.commands.guards import RunGuards
+from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.reference_scores import ReferenceScores
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.signals import stopping_on_signals
-from rlhf_kl.commands.sources import Sources
 from rlhf_kl.config.plugins import controller_arguments, controller_class
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.data.prompts import PromptStream, check_prompts
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.kl_controllers import KLControl
 from rlhf_kl.kl_controllers.tilt import gain_at_kl
-from rlhf_kl.models.actor_critic import ActorCritic, freeze, plain_reason, value_head_from_reward
+from rlhf_kl.models.actor_critic import ActorCritic
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
-from rlhf_kl.models.load import (
-    context_length,
-    eos_ids,
-    load_causal_lm,
-    load_tokenizer,
-    parameter_count,
-    save_model,
-)
+from rlhf_kl.models.load import parameter_count, save_model
+from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.results.control import end, is_update
-from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores, gold_scores_of
-from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
+from rlhf_kl.reward_functions import (
+    ResponseTraits,
+    RewardModel,
+    ScoreShaping,
+    checked_scores,
+    gold_scores_of,
+    response_traits,
+)
+from rlhf_kl.rollout.collect import draw, measure, response_texts
 from rlhf_kl.seeding import library_state_kept, shuffled, uniforms
 from rlhf_kl.tracking.alerts import KLAlerts
 from rlhf_kl.tracking.display import TrainingDisplay
@@ -50,11 +48,10 @@ from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT, check_start
 from rlhf_kl.trainers.optim import adamw, load_optimizer_tensors
 from rlhf_kl.trainers.ppo import PPOTrainer, Update
-from rlhf_kl.types import PromptBatch, RewardFn
+from rlhf_kl.types import PromptBatch
 
 PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy can use is within prompts
 SAMPLING_ROWS = 256
-EVAL_PROMPTS = 64
 SAMPLES_PER_STEP = 4
 
 
@@ -72,22 +69,6 @@ def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) 
         recorder.close()
 
 
-@dataclass
-class Parts:
-    """The models and data of a run."""
-
-    policy: Any
-    reference: Any
-    tokenizer: Any
-    reward: RewardFn
-    gold: GoldScorer | None
-    prompts: PromptStream
-    heldout: PromptStream
-    texts: list[str]
-    sampling: Sampling
-    same_start: bool  # the reference is the starting policy
-
-
 def fingerprints(parts: Parts) -> dict[str, str]:
     """What a resumed run must find unchanged, by config key."""
     found = {
@@ -97,65 +78,6 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     if isinstance(parts.reward, RewardModel):
         found["reward.model"] = model_fingerprint(parts.reward.model)
     return found
-
-
-def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
-    """Load everything that the config names, and refuse what cannot work."""
-    device = accelerator.device
-    sources = Sources(display, device)
-    ref = sources.policy(config.policy.model)
-    policy = load_causal_lm(ref, "policy.model").to(device)
-    if reason := plain_reason(policy):
-        display.message(f"policy.model: logits are computed at every position, not at responses only: {reason}")
-    tokenizer = load_tokenizer(ref, "policy.model")
-    reference_ref = config.reference.model
-    same = reference_ref is None or sources.policy(reference_ref) == ref
-    reference = (
-        copy.deepcopy(policy) if same else load_causal_lm(sources.policy(reference_ref or ""), "reference.model")
-    )
-    freeze(reference).to(device)
-    if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
-        raise InputError("reference.model: has another vocabulary than policy.model: no KL between them")
-    reward = sources.reward(config.reward)
-    gold = sources.gold(config.reward, config.reward.model or "", config.data.prompts)
-    train, kept = sources.prompts(config.data.prompts, config.data.column, config.eval.prompts)
-    batch = config.rollout.batch_size
-    if batch % accelerator.num_processes:
-        raise InputError(f"rollout.batch_size: {accelerator.num_processes} processes do not divide {batch}")
-    prompts = PromptStream(train, tokenizer, batch, config.run.seed)
-    heldout = PromptStream(kept, tokenizer, min(EVAL_PROMPTS, len(kept)), config.run.seed)
-    context = context_length(policy)
-    room = None if context is None else context - config.rollout.max_new_tokens
-    check_prompts(prompts.texts, prompts.rows, room, "data.prompts")
-    check_prompts(heldout.texts, heldout.rows, room, "eval.prompts")
-    texts = sources.texts(
-        config.eval.texts, config.eval.column, "eval.texts", heldout=True, limit=config.eval.max_documents
-    )
-    sampling = Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        eos_ids=eos_ids(policy, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-    )
-    return Parts(policy, reference, tokenizer, reward, gold, prompts, heldout, texts, sampling, same)
-
-
-def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping) -> ActorCritic:
-    """The policy with its value function: a zero head on its trunk, or a trunk of its own.
-
-    The separate one starts from the reward model where that reads the policy's tokens, else from the policy.
-    """
-    if config.policy.value == "head":
-        return ActorCritic(parts.policy)
-    reward = parts.reward
-    if isinstance(reward, RewardModel) and reward.tokenizer.get_vocab() == parts.tokenizer.get_vocab():
-        trunk = copy.deepcopy(reward.model.base_model)
-        head: nn.Linear | None = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
-    else:
-        trunk, head = copy.deepcopy(parts.policy.base_model), None
-    for parameter in trunk.parameters():
-        parameter.requires_grad_(True)
-    return ActorCritic(parts.policy, trunk, head)
 
 
 def build_control(config: TrainConfig, coef: float) -> KLControl:
@@ -223,7 +145,7 @@ class TrainRun:
         self.guards = RunGuards(config, self.trainer, recorder.folder, parts.same_start)
         self.start = 1
         if checkpoint is not None:
-            checkpoint.load_model(self.trainer.core)
+            checkpoint.load_model(checkpointed(self.trainer.core))
             load_optimizer_tensors(optimizer, checkpoint.optimizer_tensors())
             self.trainer.load_state_dict(state["trainer"])
             self.alerts.load_state_dict(state["alerts"])
@@ -243,7 +165,7 @@ class TrainRun:
         each = min(PER_PROMPT, count)
         chosen = shuffled(len(parts.prompts), config.run.seed, "reference prompts")[: max(1, count // each)].tolist()
         indices = [i for i in chosen for _ in range(each)]
-        scores, golds, ended, lengths = [], [], [], []
+        scores, golds, traits = [], [], []
         with self.display.progress("sampling the reference", len(indices)) as advance:
             for start in range(0, len(indices), SAMPLING_ROWS):
                 batch = parts.prompts.pick(indices[start : start + SAMPLING_ROWS])
@@ -253,21 +175,22 @@ class TrainRun:
                 responses = response_texts(parts.tokenizer, sampled)
                 scores.append(checked_scores(parts.reward, batch.texts, responses, config.reward.kind))
                 golds += gold_scores_of(parts.gold, batch.texts, responses) or []
-                ended.append(sampled.ended.cpu())
-                lengths.append(sampled.mask.sum(1).cpu())
+                traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
                 if start == 0:
                     self.check_start(batch, noise)
                 advance(len(batch))
         raw = torch.cat(scores)
         section = config.reward
-        shaping = ScoreShaping.fit(
-            raw,
-            normalize=section.normalize,
+        unscaled = ScoreShaping(
             clip=section.clip,
             missing_eos_penalty=section.missing_eos_penalty,
+            length_penalty=section.length_penalty,
+            repetition_penalty=section.repetition_penalty,
         )
-        shaped: Tensor = shaping(raw, torch.cat(ended))
-        length = float(torch.cat(lengths).double().mean())
+        shaping = unscaled.fit(raw, normalize=section.normalize)
+        together = ResponseTraits(*(torch.cat(column) for column in zip(*traits, strict=True)))
+        shaped: Tensor = shaping(raw, together)
+        length = float(together.lengths.double().mean())
         return ReferenceScores(shaped.tolist(), indices, length, golds or None), shaping
 
     def check_start(self, batch: PromptBatch, noise: Tensor) -> None:
@@ -480,7 +403,7 @@ class TrainRun:
             "reference_scores": vars(self.reference_scores),
         }
         spared = [self.best_checkpoint["step"]] if self.best_checkpoint else []
-        self.recorder.save(step, self.trainer.core, self.trainer.optimizer, state, spared)
+        self.recorder.save(step, checkpointed(self.trainer.core), self.trainer.optimizer, state, spared)
 
     # ------------------------------------------------------------------ the end
 

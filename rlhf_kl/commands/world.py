@@ -52,7 +52,7 @@ class World:
         """Folder of the pre-trained policy with its tokenizer."""
         if "policy" not in self.found:
             config = load_config("sft", "sft_reviews.yaml", list(self.spec.sft))
-            settings = config.model_dump_json(include={"policy", "sft"})
+            settings = config.model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
             key = part_key(self.spec, TRAINER_SOURCES, _versions(), [settings])
             self.found["policy"] = self._part(f"policy-{key}", self._train_policy)
         return self.found["policy"]
@@ -61,7 +61,7 @@ class World:
         """Folder of the reward model."""
         if "reward" not in self.found:
             config = load_config("reward-model", "reward_reviews.yaml", list(self.spec.reward_model))
-            settings = config.model_dump_json(include={"policy", "reward_model"})
+            settings = config.model_dump_json(include={"policy": {"model"}, "reward_model": True})
             key = part_key(self.spec, TRAINER_SOURCES, _versions(), [self.policy().name, settings])
             self.found["reward"] = self._part(f"reward-{key}", self._train_reward_model)
         return self.found["reward"]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rlhf_kl.components import is_reference, nearest, reference_file, suggestion
 from rlhf_kl.config.describe import describe_errors
-from rlhf_kl.config.plugins import construction_problems, controller_problems, reward_problems
+from rlhf_kl.config.plugins import construction_problems, controller_problems, raw_terms, reward_problems
 from rlhf_kl.config.schema import (
     CONSTANT_KINDS,
     KIND_NAMES,
@@ -29,6 +29,7 @@ from rlhf_kl.config.schema import (
     RolloutSection,
     Section,
     SFTConfig,
+    TermSection,
     TrainConfig,
     section_of,
 )
@@ -275,7 +276,19 @@ def _absolute(raw: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
         if not isinstance(value, str) or not value or value.startswith(BUILTIN):
             continue
         holder[name] = _located(value, location, folders)
+    for _, holder, name, location in _term_locations(raw):
+        holder[name] = _located(holder[name], location, folders)
     return raw
+
+
+def _term_locations(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, Location]]:
+    """Dotted key, holder, name and mark of what the terms of a reward may name on disk."""
+    reward, _ = _holder(raw, "reward.terms")
+    for term_name, term in raw_terms(reward).items():
+        for name, mark in _locations(TermSection):
+            value = term.get(name)
+            if isinstance(value, str) and value and not value.startswith(BUILTIN):
+                yield f"reward.terms.{term_name}.{name}", term, name, mark
 
 
 def _located(value: str, location: Location, folders: Sequence[Path]) -> str:
@@ -314,6 +327,10 @@ def _source_problems(kind: Kind, raw: dict[str, Any]) -> list[str]:
                 hint = suggestion(value.removeprefix(BUILTIN), BUILTIN_NAMES, prefix=BUILTIN)
                 problems.append(f"{key}: no built-in {value!r}{hint}")
         elif _looks_like_path(value) and not _exists(Path(os.path.expanduser(value))):
+            problems.append(f"{key}: no such file: {value}")
+    for key, holder, name, location in _term_locations(raw):
+        value = holder[name]
+        if location.path and _looks_like_path(value) and not _exists(Path(os.path.expanduser(value))):
             problems.append(f"{key}: no such file: {value}")
     return problems
 

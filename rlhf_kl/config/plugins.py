@@ -16,6 +16,7 @@ from rlhf_kl.config.schema import (
     PPOSection,
     RewardSection,
     RolloutSection,
+    TermSection,
     TrainConfig,
 )
 from rlhf_kl.errors import InputError
@@ -106,7 +107,18 @@ def reward_problems(section: Mapping[str, Any]) -> list[str]:
         problems += _scorer_problems(kind, options, key="reward.kind", where="reward")
     if isinstance(gold, str) and is_reference(gold):
         problems += _scorer_problems(gold, {}, key="reward.gold", where="reward.gold")
+    for name, term in raw_terms(section).items():
+        if isinstance(term.get("kind"), str) and is_reference(term["kind"]):
+            options = {k: v for k, v in term.items() if k not in TermSection.model_fields}
+            where = f"reward.terms.{name}"
+            problems += _scorer_problems(term["kind"], options, key=f"{where}.kind", where=where)
     return problems
+
+
+def raw_terms(reward: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The mappings below `terms` of a raw `reward`, by name."""
+    terms = reward.get("terms")
+    return {str(k): v for k, v in terms.items() if isinstance(v, dict)} if isinstance(terms, dict) else {}
 
 
 def _scorer_problems(ref: str, options: dict[str, Any], *, key: str, where: str) -> list[str]:
@@ -130,6 +142,7 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
         "kl.controller.kind": config.kl.controller.kind,
         "reward.kind": config.reward.kind,
         "reward.gold": config.reward.gold,
+        **{f"reward.terms.{name}.kind": term.kind for name, term in (config.reward.terms or {}).items()},
     }
     files = {key: reference_file(ref, [Path.cwd()]) for key, ref in refs.items() if ref is not None}
     return {key: path for key, path in files.items() if path is not None}

@@ -6,16 +6,18 @@ import math
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.components import is_reference, nearest
 from rlhf_kl.errors import InputError
+from rlhf_kl.templates import template_fields
 
 Kind: TypeAlias = Literal["train", "sft", "reward-model"]
 KIND_NAMES: tuple[Kind, ...] = ("train", "sft", "reward-model")
 
 PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats per token
+SUM = "sum"  # the reward that is made of several
 CONSTANT_KINDS = ("fixed", "static")  # the only ones that may hold beta at 0
 
 LARGEST = 10**12  # beyond any run, and still exact as a float
@@ -39,6 +41,14 @@ OptionalSource = Annotated[Name | None, Location(path=True, plugin=False)]
 OptionalScorer = Annotated[Name | None, Location(path=True, plugin=True)]
 Plugin = Annotated[str, Field(min_length=1), Location(path=False, plugin=True)]
 Schedule = Literal["constant", "linear", "cosine"]
+
+
+def _is_template(template: str) -> str:
+    template_fields(template)
+    return template
+
+
+Template = Annotated[str, Field(min_length=1), AfterValidator(_is_template)]
 
 
 class Section(BaseModel):
@@ -85,6 +95,10 @@ class RunSection(Section):
     """auto (the best there is), cpu, cuda, cuda:N or mps."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation; master weights stay float32."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model's weights. Read it first."""
+    allow_pickle: bool = False
+    """Load weights from pickled files where there are no safetensors: they can run code too."""
 
     @field_validator("name")
     @classmethod
@@ -154,14 +168,36 @@ class EpochsSection(OptimiserSection):
         return self
 
 
+def _system_problems(system: str | None, chat: bool) -> list[str]:
+    return ["data.system is only read where data.chat_template is true"] if system is not None and not chat else []
+
+
+class LoraSection(Section):
+    r: Count = 16
+    """Rank of the adapter."""
+    alpha: Positive = 32.0
+    """The adapter's output is scaled by alpha / r."""
+    target_modules: list[Name] | None = None
+    """Names of the layers that get an adapter; null = every linear layer but the head."""
+
+
+class TunedSection(Section):
+    """What is true of every model that is trained."""
+
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: a third more time, far less memory."""
+
+
 # ---- train ----
 
 
-class PolicySection(Section):
+class PolicySection(TunedSection):
     model: Source = "builtin:reviews"
-    """Starting policy: a local folder, a hub id, or builtin:NAME."""
+    """Starting policy: a local folder, a hub id (owner/name, owner/name@revision), or builtin:NAME."""
     value: Literal["head", "separate"] = "head"
     """Value function: a head on the policy, or a model of its own that starts from the reward model."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter and leave the weights as they are: `lora: {}` for the defaults."""
 
 
 class ReferenceSection(Section):
@@ -169,56 +205,115 @@ class ReferenceSection(Section):
     """What the KL is measured to; null = a frozen copy of the starting policy."""
 
 
-class RewardSection(Section):
+class ScorerSection(Section):
+    """One scorer: a model, or a function whose options stand beside its kind."""
+
     model_config = ConfigDict(extra="allow")
-    general: ClassVar[frozenset[str]] = frozenset({"normalize", "clip", "missing_eos_penalty", "time_limit", "gold"})
 
     kind: Plugin = "model"
     """model, or a function as file.py:function or module:function; its options stand beside it."""
     model: OptionalSource = Field(
         default_factory=lambda data: "builtin:reviews" if data.get("kind") == "model" else None
     )
-    """Reward model, where kind is model: a local folder, a hub id, or builtin:NAME."""
-    normalize: bool = True
-    """Scale scores to mean 0 and spread 1 once, on responses of the reference."""
-    clip: Positive | None = 5.0
-    """Bound on the size of a normalised score; null = none."""
-    missing_eos_penalty: NonNegative = 1.0
-    """Taken from the score of a response that was cut off."""
-    time_limit: Positive | None = 600.0
-    """Seconds that a reward function may take for one batch; null = any."""
-    gold: OptionalScorer = None
-    """A second scorer that is only logged; builtin:reviews brings its own."""
+    """Reward model, where kind is model: a local folder, a hub id (owner/name@revision), or builtin:NAME."""
+    label: Name | None = None
+    """Output of a classifier with several: its log-odds against the others are the score."""
+    chat_template: bool | None = None
+    """Write prompt and response as turns in the reward model's chat template; null = as its folder says, else false."""
+    append_eos: bool | None = None
+    """End the text with the reward model's EOS; null = as its folder says, else true."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of a reward function."""
         return dict(self.model_extra or {})
 
+    def problems(self, path: str, kinds: str = "model") -> list[str]:
+        """What does not agree; `path` is the dotted key of this scorer."""
+        found = []
+        if self.kind == "model":
+            found += [f"{path}.{key}: unknown key" for key in self.options]
+            if self.model is None:
+                found.append(f"{path}.model must be a model where {path}.kind is model: null")
+            return found
+        if not is_reference(self.kind):
+            found.append(
+                f"{path}.kind must be {kinds}, file.py:function or module:function: {self.kind!r}"
+                + ("; did you mean model?" if nearest(self.kind, ["model"]) else "")
+            )
+        for key in ("model", "label", "chat_template", "append_eos"):
+            if getattr(self, key) is not None:
+                found.append(f"{path}.{key} is only read where {path}.kind is model: {getattr(self, key)!r}")
+        return found
+
+
+class TermSection(ScorerSection):
+    weight: float = 1.0
+    """What the term's raw score is multiplied by."""
+
+
+class RewardSection(ScorerSection):
+    general: ClassVar[frozenset[str]] = frozenset(
+        {"normalize", "clip", "missing_eos_penalty", "length_penalty", "repetition_penalty", "time_limit", "gold"}
+    )
+
+    kind: Plugin = "model"
+    """model, a function as file.py:function or module:function with its options beside it, or sum."""
+    terms: dict[Name, TermSection] | None = None
+    """Where kind is sum: scorers by name, each with its kind and weight; their raw scores are added up."""
+    normalize: bool = True
+    """Scale scores to mean 0 and spread 1 once, on responses of the reference."""
+    clip: Positive | None = 5.0
+    """Bound on the size of a normalised score; null = none."""
+    missing_eos_penalty: NonNegative = 1.0
+    """Taken from the score of a response that was cut off."""
+    length_penalty: NonNegative = 0.0
+    """Taken from the score for every token of the response."""
+    repetition_penalty: NonNegative = 0.0
+    """Times the share of a response's runs of three tokens that it has already had, taken from its score."""
+    time_limit: Positive | None = 600.0
+    """Seconds that a reward function may take for one batch; null = any."""
+    gold: OptionalScorer = None
+    """A second scorer that is only logged; builtin:reviews brings its own."""
+
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        problems = []
-        if self.kind == "model":
-            problems += [f"reward.{key}: unknown key" for key in self.options]
-            if self.model is None:
-                problems.append("reward.model must be a model where reward.kind is model: null")
-        else:
-            if not is_reference(self.kind):
-                problems.append(
-                    f"reward.kind must be model, file.py:function or module:function: {self.kind!r}"
-                    + ("; did you mean model?" if nearest(self.kind, ["model"]) else "")
-                )
-            if self.model is not None:
-                problems.append(f"reward.model is only read where reward.kind is model: {self.model!r}")
+        if self.kind != SUM:
+            terms = ["reward.terms is only read where reward.kind is sum"] if self.terms is not None else []
+            _refuse(*self.problems("reward", "model, sum"), *terms)
+            return self
+        problems = [f"reward.{key}: unknown key" for key in self.options]
+        problems += [
+            f"reward.{key} is only read where reward.kind is model" for key in ("model", "label") if getattr(self, key)
+        ]
+        if not self.terms:
+            problems.append("reward.terms must name at least one scorer where reward.kind is sum")
+        for name, term in (self.terms or {}).items():
+            problems += term.problems(f"reward.terms.{name}")
         _refuse(*problems)
         return self
 
 
 class PromptsSection(Section):
     prompts: Source = "builtin:reviews"
-    """Prompts to train on: .jsonl .json .csv .parquet .txt, a hub id, or builtin:NAME."""
+    """Prompts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME."""
+    split: Name = "train"
+    """Split of a hub id or folder, such as train or train[:1000]."""
     column: Name = "prompt"
     """Column or key of the prompt."""
+    template: Template | None = None
+    """The prompt from several columns, such as "Title: {title}"; null = `column` as it is."""
+    first_tokens: Count | None = None
+    """Keep only so many tokens from a prompt's beginning; null = all."""
+    chat_template: bool = False
+    """Write the prompt as a turn of the user in the tokenizer's chat template."""
+    system: str | None = None
+    """System message in front, where chat_template is on."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        _refuse(*_system_problems(self.system, self.chat_template))
+        return self
 
 
 class RolloutSection(Section):
@@ -374,7 +469,9 @@ class EvalSection(Section):
     column: Name = "text"
     """Column or key of the text."""
     prompts: OptionalSource = None
-    """Held-out prompts to score; null = those that come with data.prompts."""
+    """Held-out prompts to score, in columns as those of data.prompts; null = those that come with data.prompts."""
+    split: Name = "test"
+    """Split of a hub id or folder in `texts` and `prompts`."""
     max_documents: Count | None = 200
     """Texts that are read at most; null = all."""
 
@@ -438,22 +535,53 @@ class ArchitectureSection(Section):
         return self
 
 
-class SFTPolicySection(Section):
+class SFTPolicySection(TunedSection):
     model: OptionalSource = None
     """Model to go on from; null = a new one, from scratch."""
     architecture: ArchitectureSection = Field(default_factory=ArchitectureSection)
     """Size of a new model."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter and leave the weights as they are: `lora: {}` for the defaults."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        _refuse(*(["policy.lora needs a policy.model to adapt"] if self.lora and self.model is None else []))
+        return self
 
 
 class SFTDataSection(Section):
     texts: Source = "builtin:reviews"
-    """Texts to train on."""
+    """Texts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME."""
+    split: Name = "train"
+    """Split of a hub id or folder, such as train or train[:1000]."""
     column: Name = "text"
-    """Column or key of the text."""
+    """Column or key of the text, where there are no prompts and responses."""
+    template: Template | None = None
+    """The text, or the prompt, from several columns, such as "Title: {title}"; null = the column as it is."""
+    prompt_column: Name | None = None
+    """Column of the prompt, where the response alone is to be learned."""
+    response_column: Name | None = None
+    """Column of the response to learn: text, or a conversation that ends with it (then no prompt_column is needed)."""
+    chat_template: bool = False
+    """Write prompt and response as turns in the tokenizer's chat template."""
+    system: str | None = None
+    """System message in front, where chat_template is on."""
     eval_texts: OptionalSource = None
-    """Held-out texts; null = those that come with `texts`, else a part that is kept apart."""
+    """Held-out rows of the same columns; null = those that come with `texts`, else a part that is kept apart."""
+    eval_split: Name = "test"
+    """Split of a hub id or folder in `eval_texts`."""
     max_documents: Count | None = None
     """Texts that are read at most; null = all."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        problems = _system_problems(self.system, self.chat_template)
+        if self.prompt_column is not None and self.response_column is None:
+            problems.append("data.prompt_column needs a data.response_column beside it")
+        if self.chat_template and self.response_column is None:
+            problems.append("data.chat_template needs data.response_column: texts have no turns")
+        _refuse(*problems)
+        return self
 
 
 class SFTSection(EpochsSection):
@@ -484,22 +612,46 @@ class SFTConfig(Section):
 # ---- reward-model ----
 
 
-class TrunkSection(Section):
+class TrunkSection(TunedSection):
     model: Source = "builtin:reviews"
     """Language model that the reward model starts from."""
 
 
 class PairsSection(Section):
-    pairs: Source = "builtin:reviews"
-    """Preference pairs to train on."""
-    prompt_column: Name = "prompt"
-    """Column or key of the prompt."""
+    labels: OptionalSource = None
+    """Labelled texts to train on in place of pairs: labels 0 and 1, or numbers to predict."""
+    text_column: Name = "text"
+    """Column or key of a labelled text."""
+    label_column: Name = "label"
+    """Column or key of the label."""
+    pairs: OptionalSource = Field(default_factory=lambda data: None if data.get("labels") else "builtin:reviews")
+    """Preference pairs to train on: .jsonl .json .csv .parquet, a hub id, or builtin:NAME."""
+    split: Name = "train"
+    """Split of a hub id or folder, such as train or train[:1000]."""
+    prompt_column: Name | None = "prompt"
+    """Column or key of the prompt; null = what both responses begin with, or the user's turn of a conversation."""
     chosen_column: Name = "chosen"
-    """Column or key of the preferred response."""
+    """Column or key of the preferred response: text, or a conversation that ends with it."""
     rejected_column: Name = "rejected"
     """Column or key of the other response."""
+    template: Template | None = None
+    """The prompt from several columns, such as "Title: {title}"; null = prompt_column as it is."""
+    chat_template: bool = False
+    """Write prompt and response as turns in the tokenizer's chat template; the model's folder remembers it."""
     eval_pairs: OptionalSource = None
-    """Held-out pairs; null = those that come with `pairs`, else a part that is kept apart."""
+    """Held-out pairs, or labelled texts; null = those that come with `pairs`, else a part that is kept apart."""
+    eval_split: Name = "test"
+    """Split of a hub id or folder in `eval_pairs`."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.labels is not None and self.pairs is not None:
+            raise InputError("data.labels and data.pairs exclude each other: train on one of them")
+        if self.labels is None and self.pairs is None:
+            raise InputError("data.pairs must be given where there are no data.labels: null")
+        if self.labels is not None and self.chat_template:
+            raise InputError("data.chat_template needs data.pairs: labelled texts have no turns")
+        return self
 
 
 class RewardModelSection(EpochsSection):
@@ -512,7 +664,7 @@ class RewardModelEvalSection(Section):
     every: Count = 50
     """Steps between two evaluations."""
     max_pairs: Count | None = 500
-    """Pairs that are read at most; null = all."""
+    """Held-out pairs or labelled texts that are read at most; null = all."""
 
 
 class RewardModelConfig(Section):

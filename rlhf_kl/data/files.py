@@ -1,4 +1,8 @@
-"""Rows from .jsonl .json .csv .parquet .txt files, each problem named with its file and line."""
+"""Rows from .jsonl .json .csv .parquet .txt files, each problem named with its file and line.
+
+Read here and not by the datasets library: that reads an empty file as a StopIteration, lets mixed types pass,
+and knows no line numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,25 @@ from rlhf_kl.errors import InputError
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+MAX_CHARACTERS = 10_000_000  # in one text; a longer one is no document but a broken file
+
+
+def load_rows(ref: str, split: str, what: str) -> list[Row]:
+    """Rows of a local file, or of a split of a hub id or a folder with data files.
+
+    `split` is not read for a file. Errors: InputError.
+    """
+    if is_file_name(ref):
+        return read_rows(Path(ref), what)
+    from rlhf_kl.data.hub import read_dataset
+
+    return read_dataset(ref, split, what)
+
+
+def is_file_name(ref: str) -> bool:
+    """Whether a data reference names a local file (whether it is there or not), and no hub id or folder."""
+    path = Path(ref)
+    return not path.is_dir() and (path.is_file() or ref.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES)
 
 
 def read_rows(path: Path, what: str) -> list[Row]:
@@ -23,22 +46,29 @@ def read_rows(path: Path, what: str) -> list[Row]:
     """
     if not path.is_file():
         raise InputError(f"{what}: no such file: {path}")
-    if path.suffix not in SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise InputError(f"{what}: {path}: unknown kind of file, one of {' '.join(SUFFIXES)}")
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         return _read_parquet(path, what)
     try:
         text = path.read_bytes().decode("utf-8-sig")  # a spreadsheet puts a byte order mark in front
     except UnicodeDecodeError as error:
         raise InputError(f"{what}: {path}: is not UTF-8 text (byte {error.start})") from error
-    reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[path.suffix]
+    except OSError as error:
+        raise InputError(f"{what}: {path}: cannot be read: {error.strerror}") from error
+    reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[suffix]
     return list(reader(text, f"{what}: {path}"))
 
 
 def read_column(path: Path, column: str, what: str) -> list[str]:
     """One text column of a file. Errors: InputError for no rows, a missing column, or an entry that is no text."""
-    name = "text" if path.suffix == ".txt" else column
-    return columns(read_rows(path, what), [name], f"{what}: {path}")[0]
+    return columns(read_rows(path, what), [text_column(str(path), column)], f"{what}: {path}")[0]
+
+
+def text_column(ref: str, column: str) -> str:
+    """The column that holds the text: that of a .txt file is called `text` whatever was asked for."""
+    return "text" if ref.lower().endswith(".txt") else column
 
 
 def columns(rows: list[Row], names: list[str], where: str) -> list[list[str]]:
@@ -48,15 +78,32 @@ def columns(rows: list[Row], names: list[str], where: str) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in names]
     for number, row in enumerate(rows, 1):
         for values, name in zip(found, names, strict=True):
-            if name not in row:
-                guess = nearest(name, [str(key) for key in row])
-                hint = f"; did you mean {guess}?" if guess else f" (it has {', '.join(map(str, row)) or 'none'})"
-                raise InputError(f"{where}: row {number} has no column {name!r}{hint}")
-            if not isinstance(row[name], str):
-                kind = "null" if row[name] is None else type(row[name]).__name__
-                raise InputError(f"{where}: row {number}: {name} is {kind}, not text")
-            values.append(row[name])
+            values.append(checked_text(entry(row, name, f"{where}: row {number}"), f"{where}: row {number}: {name}"))
     return found
+
+
+def entry(row: Row, name: str, where: str) -> Any:
+    """A column of a row. Errors: InputError that names the nearest column there is."""
+    if name not in row:
+        guess = nearest(name, [str(key) for key in row])
+        shown = ", ".join(str(key) for key in list(row)[:12]) or "none"
+        raise InputError(
+            f"{where} has no column {name!r}" + (f"; did you mean {guess}?" if guess else f" (it has {shown})")
+        )
+    return row[name]
+
+
+def checked_text(value: Any, where: str) -> str:
+    """A value that is usable text. Errors: InputError for another type, a broken character, or no sane length."""
+    if not isinstance(value, str):
+        raise InputError(f"{where} is {'null' if value is None else type(value).__name__}, not text")
+    if len(value) > MAX_CHARACTERS:
+        raise InputError(f"{where} has {len(value):,} characters, more than {MAX_CHARACTERS:,}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds half of a surrogate pair (character {error.start})") from error
+    return value
 
 
 def _jsonl(text: str, where: str) -> Iterator[Row]:
@@ -74,6 +121,7 @@ def _json(text: str, where: str) -> Iterator[Row]:
 
 
 def _csv(text: str, where: str) -> Iterator[Row]:
+    csv.field_size_limit(MAX_CHARACTERS)
     try:
         yield from csv.DictReader(io.StringIO(text, newline=""), strict=True)
     except csv.Error as error:
@@ -87,10 +135,13 @@ def _txt(text: str, _where: str) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path, what: str) -> list[Row]:
-    from datasets import Dataset
+    import datasets
+
+    from rlhf_kl.data.hub import silent
 
     try:
-        return list(Dataset.from_parquet(str(path), keep_in_memory=True))
+        with silent(datasets):
+            return list(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
     except Exception as error:  # pyarrow and datasets raise a dozen kinds
         raise InputError(f"{what}: {path}: cannot be read as parquet: {error}") from error
 
@@ -100,6 +151,8 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: is not JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise InputError(f"{where}: cannot be read: {error}") from error
 
 
 def _mapping(row: Any, where: str) -> Row:

@@ -3,12 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rlhf_kl.data.chat import chat_prompt, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.types import PromptBatch
+
+CHARACTERS_PER_TOKEN = 64  # a text with more than this per token of room is too long, whatever its tokens are
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a prompt becomes tokens."""
+
+    chat: bool = False  # as a turn of the user, in the tokenizer's chat template
+    system: str | None = None
+    first_tokens: int | None = None  # keep only so many from its beginning
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that can be answered: texts as reward functions see them, and the tokens the policy sees."""
+
+    texts: list[str]
+    rows: list[list[int]]
+    note: str = ""  # what was left out
+
+
+def prepare_prompts(
+    texts: Sequence[str], tokenizer: Any, room: int | None, where: str, form: PromptFormat | None = None
+) -> Prompts:
+    """Encode prompts, and leave out those that are empty or longer than `room` tokens (None = no limit).
+
+    Errors: InputError where no prompt is left.
+    """
+    form = form or PromptFormat()
+    if room is not None and room < 1:
+        raise InputError(f"rollout.max_new_tokens: leaves no room for a prompt in the model's context ({room} tokens)")
+    if form.chat:
+        require_chat_template(tokenizer, f"{where}: data.chat_template")
+    full = [text for text in texts if text.strip()]
+    empty = len(texts) - len(full)
+    limit = None if room is None or form.first_tokens is not None else room * CHARACTERS_PER_TOKEN
+    sane = [text for text in full if limit is None or len(text) <= limit]
+    if form.first_tokens is not None:
+        sane = _beginnings(sane, tokenizer, form.first_tokens)
+    written = [chat_prompt(tokenizer, text, form.system) for text in sane] if form.chat else sane
+    rows = encode_all(tokenizer, written)
+    fitting = [i for i, row in enumerate(rows) if room is None or len(row) <= room]
+    long = len(full) - len(fitting)
+    reasons = [f"{empty} empty"] if empty else []
+    if long:
+        reasons.append(f"{long} longer than the {room} tokens that the context leaves beside rollout.max_new_tokens")
+    if not fitting:
+        raise InputError(f"{where}: none of {len(texts)} prompts can be used: {', '.join(reasons)}")
+    note = f"{where}: {empty + long} of {len(texts)} prompts left out: {', '.join(reasons)}" if reasons else ""
+    return Prompts([sane[i] for i in fitting], [rows[i] for i in fitting], note)
+
+
+def _beginnings(texts: list[str], tokenizer: Any, count: int) -> list[str]:
+    # A few characters a token are enough to find the first ones: the rest of a long text is never looked at.
+    rows = encode_all(tokenizer, [text[: count * CHARACTERS_PER_TOKEN] for text in texts], bos=False)
+    cut: list[str] = tokenizer.batch_decode([row[:count] for row in rows], clean_up_tokenization_spaces=False)
+    return cut
 
 
 class PromptStream:
@@ -18,9 +78,16 @@ class PromptStream:
     goes on where it stopped: the order is a function of the step.
     """
 
-    def __init__(self, texts: Sequence[str], tokenizer: Any, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        texts: Sequence[str],
+        tokenizer: Any,
+        batch_size: int,
+        seed: int,
+        rows: Sequence[list[int]] | None = None,
+    ) -> None:
         self.texts, self.batch_size, self.seed = list(texts), batch_size, seed
-        self.rows = encode_all(tokenizer, self.texts)
+        self.rows = encode_all(tokenizer, self.texts) if rows is None else list(rows)
         self.pad_id: int = tokenizer.pad_token_id
         self._epoch = -1
         self._order: list[int] = []
@@ -43,21 +110,3 @@ class PromptStream:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, shuffled(len(self.texts), self.seed, "prompts", epoch).tolist()
         return self._order[place]
-
-
-def check_prompts(texts: Sequence[str], rows: Sequence[Sequence[int]], room: int | None, where: str) -> None:
-    """Errors: InputError for an empty prompt or one longer than `room` tokens (context less new tokens)."""
-    empty = [i for i, text in enumerate(texts, 1) if not text.strip()]
-    if empty:
-        raise InputError(f"{where}: {len(empty)} of {len(texts)} prompts are empty, the first in row {empty[0]}")
-    if room is None:
-        return
-    if room < 1:
-        raise InputError(f"rollout.max_new_tokens: leaves no room for a prompt in the model's context ({room} tokens)")
-    long = [i for i, row in enumerate(rows, 1) if len(row) > room]
-    if long:
-        size = len(rows[long[0] - 1])
-        raise InputError(
-            f"{where}: {len(long)} of {len(texts)} prompts are too long: row {long[0]} has {size} tokens, "
-            f"the context leaves {room} beside rollout.max_new_tokens"
-        )

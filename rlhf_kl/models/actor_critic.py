@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.models.recompute import recomputing
+
 PLAIN = "rlhf_kl_plain"  # attribute of a model: why the short way of `state_logits` does not work with it
 
 WAYS_AGREE = 1e-4  # largest difference of a logit over the largest logit, in float32
@@ -122,7 +124,8 @@ class ActorCritic(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, states: Tensor) -> StateOutput:
         """`ids` and `mask` (B, L), padded on the right, `states` (N,) of the B * L -> logits (N, V), values (N,)."""
-        logits, hidden = _read_states(self.policy, ids, mask, states)
+        with recomputing(self.policy):
+            logits, hidden = _read_states(self.policy, ids, mask, states)
         if self.value_trunk is not None:
             trunk = self.value_trunk(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False)
             hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, states)

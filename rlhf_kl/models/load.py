@@ -6,7 +6,8 @@ import contextlib
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,21 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.hub import first_line
 from rlhf_kl.models.actor_critic import choose_way
 
 Model = Any  # transformers models are untyped
+
+
+@dataclass(frozen=True)
+class Access:
+    """What loading a model may do that can run other people's code."""
+
+    remote_code: bool = False
+    pickle: bool = False
+
+
+SAFE = Access()
 
 
 @contextlib.contextmanager
@@ -36,68 +49,93 @@ def quiet_transformers() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _check_folder(ref: str, what: str) -> None:
+def _check_folder(ref: str, what: str, access: Access) -> None:
     folder = Path(ref)
     if not folder.is_dir():
         return
     if not (folder / "config.json").is_file():
         raise InputError(f"{what} {ref}: the folder has no config.json, so it holds no transformers model")
-    if not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        hint = " (pickled weights are not loaded: convert them to safetensors)" if pickled else ""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = any(folder.glob("*.bin"))
+    if not (pickled and access.pickle):
+        hint = " (pickled weights can run code: convert them, or set run.allow_pickle)" if pickled else ""
         raise InputError(f"{what} {ref}: the folder holds no weights (*.safetensors){hint}")
 
 
-def _load(cls: Any, ref: str, what: str, allowed_missing: tuple[str, ...] = (), **kwargs: Any) -> Model:
-    _check_folder(ref, what)
+def _load(cls: Any, ref: str, what: str, access: Access) -> Model:
+    _check_folder(ref, what, access)
     try:
         # float32 whatever the checkpoint's dtype: in bf16 master weights small updates round away.
         with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):
             model, report = cls.from_pretrained(
-                ref, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **kwargs
+                ref,
+                dtype=torch.float32,
+                use_safetensors=None if access.pickle else True,
+                trust_remote_code=access.remote_code,
+                output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"{what} {ref}: cannot be loaded: {_first_line(error)}") from error
-    missing = sorted(key for key in report["missing_keys"] if not key.endswith(allowed_missing or ("\0",)))
-    if missing:
-        shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-        raise InputError(f"{what} {ref}: weights are missing and would be random: {shown}")
-    if report.get("mismatched_keys"):
-        raise InputError(f"{what} {ref}: weights of another shape: {sorted(map(str, report['mismatched_keys']))[:4]}")
-    _switch_dropout_off(model)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise InputError(f"{what} {ref}: cannot be loaded: {_load_failure(error)}") from error
+    problems = {
+        "weights are missing and would be random": report["missing_keys"],
+        "weights that belong to no part of the model": report["unexpected_keys"],
+        "weights of another shape": report["mismatched_keys"],
+    }
+    for problem, keys in problems.items():
+        names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise InputError(f"{what} {ref}: {problem}: {shown}")
+    switch_dropout_off(model)
     return model
 
 
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _load_failure(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "it brings code of its own: read that, then set run.trust_remote_code"
+    return first_line(error)
 
 
-def _switch_dropout_off(model: Model) -> None:
+def switch_dropout_off(model: Model) -> None:
     """Dropout makes the log-probs of one and the same policy differ: off in every model, for good."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        # Attention drops by a number it keeps, and OPT skips whole layers by one, in training mode.
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
     model.eval()
 
 
 def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
-    """A folder that plain transformers loads: safetensors, config, tokenizer, generation_config."""
+    """A folder that plain transformers loads: safetensors, config, tokenizer, generation_config.
+
+    Of a model with an adapter it holds the adapter, which names its base.
+    """
     with quiet_transformers():
-        model.save_pretrained(folder, safe_serialization=True)
+        if hasattr(model, "peft_config"):
+            # The adapter alone; peft would look on the hub whether the vocabulary has grown.
+            model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+            model.generation_config.save_pretrained(folder)
+            (folder / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
+        else:
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-def load_causal_lm(ref: str, what: str = "model") -> Model:
+def load_causal_lm(ref: str, what: str = "model", access: Access = SAFE) -> Model:
     """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
-    model = _load(AutoModelForCausalLM, ref, what)
+    model = _load(AutoModelForCausalLM, ref, what, access)
     choose_way(model)
     return model
 
 
-def load_reward_model(ref: str, what: str = "reward.model") -> Model:
-    """A sequence classifier with one output in float32.
+def load_reward_model(ref: str, what: str = "reward.model", access: Access = SAFE, label: str | None = None) -> Model:
+    """A sequence classifier in float32: with one output, or of several with one that `label` names.
 
-    Errors: InputError where the head would be random (a causal LM's folder) or has several outputs.
+    Errors: InputError where the head would be random (a causal LM's folder), or which output counts is not said.
     """
     folder = Path(ref)
     if folder.is_dir() and (folder / "config.json").is_file():
@@ -105,41 +143,66 @@ def load_reward_model(ref: str, what: str = "reward.model") -> Model:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             architectures = config.get("architectures") or []
         except (ValueError, AttributeError) as error:
-            raise InputError(f"{what} {ref}: cannot be loaded: config.json: {_first_line(error)}") from error
+            raise InputError(f"{what} {ref}: cannot be loaded: config.json: {first_line(error)}") from error
         if architectures and not any("SequenceClassification" in name for name in architectures):
             raise InputError(
                 f"{what} {ref}: is a {architectures[0]}, not a sequence classifier: "
                 "its reward head would be random; train one with `rlhf-kl reward-model`"
             )
-    model = _load(AutoModelForSequenceClassification, ref, what)
-    if model.config.num_labels != 1:
-        raise InputError(f"{what} {ref}: has {model.config.num_labels} outputs, a reward model has one")
+    model = _load(AutoModelForSequenceClassification, ref, what, access)
+    names = [str(name) for name in model.config.id2label.values()]
+    if model.config.num_labels != 1 and label not in names:
+        given = "reward.label names none of them" if label is None else f"none of them is {label!r}"
+        raise InputError(f"{what} {ref}: has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
+    if model.config.num_labels == 1 and label is not None:
+        raise InputError(f"{what} {ref}: has one output, so reward.label ({label!r}) has nothing to choose")
     return model
 
 
-def load_tokenizer(ref: str, what: str = "model") -> Any:
+def load_tokenizer(ref: str, what: str = "model", access: Access = SAFE) -> Any:
     """The tokenizer of a model, padding on the left, with a pad token. Masks never look at the pad *id*."""
     try:
         with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(ref)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+            tokenizer = AutoTokenizer.from_pretrained(ref, trust_remote_code=access.remote_code)
+    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+        raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {_load_failure(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise InputError(f"{what} {ref}: its tokenizer has neither a pad nor an eos token")
-        tokenizer.pad_token = tokenizer.eos_token
+        stand_in = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
+        if stand_in is None:
+            raise InputError(f"{what} {ref}: its tokenizer has no special token at all, so nothing can pad")
+        tokenizer.pad_token = stand_in
     return tokenizer
 
 
+def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]], where: str) -> None:
+    """Errors: InputError for a token id, special or in `rows`, beyond the model's embeddings.
+
+    A tokenizer may know more tokens than the model (of images, say) as long as none of them is used.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    beyond = [f"{name} ({token})" for name, token in special.items() if token is not None and token >= size]
+    if beyond:
+        raise InputError(f"{where}: the tokenizer's {', '.join(beyond)} lies beyond the model's {size} tokens")
+    largest = max((max(row, default=0) for row in rows), default=0)
+    if largest >= size:
+        raise InputError(f"{where}: token {largest} lies beyond the model's {size}: is this the model's tokenizer?")
+
+
 def eos_ids(model: Model, tokenizer: Any) -> list[int]:
-    """Every token id that ends a text: those of the generation config and the tokenizer's own."""
+    """Every token id that ends a text: those of the generation config and the tokenizer's own.
+
+    Errors: InputError where there is none, so that no response could end.
+    """
     found: list[int] = []
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     for item in (configured, tokenizer.eos_token_id):
         for token in item if isinstance(item, list) else [item]:
             if token is not None and token not in found:
                 found.append(int(token))
+    if not found:
+        raise InputError("policy.model: neither its generation config nor its tokenizer names an end-of-text token")
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from rlhf_kl.models.load import load_causal_lm, quiet_transformers
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import SAFE, Access, quiet_transformers, switch_dropout_off
 
 
 def new_gpt2(
@@ -37,14 +39,20 @@ def new_gpt2(
     return model.eval()
 
 
-def classifier_from_lm(ref: str, tokenizer: Any, what: str) -> Any:
-    """A one-output sequence classifier on the trunk of a causal LM; its head is still to be initialised."""
-    lm = load_causal_lm(ref, what)
-    config = AutoConfig.from_pretrained(ref)
+def classifier_from_lm(lm: Any, tokenizer: Any, what: str, access: Access = SAFE) -> Any:
+    """A one-output sequence classifier on the trunk of a causal LM; its head is still to be initialised.
+
+    Errors: InputError where the architecture has no sequence classifier.
+    """
+    config = copy.deepcopy(lm.config)
     config.num_labels = 1
     config.pad_token_id = tokenizer.pad_token_id
-    with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(config)
-    model.base_model.load_state_dict(lm.base_model.state_dict())
-    return model.float().eval()
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=access.remote_code)
+        model.base_model.load_state_dict(lm.base_model.state_dict())
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"{what}: transformers has no sequence classifier for a {type(lm).__name__}") from error
+    switch_dropout_off(model)
+    return model.float()

@@ -24,7 +24,14 @@ from rlhf_kl.ops.losses import policy_loss, value_loss
 from rlhf_kl.ops.masked import masked_mean, whiten
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
-from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, checked_scores, gold_scores_of
+from rlhf_kl.reward_functions import (
+    GoldScorer,
+    RewardModel,
+    ScoreShaping,
+    checked_scores,
+    gold_scores_of,
+    response_traits,
+)
 from rlhf_kl.rollout.collect import Sampling, assemble, draw, exact_kl_now, measure, response_texts
 from rlhf_kl.rollout.reference import ReferenceLogits, pass_bounds
 from rlhf_kl.seeding import shuffled, uniforms
@@ -115,7 +122,8 @@ class PPOTrainer:
         sampled_at = time.perf_counter()
         scores = self.score(prompts.texts, responses)
         gold = gold_scores_of(self.gold, prompts.texts, responses)
-        shaped = self.shaping(scores, sampled.ended.cpu())
+        traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
+        shaped = self.shaping(scores, traits)
         with self.autocast():
             measured = measure(
                 self.model, self.reference, prompts, sampled, self.sampling.temperature, self.reference_logits
@@ -149,6 +157,10 @@ class PPOTrainer:
         if lost:
             alerts.append("weights-lost: a weight is not finite any more")
         row |= losses
+        row |= {
+            f"penalty/{name}": float(self.sum_over_processes(penalty.mean().to(rollout.mask.device)) / self.world)
+            for name, penalty in self.shaping.penalties(traits).items()
+        }
         row |= {
             "step": step,
             "episodes": step * cfg.rollout.batch_size,

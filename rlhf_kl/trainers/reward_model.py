@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.data.texts import Pair
 from rlhf_kl.ops.losses import bradley_terry_loss
 from rlhf_kl.reward_functions import RewardModel
-
-
-class Pair(NamedTuple):
-    """One comparison of two responses to a prompt, as texts that are joined without a separator."""
-
-    prompt: str
-    chosen: str
-    rejected: str
 
 
 class PairObjective:
@@ -54,15 +46,3 @@ def initialise_head(score: nn.Linear, seed: int) -> None:
         score.weight.copy_(torch.randn(score.weight.shape, generator=generator) / (score.in_features + 1) ** 0.5)
         if score.bias is not None:
             score.bias.zero_()
-
-
-@torch.no_grad()
-def pair_accuracy(reward_model: RewardModel, pairs: Sequence[Pair]) -> dict[str, float]:
-    """Share of held-out pairs in the right order, and the mean loss in nats."""
-    prompts = [pair.prompt for pair in pairs]
-    chosen = reward_model.score(prompts, [pair.chosen for pair in pairs])
-    rejected = reward_model.score(prompts, [pair.rejected for pair in pairs])
-    return {
-        "eval/accuracy": float((chosen > rejected).float().mean()),
-        "eval/loss": float(bradley_terry_loss(chosen, rejected).mean()),
-    }

@@ -290,8 +290,8 @@ def test_all_problems_at_once(rlhf_kl: Cli, tiny_config: Path) -> None:
     ("body", "words"),
     [
         ("", ("holds no rows",)),
-        ('{"prompt": ""}\n{"prompt": "ab"}\n', ("1 of 2 prompts are empty", "row 1")),
-        ('{"prompt": "ab"}\n{"prompt": "' + "abcd" * 8 + '"}\n', ("row 2 has 33 tokens", "leaves 26")),
+        ('{"prompt": ""}\n{"prompt": " "}\n', ("none of 2 prompts can be used: 2 empty",)),
+        ('{"prompt": ""}\n{"prompt": "' + "abcd" * 8 + '"}\n', ("1 empty, 1 longer than the 26 tokens",)),
         ('{"question": "ab"}\n', ("no column 'prompt'",)),
         ("not json\n", ("line 1",)),
     ],
@@ -309,7 +309,7 @@ def test_no_room_for_a_prompt(refused: Callable[..., None]) -> None:
 def test_bad_held_out_data(refused: Callable[..., None], tmp_path: Path) -> None:
     refused([f"eval.texts='{tmp_path}/nowhere.txt'"], "eval.texts", "nowhere.txt")
     (tmp_path / "long.txt").write_text("abcd" * 8 + "\n")
-    refused([f"eval.prompts='{tmp_path}/long.txt'"], "eval.prompts", "too long")
+    refused([f"eval.prompts='{tmp_path}/long.txt'"], "eval.prompts", "1 longer")
 
 
 def test_a_model_folder_without_weights(refused: Callable[..., None], tiny_folder: Path, tmp_path: Path) -> None:

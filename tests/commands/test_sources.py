@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlhf_kl.commands.sources import Sources, split_heldout
-from rlhf_kl.config.schema import RewardSection
+from rlhf_kl.commands.sources import Sources
+from rlhf_kl.config.schema import EvalSection, PairsSection, PromptsSection, RewardSection, SFTDataSection
+from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.reward_functions import RewardModel
 from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.trainers.reward_model import Pair
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
@@ -31,7 +31,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def test_a_built_in_world_stands_behind_its_name(sources: Sources, small_world: World) -> None:
     assert sources.policy(SMALL) == str(small_world.policy())
-    train, kept = sources.prompts(SMALL, "any", None)
+    train, kept = sources.prompts(PromptsSection(prompts=SMALL), EvalSection())
     assert len(train) == 400
     assert len(kept) == 64
     assert not set(train) & set(kept)
@@ -48,9 +48,13 @@ def test_an_unknown_world_names_the_nearest(sources: Sources) -> None:
         sources.policy("builtin:review")
 
 
+def prompts(path: str) -> PromptsSection:
+    return PromptsSection(prompts=path, column="q")
+
+
 def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(sources: Sources, tmp_path: Path) -> None:
     rows = [{"q": f"prompt {i % 40}"} for i in range(100)]  # each of 40 two or three times
-    train, kept = sources.prompts(jsonl(tmp_path / "p.jsonl", rows), "q", None)
+    train, kept = sources.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), EvalSection())
     assert len(kept) == 2
     assert not set(train) & set(kept)
     assert set(train) | set(kept) == {row["q"] for row in rows}
@@ -58,27 +62,65 @@ def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(sources: So
 
 def test_few_prompts_serve_for_both(sources: Sources, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", [{"q": "one"}, {"q": "two"}])
-    assert sources.prompts(path, "q", None) == (["one", "two"], ["one", "two"])
+    assert sources.prompts(prompts(path), EvalSection()) == (["one", "two"], ["one", "two"])
 
 
 def test_held_out_prompts_that_are_named_win(sources: Sources, tmp_path: Path) -> None:
     train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
     own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
-    assert sources.prompts(train, "q", own)[1] == ["mine"]
+    assert sources.prompts(prompts(train), EvalSection(prompts=own))[1] == ["mine"]
 
 
 def test_pairs_of_a_file(sources: Sources, tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "x.jsonl", [{"p": "a", "good": "b", "bad": "c"}])
-    names = ("p", "good", "bad")
-    assert sources.pairs(path, names, "data.pairs", heldout=False) == [Pair("a", "b", "c")]
+    path = jsonl(tmp_path / "x.jsonl", [{"p": "a", "good": "b", "bad": "c"}, {"p": "d", "good": "x", "bad": "y"}])
+    kept = jsonl(tmp_path / "y.jsonl", [{"p": "d", "good": "e", "bad": "f"}])  # its prompt is not trained on
+    section = PairsSection(pairs=path, eval_pairs=kept, prompt_column="p", chosen_column="good", rejected_column="bad")
+    assert sources.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
 
 
-def test_one_row_in_twenty_is_held_out() -> None:
-    train, kept = split_heldout(list(range(1, 61)), "data.texts: x")
-    assert kept == [20, 40, 60]
-    assert sorted(train + kept) == list(range(1, 61))
-    with pytest.raises(InputError, match="19 rows are too few"):
-        split_heldout(list(range(19)), "data.texts: x")
+def test_texts_and_pairs_of_one_prompt_stay_on_one_side(sources: Sources, tmp_path: Path) -> None:
+    texts = jsonl(tmp_path / "t.jsonl", [{"text": f"text {i % 40}"} for i in range(100)])
+    train, kept = sources.documents(SFTDataSection(texts=texts))
+    assert len(train) + len(kept) == 100
+    assert not set(train) & set(kept)
+    rows = [{"prompt": f"{i % 40}", "chosen": f"good {i}", "rejected": "bad"} for i in range(100)]
+    some, apart = sources.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
+    assert len(some) + len(apart) == 100
+    assert not {pair.prompt for pair in some} & {pair.prompt for pair in apart}
+
+
+def test_what_is_held_out_by_name_is_not_trained_on(sources: Sources, tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
+    kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
+    assert sources.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
+    with pytest.raises(InputError, match="every row is among the held-out ones"):
+        sources.documents(SFTDataSection(texts=kept, eval_texts=kept))
+    labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
+    apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
+    rest, held = sources.labelled(PairsSection(labels=labels, eval_pairs=apart))
+    assert (rest, held) == ([Labelled("a", 1.0)], [Labelled("b", 0.0)])
+
+
+def test_prompts_in_the_form_of_conversations_and_of_columns(sources: Sources, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
+    rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
+    assert sources.prompts(prompts(jsonl(tmp_path / "c.jsonl", rows)), EvalSection())[0] == ["why?", "plain"]
+    posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
+    section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
+    assert sources.prompts(section, EvalSection())[0] == ["{T} P {x}\nTL;DR:"]
+    with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
+        sources.prompts(PromptsSection(prompts=posts, template="{ttle}"), EvalSection())
+
+
+def test_several_scorers_with_weights(sources: Sources, tiny_data: Any, tiny_reward_folder: Path) -> None:
+    terms = {
+        "a": {"kind": tiny_data.reward, "weight": 2.0},
+        "b": {"kind": tiny_data.reward, "letter": "b", "weight": -1.0},
+        "model": {"model": str(tiny_reward_folder), "weight": 0.5},
+    }
+    together = sources.reward(RewardSection.model_validate({"kind": "sum", "terms": terms}))
+    alone = sources.reward(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"])[0]
+    assert together(["x"], ["aab"]) == pytest.approx([2 * 0.25 - 0.125 + 0.5 * alone], rel=1e-5)
 
 
 def test_gold_comes_with_a_built_in_world_only(sources: Sources, tiny_data: Any) -> None:

@@ -250,7 +250,10 @@ data: {prompts: missing.jsonl}
         ("rollot: {batch_size: 1}", "rollot: unknown key; did you mean rollout?"),
         ("reward: {normalise: true}", "reward.normalise: unknown key; did you mean reward.normalize?"),
         ("kl: {ceiling: {valu: 2x}}", "kl.ceiling.valu: unknown key; did you mean kl.ceiling.value?"),
-        ("run: {'': 1}", "run.: unknown key; valid: name, output_dir, seed, device, dtype"),
+        (
+            "run: {'': 1}",
+            "run.: unknown key; valid: name, output_dir, seed, device, dtype, trust_remote_code, allow_pickle",
+        ),
         ("kl: 5", "kl must be a mapping: 5"),
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: 5}", "run.name must be text: 5"),

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
-from rlhf_kl.data.prompts import PromptStream, check_prompts
+from rlhf_kl.data.prompts import PromptFormat, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
 
 TEXTS = ["a", "ab", "abc", "abcd", "b", "bb", "bbb"]
@@ -43,17 +44,66 @@ def test_prompts_are_padded_on_the_left(letters: Any) -> None:
     assert len(batch) == 2
 
 
-def problem(texts: list[str], room: int | None) -> str:
+def problem(texts: list[str], letters: Any, room: int | None, form: PromptFormat | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        check_prompts(texts, [[1] * (len(text) + 1) for text in texts], room, "data.prompts")
+        prepare_prompts(texts, letters, room, "data.prompts", form)
     return str(caught.value)
 
 
-def test_prompts_that_cannot_be_answered_are_refused() -> None:
-    assert problem(["ab", "", " \n"], None) == "data.prompts: 2 of 3 prompts are empty, the first in row 2"
-    long = problem(["ab", "abcd", "abcde"], 4)
-    assert "2 of 3" in long
-    assert "row 2 has 5 tokens" in long
-    assert "leaves 4" in long
-    assert "rollout.max_new_tokens" in problem(["ab"], 0)
-    check_prompts(["ab", "abc"], [[1, 2, 3], [1, 2, 3, 4]], 4, "data.prompts")
+def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) -> None:
+    found = prepare_prompts(["ab", "", "abcd", " \n", "abc"], letters, 4, "data.prompts")
+    assert found.texts == ["ab", "abc"]
+    assert found.rows == [[1, 3, 4], [1, 3, 4, 5]]
+    assert found.note.startswith("data.prompts: 3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
+    assert prepare_prompts(["ab", "abc"], letters, 4, "data.prompts").note == ""
+    assert prepare_prompts(["ab" * 99], letters, None, "data.prompts").note == ""
+
+
+def test_where_none_is_left_the_reasons_are_said(letters: Any) -> None:
+    assert "none of 3 prompts can be used: 1 empty, 2 longer" in problem(["", "abcd", "abcde"], letters, 4)
+    assert "rollout.max_new_tokens" in problem(["ab"], letters, 0)
+
+
+def test_a_text_of_a_hundred_million_letters_is_left_out_without_being_read(letters: Any) -> None:
+    class Counting:
+        """Passes everything on, and knows how many letters it was given."""
+
+        seen = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(letters, name)
+
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            self.seen += sum(map(len, texts))
+            return letters(texts, **options)
+
+    counting = Counting()
+    found = prepare_prompts(["a" * 100_000_000, "ab"], counting, 10, "data.prompts")
+    assert found.texts == ["ab"]
+    assert counting.seen == 2
+
+
+def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
+    found = prepare_prompts(["abcd", "d", "dcba"], letters, 6, "data.prompts", PromptFormat(first_tokens=2))
+    assert found.texts == ["ab", "d", "dc"]
+    assert found.rows == [[1, 3, 4], [1, 6], [1, 6, 5]]
+
+
+CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}d{% endif %}"
+
+
+def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = CHAT
+    found = prepare_prompts(["ab"], chatty, 10, "data.prompts", PromptFormat(chat=True, system="c"))
+    assert found.texts == ["ab"]  # what a reward function sees
+    assert found.rows == [[1, 5, 2, 3, 4, 2, 6]]  # bos, c, eos, a, b, eos, d
+    assert "no chat template" in problem(["ab"], letters, 10, PromptFormat(chat=True))
+    chatty.chat_template = "{{ raise_exception('no system') }}"
+    assert "no system" in problem(["ab"], chatty, 10, PromptFormat(chat=True))
+
+
+def test_the_stream_takes_the_rows_it_is_given(letters: Any) -> None:
+    found = PromptStream(["ab"], letters, 1, 0, [[1, 6]]).batch(1)
+    assert found.texts == ["ab"]
+    assert found.ids.tolist() == [[1, 6]]

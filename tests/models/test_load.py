@@ -133,7 +133,9 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_eos(copied: Path) -> None
     edit(copied, lambda config: config.pop("pad_token"), "tokenizer_config.json")
     assert load_tokenizer(str(copied)).pad_token == "<eos>"
     edit(copied, lambda config: config.pop("eos_token"), "tokenizer_config.json")
-    assert "neither a pad nor an eos" in problem(load_tokenizer, copied)
+    assert load_tokenizer(str(copied)).pad_token == "<bos>"
+    edit(copied, lambda config: config.pop("bos_token"), "tokenizer_config.json")
+    assert "no special token" in problem(load_tokenizer, copied)
 
 
 def test_every_token_that_ends_a_text_is_known() -> None:
@@ -142,6 +144,8 @@ def test_every_token_that_ends_a_text_is_known() -> None:
     assert eos_ids(several, tokenizer) == [5, 2]
     none = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
     assert eos_ids(none, tokenizer) == [2]
+    with pytest.raises(InputError, match="end-of-text"):
+        eos_ids(none, SimpleNamespace(eos_token_id=None))
 
 
 def test_sizes(tiny_folder: Path) -> None:

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from rlhf_kl.config.schema import RewardModelSection
-from rlhf_kl.models.load import load_tokenizer
+from rlhf_kl.data.texts import Pair
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.reward_functions import RewardModel
-from rlhf_kl.trainers.reward_model import Pair, PairObjective, initialise_head, pair_accuracy
+from rlhf_kl.trainers.reward_figures import pair_figures
+from rlhf_kl.trainers.reward_model import PairObjective, initialise_head
 from rlhf_kl.trainers.supervised import SupervisedTrainer
 
 WORDS = ["".join(word) for word in itertools.product("abc", repeat=3) if "a" in word]
@@ -24,9 +26,14 @@ UNSEEN, PAIRS = EVERY[::5], [pair for i, pair in enumerate(EVERY) if i % 5]
 @pytest.fixture
 def reward(tiny_folder: Path) -> RewardModel:
     tokenizer = load_tokenizer(str(tiny_folder))
-    model = classifier_from_lm(str(tiny_folder), tokenizer, "policy.model")
+    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), tokenizer, "policy.model")
     initialise_head(model.score, seed=0)
     return RewardModel(model, tokenizer)
+
+
+def figures(reward: RewardModel, pairs: list[Pair]) -> dict[str, float]:
+    prompts = [pair.prompt for pair in pairs]
+    return pair_figures(*(reward.score(prompts, [getattr(p, side) for p in pairs]) for side in ("chosen", "rejected")))
 
 
 def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardModel) -> None:
@@ -34,7 +41,7 @@ def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardMod
     rows = list(SupervisedTrainer(reward.model, PairObjective(reward, PAIRS), settings, 0).train())
     assert rows[-1]["train/loss"] < 0.2 < rows[0]["train/loss"]
     assert rows[-1]["train/accuracy"] == 1.0
-    assert pair_accuracy(reward, UNSEEN)["eval/accuracy"] == 1.0
+    assert figures(reward, UNSEEN)["eval/accuracy"] == 1.0
 
 
 def test_equal_scores_cost_log_two(reward: RewardModel) -> None:
@@ -58,9 +65,9 @@ def test_held_out_figures_come_from_the_scores(reward: RewardModel) -> None:
         for side in ("chosen", "rejected")
     }
     right = (scores["chosen"] > scores["rejected"]).float().mean()
-    found = pair_accuracy(reward, PAIRS)
+    found = figures(reward, PAIRS)
     assert found["eval/accuracy"] == pytest.approx(float(right))
-    turned = pair_accuracy(reward, [Pair(p.prompt, p.rejected, p.chosen) for p in PAIRS])
+    turned = figures(reward, [Pair(p.prompt, p.rejected, p.chosen) for p in PAIRS])
     assert turned["eval/accuracy"] == pytest.approx(1 - float(right))
     margin = float((scores["chosen"] - scores["rejected"]).mean())
     # log(1 + e^-x) - log(1 + e^x) = -x

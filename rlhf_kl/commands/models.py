@@ -1,0 +1,124 @@
+"""The language models that a config or a command line names, whole ones and adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_model
+from torch import nn
+
+from rlhf_kl.builtin.world import is_builtin
+from rlhf_kl.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.commands.sources import Sources
+from rlhf_kl.components import suggestion
+from rlhf_kl.config.schema import LoraSection, TrainConfig
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.models.lora import adapter_base, add_adapter, checkpointed, is_adapter, load_adapter, merge
+from rlhf_kl.models.recompute import enable_recompute
+from rlhf_kl.seeding import derive_seed
+from rlhf_kl.tracking.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A causal language model with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    folder: str  # of the model, or of its adapter
+    began_as_adapter: bool
+
+
+def load_language_model(sources: Sources, ref: str, what: str, *, keep_adapter: bool = False) -> Loaded:
+    """The model behind a folder, hub id or built-in name; an adapter is merged into its base unless kept apart.
+
+    Errors: InputError with the reason.
+    """
+    folder, access = sources.policy(ref, what), sources.access
+    if not is_adapter(folder):
+        return Loaded(load_causal_lm(folder, what, access), load_tokenizer(folder, what, access), folder, False)
+    base = sources.policy(adapter_base(folder, what), what)
+    model = load_adapter(load_causal_lm(base, what, access), folder, what)
+    has_tokenizer = (Path(folder) / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(folder if has_tokenizer else base, what, access)
+    return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
+
+
+def load_trained_model(
+    sources: Sources, ref: str, lora: LoraSection | None, what: str, *, seed: int, gradient_checkpointing: bool = False
+) -> Loaded:
+    """A model to be trained: with a fresh adapter where the config asks for one; an adapter is trained further.
+
+    `seed` is what a fresh adapter is drawn from.
+    """
+    loaded = load_language_model(sources, ref, what, keep_adapter=lora is None)
+    if lora is not None:
+        model = add_adapter(
+            loaded.model,
+            r=lora.r,
+            alpha=lora.alpha,
+            target_modules=lora.target_modules,
+            ref=loaded.folder if is_builtin(ref) or Path(ref).is_dir() else ref,
+            what=what.replace("model", "lora"),
+            seed=seed,
+        )
+        loaded = Loaded(model, loaded.tokenizer, loaded.folder, False)
+    if gradient_checkpointing:
+        enable_recompute(loaded.model, what.replace("model", "gradient_checkpointing"))
+    return loaded
+
+
+def load_run_policy(
+    sources: Sources, config: TrainConfig, folder: RunFolder | None, step: int | None = None
+) -> tuple[Any, Any]:
+    """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
+
+    Errors: InputError where the run has no such checkpoint, or neither a checkpoint nor a final model.
+    """
+    if folder is not None and folder.final.is_dir() and step is None:
+        final = load_language_model(sources, str(folder.final), "--run")
+        return final.model, final.tokenizer
+    section = config.policy
+    seed = derive_seed(config.run.seed, "adapter")
+    loaded = load_trained_model(sources, section.model, section.lora, "policy.model", seed=seed)
+    if folder is not None:
+        load_policy(_checkpoint(folder, step), loaded.model)
+    return loaded.model, loaded.tokenizer
+
+
+def load_run_reference(sources: Sources, config: TrainConfig, other: str | None = None) -> Loaded:
+    """The reference of a run, or another model in its place."""
+    ref = located(other or config.reference.model or config.policy.model)
+    return load_language_model(sources, ref, "reference")
+
+
+def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
+    """The policy's weights out of a checkpoint of policy and value function."""
+    holder = nn.Module()
+    holder.policy = policy
+    # Not strict: the value function's tensors stay behind. What is missing must be tied to what came.
+    missing, _ = load_model(checkpointed(holder), checkpoint.path / "model.safetensors", strict=False)
+    if missing:
+        raise InputError(f"{checkpoint.path}: its tensors do not fit the policy: {sorted(missing)[:3]} are missing")
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    found = checkpoints(folder.checkpoints)
+    if not found:
+        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+    if step is None:
+        return found[-1]
+    for checkpoint in found:
+        if checkpoint.step == step:
+            return checkpoint
+    hint = suggestion(str(step), [str(c.step) for c in found])
+    raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
+
+
+def located(ref: str) -> str:
+    """A path of the command line as an absolute one, anything else as it is."""
+    path = Path(ref).expanduser()
+    return str(path.absolute()) if path.exists() else ref

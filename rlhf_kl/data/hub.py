@@ -1,0 +1,68 @@
+"""Data sets of the Hugging Face hub, or of a folder with the same layout, as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_kl.components import suggestion
+from rlhf_kl.errors import InputError
+from rlhf_kl.hub import HubName, first_line, hub_name, probe
+
+
+def read_dataset(ref: str, split: str, what: str) -> list[dict[str, Any]]:
+    """All rows of a split, of a hub id (`owner/name[:subset][@revision]`) or a folder with data files.
+
+    `split` is what the datasets library understands: "train", "test", "train[:1000]".
+    Errors: InputError where there is no such data set, revision, subset or split.
+    """
+    import datasets
+
+    where, folder = f"{what}: {ref}", Path(ref).is_dir()
+    found = HubName(ref, None, None) if folder else hub_name(ref)
+    if found is None:
+        raise InputError(f"{where} is neither a file nor a hub id (owner/name, owner/name@revision)")
+    reachable = folder or probe(found.name, found.revision, "dataset", where)
+    with silent(datasets), _offline(datasets, not reachable):
+        try:
+            data = datasets.load_dataset(found.name, found.subset, split=split, revision=found.revision)
+        except Exception as error:  # the library raises a dozen kinds
+            raise InputError(f"{where}: {_reason(error, split, reachable)}") from error
+    return [dict(row) for row in data]
+
+
+@contextlib.contextmanager
+def silent(datasets: Any) -> Iterator[None]:
+    before, bars = datasets.utils.logging.get_verbosity(), datasets.utils.are_progress_bars_disabled()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    datasets.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.utils.logging.set_verbosity(before)
+        if not bars:
+            datasets.utils.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _offline(datasets: Any, wanted: bool) -> Iterator[None]:
+    """What was read before comes from the cache; without this every file is asked for again and again."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or wanted
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _reason(error: Exception, split: str, reachable: bool) -> str:
+    text = first_line(error)
+    if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
+        names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
+        return f"has no split {split!r}{suggestion(split, names)}"
+    if not reachable:
+        return "nothing of that name here, the hub cannot be reached and its cache does not hold it"
+    return f"cannot be read: {text}"

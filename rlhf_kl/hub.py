@@ -1,0 +1,104 @@
+"""Names on the Hugging Face hub, and models of it as local folders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_kl.errors import InputError
+
+PROBE_SECONDS = 10.0
+# Enough to load a model and its tokenizer; never pickles unless asked for, never other formats of the weights.
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+PICKLED_FILES = ["*.bin"]
+SUBFOLDERS = ["*/*"]
+_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubName(NamedTuple):
+    """`owner/name[:subset][@revision]` taken apart; only data sets have subsets."""
+
+    name: str
+    subset: str | None
+    revision: str | None
+
+
+def hub_name(ref: str) -> HubName | None:
+    """The parts of a hub id, None where `ref` cannot be one."""
+    match = _ID.fullmatch(ref)
+    return HubName(match["name"], match["subset"], match["revision"]) if match else None
+
+
+def model_folder(ref: str, what: str, *, pickled: bool = False) -> str:
+    """The folder of a model: a local one as it is, a hub id (`owner/name[@revision]`) downloaded or from the cache.
+
+    Everything behind this reads local files only. Errors: InputError where there is no such model or revision.
+    """
+    if Path(ref).is_dir():
+        return ref
+    found = hub_name(ref)
+    if found is None or found.subset is not None:
+        raise InputError(f"{what}: {ref} is neither a folder nor a hub id (owner/name, owner/name@revision)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = MODEL_FILES + (PICKLED_FILES if pickled else [])
+
+    def snapshot(*, local: bool) -> str:
+        return snapshot_download(
+            found.name,
+            revision=found.revision,
+            allow_patterns=patterns,
+            ignore_patterns=SUBFOLDERS,
+            local_files_only=local,
+        )
+
+    pinned = found.revision is not None and _COMMIT.fullmatch(found.revision) is not None
+    if pinned:  # a commit never changes: what is there needs no look at the hub
+        try:
+            folder = snapshot(local=True)
+            if any(Path(folder).glob("*.safetensors")):
+                return folder
+        except LocalEntryNotFoundError:
+            pass
+    reachable = probe(found.name, found.revision, "model", f"{what}: {ref}")
+    try:
+        return snapshot(local=not reachable)
+    except LocalEntryNotFoundError as error:
+        raise InputError(
+            f"{what}: {ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
+        ) from error
+    except Exception as error:  # the clients of the hub raise a dozen kinds
+        raise InputError(f"{what}: {ref}: cannot be downloaded: {first_line(error)}") from error
+
+
+def probe(name: str, revision: str | None, kind: str, where: str) -> bool:
+    """One short question to the hub, so that a mistyped id does not retry for minutes; whether it answered.
+
+    Errors: InputError where the hub knows no such repository or revision.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
+    except RevisionNotFoundError as error:
+        raise InputError(f"{where}: the hub has no revision {revision!r} of it") from error
+    except GatedRepoError as error:
+        raise InputError(f"{where}: is gated: accept its terms on the hub and log in (`hf auth login`)") from error
+    except RepositoryNotFoundError as error:
+        raise InputError(f"{where}: nothing of that name here, and the hub has no {kind} of that name") from error
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code < 500:
+            raise InputError(f"{where}: {first_line(error)}") from error
+        return False
+    except Exception:  # no network, whatever the client calls it
+        return False
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,178 @@
+"""Low-rank adapters through peft: one copy of the weights serves as policy and as reference.
+
+Source: Hu et al. 2021 (2106.09685). With the adapter switched off the model computes what the start model
+computes, bit for bit; merged into the weights it does so only closely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.hub import first_line
+from rlhf_kl.models.load import switch_dropout_off
+
+TRAINED, KEPT = "default", "start"  # names of the adapter that learns, and of its frozen beginning
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter and no whole model."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether a model is one with an adapter on it."""
+    return hasattr(model, "peft_config")
+
+
+def adapter_base(folder: str | Path, what: str) -> str:
+    """The model that an adapter was made for: a folder, or a hub id with its revision.
+
+    Errors: InputError where the adapter does not say.
+    """
+    try:
+        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base, revision = config["base_model_name_or_path"], config.get("revision")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} names no base_model_name_or_path")
+    return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
+
+
+def add_adapter(
+    model: Any, *, r: int, alpha: float, target_modules: list[str] | None, ref: str, what: str, seed: int
+) -> Any:
+    """A fresh adapter on a model whose own weights freeze; it changes nothing until it is trained.
+
+    `target_modules`: names of the layers that get one; None = every linear layer but the head. `ref`: what the
+    adapter's config says of its base. Deterministic for a seed, so that a resumed run has the same start.
+    Errors: InputError where no layer has such a name.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=0.0,  # it would make the log-probs of one and the same policy differ
+        target_modules=target_modules or "all-linear",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 keeps weights transposed
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with _peft_warnings(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = get_peft_model(model, settings)
+    except ValueError as error:
+        raise InputError(f"{what}: {first_line(error)}") from error
+    _say_base(adapted, ref)
+    return adapted.eval()
+
+
+@contextlib.contextmanager
+def _peft_warnings() -> Iterator[None]:
+    """peft calls names of transformers that warn of their end; that is between the two of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def _say_base(adapted: Any, ref: str) -> None:
+    name, _, revision = ref.partition("@")
+    config = adapted.peft_config[TRAINED]
+    config.base_model_name_or_path, config.revision = (ref, None) if Path(ref).is_dir() else (name, revision or None)
+
+
+def load_adapter(model: Any, folder: str | Path, what: str) -> Any:
+    """A saved adapter on its base model, to be trained further. Errors: InputError where it does not fit."""
+    from peft import PeftModel
+
+    if not (Path(folder) / "adapter_model.safetensors").is_file():
+        raise InputError(f"{what} {folder}: the adapter has no adapter_model.safetensors")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # keys that are missing are only warned of
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=TRAINED, is_trainable=True)
+    except Exception as error:  # peft raises a dozen kinds
+        raise InputError(f"{what} {folder}: the adapter does not fit its base: {first_line(error)}") from error
+    switch_dropout_off(adapted)
+    return adapted
+
+
+class AdapterReference:
+    """The frozen starting point inside a model with an adapter: no second copy of the weights.
+
+    Called like the model. A policy that began without an adapter is read with its adapter off; one that began as
+    an adapter keeps that beginning as a second, frozen adapter.
+    """
+
+    def __init__(self, policy: Any, *, keep_start: bool) -> None:
+        self.policy, self.keep_start, self.config = policy, keep_start, policy.config
+        if keep_start:
+            policy.add_adapter(KEPT, policy.peft_config[TRAINED])
+            with torch.no_grad():
+                state = dict(policy.named_parameters())
+                for name, parameter in state.items():
+                    if f".{KEPT}." in name:
+                        parameter.copy_(state[name.replace(f".{KEPT}.", f".{TRAINED}.")])
+            policy.set_adapter(TRAINED)
+        self._start = {
+            name: parameter.detach().clone() for name, parameter in policy.named_parameters() if f".{TRAINED}." in name
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._at_start():
+            return self.policy(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else one asks a model for: its LM head, the mark of how its logits are read."""
+        if name == "policy":  # not there yet: while it is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.policy, name)
+
+    @contextlib.contextmanager
+    def _at_start(self) -> Iterator[None]:
+        if not self.keep_start:
+            with self.policy.disable_adapter():
+                yield
+            return
+        try:
+            self.policy.set_adapter(KEPT)
+            yield
+        finally:
+            self.policy.set_adapter(TRAINED)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The tensors that it reads, none of which is trained."""
+        return (p for name, p in self.policy.named_parameters() if f".{TRAINED}." not in name)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The policy's tensors as they were at the start."""
+        return {**self.policy.state_dict(), **self._start}
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """What a checkpoint of a model must hold: all of it, or beside frozen weights only what is trained."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    view = nn.Module()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            view.register_parameter(name.replace(".", "/"), parameter)
+    return view
+
+
+def merge(adapted: Any) -> Any:
+    """The base model with the adapter folded into its weights: close to both together, not equal."""
+    return adapted.merge_and_unload().eval()

@@ -1,0 +1,41 @@
+"""Gradient checkpointing: layers keep no activations and compute them again in the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.hub import first_line
+
+
+def enable_recompute(model: Any, what: str) -> None:
+    """Switch it on. Errors: InputError where the architecture cannot."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    # transformers 5.2x renamed it and warns of the old name.
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise InputError(f"{what}: {first_line(error)}") from error
+    model.recomputes = True
+
+
+@contextlib.contextmanager
+def recomputing(model: Any) -> Iterator[None]:
+    """A forward pass whose layers are recomputed, where that was switched on and gradients are.
+
+    Layers recompute in training mode only, in which they refuse the cache that sampling needs: so the mode is
+    changed for this pass alone. Dropout is 0 in every model that was loaded here, so nothing else changes.
+    """
+    wanted = getattr(model, "recomputes", False) and torch.is_grad_enabled()
+    if wanted:
+        model.train()
+    try:
+        yield
+    finally:
+        if wanted:
+            model.eval()

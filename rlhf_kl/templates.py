@@ -1,0 +1,44 @@
+"""Texts from a row's columns: "TITLE: {title}\\nTL;DR:"."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_kl.components import nearest
+from rlhf_kl.errors import InputError
+
+
+def template_fields(template: str) -> list[str]:
+    """Columns that a template such as "{title}: {post}" names.
+
+    Errors: ValueError with the reason for one that is no template: a lone brace, no column, anything but names.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{error} (write {{{{ and }}}} for braces)") from error
+    fields = [name for _, name, _, _ in parts if name is not None]
+    for _, name, form, conversion in parts:
+        if name is not None and (not name or form or conversion or any(c in name for c in ".[]")):
+            raise ValueError(f"a column stands in braces by its name alone: {name or '{}'}")
+    if not fields:
+        raise ValueError("names no column: write one in braces, such as {prompt}")
+    return list(dict.fromkeys(fields))
+
+
+def fill(template: str, row: Mapping[str, Any], where: str) -> str:
+    """The template with a row's columns. Errors: InputError for a missing column or one that is no text."""
+    values = {}
+    for name in template_fields(template):
+        if name not in row:
+            guess = nearest(name, [str(key) for key in row])
+            hint = f"; did you mean {guess}?" if guess else f" (it has {', '.join(map(str, row)) or 'none'})"
+            raise InputError(f"{where} has no column {name!r}{hint}")
+        value = row[name]
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            kind = "null" if value is None else type(value).__name__
+            raise InputError(f"{where}: {name} is {kind}, not text")
+        values[name] = value
+    return template.format_map(values)

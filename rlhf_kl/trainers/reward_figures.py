@@ -1,0 +1,88 @@
+"""What a reward model is worth on held-out data: accuracy, calibration, and where its scores lie."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BINS = 10
+HISTOGRAM_BINS = 20
+
+
+class CalibrationBin(NamedTuple):
+    """Predictions of about the same confidence, and how many of them were right."""
+
+    confidence: float  # mean of the predicted probability of being right, 0.5 to 1
+    accuracy: float
+    size: int
+
+
+def calibration(log_odds: Tensor, right: Tensor) -> tuple[float, list[CalibrationBin]]:
+    """Expected calibration error of binary predictions, and the bins it is made of.
+
+    `log_odds` (N,) of what was predicted, `right` (N,) bool whether that was so. Ten bins of equal width between
+    probability 0.5 and 1. Source: Guo et al. 2017 (1706.04599), equation 3.
+    """
+    confidence = torch.sigmoid(log_odds.double().abs())
+    place = ((confidence - 0.5) * 2 * BINS).long().clamp_max(BINS - 1)
+    bins, error = [], 0.0
+    for i in range(BINS):
+        rows = place == i
+        count = int(rows.sum())
+        if count:
+            sure, hit = float(confidence[rows].mean()), float(right[rows].double().mean())
+            bins.append(CalibrationBin(sure, hit, count))
+            error += count / len(confidence) * abs(sure - hit)
+    return error, bins
+
+
+def pair_figures(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
+    """Figures of scores (N,) of the preferred and the other responses.
+
+    Accuracy counts pairs in the right order (a tie is wrong); loss is -log sigmoid(difference) in nats.
+    """
+    margin = chosen - rejected
+    error, _ = calibration(margin, margin > 0)
+    return {
+        "eval/accuracy": float((margin > 0).float().mean()),
+        "eval/loss": float(-F.logsigmoid(margin).mean()),
+        "eval/calibration_error": error,
+        "eval/margin": float(margin.mean()),
+    }
+
+
+def label_figures(scores: Tensor, labels: Tensor, *, binary: bool) -> dict[str, float]:
+    """Figures of scores (N,) against labels (N,): of a classifier (log-odds of label 1) or of a regression."""
+    if not binary:
+        both = torch.stack([scores, labels]).double()
+        correlation = float(torch.corrcoef(both)[0, 1]) if bool((both.std(1) > 0).all()) else 0.0
+        return {"eval/loss": float(0.5 * (scores - labels).square().mean()), "eval/correlation": correlation}
+    positive = labels > 0.5
+    right = (scores > 0) == positive
+    error, _ = calibration(scores, right)
+    return {
+        "eval/accuracy": float(right.float().mean()),
+        "eval/loss": float(F.binary_cross_entropy_with_logits(scores, positive.to(scores))),
+        "eval/calibration_error": error,
+        "eval/majority": float(max(positive.float().mean(), 1 - positive.float().mean())),
+    }
+
+
+def histogram(groups: dict[str, Tensor]) -> dict[str, Any]:
+    """Counts of scores by group in twenty bins that all groups share: `edges` (21) and a list of 20 per group."""
+    every = torch.cat(list(groups.values())).double()
+    low, high = float(every.min()), float(every.max())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    edges = torch.linspace(low, high, HISTOGRAM_BINS + 1, dtype=torch.float64)
+    counts = {name: torch.histc(v.double(), HISTOGRAM_BINS, low, high).long().tolist() for name, v in groups.items()}
+    return {"edges": edges.tolist(), **counts}
+
+
+def sketch(counts: list[int]) -> str:
+    """A histogram as one line of blocks."""
+    blocks, top = " ▁▂▃▄▅▆▇█", max([*counts, 1])
+    return "".join(blocks[-(-count * (len(blocks) - 1) // top)] for count in counts)

@@ -1,0 +1,300 @@
+"""One tiny random model of every architecture family, through everything that is done with a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_kl.models.actor_critic import ActorCritic, response_logits
+from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
+from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
+from rlhf_kl.models.recompute import enable_recompute
+from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.models.text import encode, pad
+from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.rollout.collect import Sampling, draw
+from rlhf_kl.rollout.sampling import pick_tokens
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.trainers.reward_model import initialise_head
+from rlhf_kl.types import PromptBatch
+
+WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+GATED = {**WIDE, "intermediate_size": 24, "num_key_value_heads": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    "gpt_neox": {**WIDE, "intermediate_size": 24},
+    "opt": {**WIDE, "ffn_dim": 24, "word_embed_proj_dim": 16},
+    "llama": {**GATED, "tie_word_embeddings": True},
+    "mistral": {**GATED, "sliding_window": 4},
+    "qwen2": GATED,
+    "qwen3": {**GATED, "head_dim": 8},
+    "gemma2": {**GATED, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**GATED, "head_dim": 8, "sliding_window": 4},
+    "phi": GATED,
+    "phi3": {**GATED, "pad_token_id": 0},
+}
+TEXTS = ["abcd", "d", "bbcaab"]
+Folders = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, letters: Any) -> Folders:
+    """A model of each family on disk, with weights large enough to tell positions and tokens apart."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+    for name, sizes in FAMILIES.items():
+        torch.manual_seed(0)
+        special = {"bos_token_id": 1, "eos_token_id": 2}
+        config = AutoConfig.for_model(name, vocab_size=len(letters), **special, **sizes)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        made[name] = tmp_path_factory.mktemp("families") / name
+        save_model(model, letters, made[name])
+    return made
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, folders: Folders) -> Path:
+    return folders[request.param]
+
+
+def logits_of(model: Any, text: str = "abcd") -> torch.Tensor:
+    ids = torch.tensor([[1, *("abcd".index(letter) + 3 for letter in text)]])
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return found
+
+
+def batch_of(letters: Any) -> PromptBatch:
+    ids, mask = pad([encode(letters, text) for text in TEXTS], letters.pad_token_id, left=True)
+    return PromptBatch(TEXTS, ids, mask)
+
+
+def test_padding_changes_no_log_prob_and_sampling_agrees_with_one_pass(folder: Path, letters: Any) -> None:
+    """Each token is the one that the whole text's logits give for the same random number."""
+    model, prompts = load_causal_lm(str(folder)), batch_of(letters)
+    sampling = Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2], pad_id=0)
+    noise = uniforms(len(TEXTS), 8, 0, "noise")
+    sampled = draw(model, prompts, noise, sampling, "cpu")
+    ids, mask = torch.cat([prompts.ids, sampled.ids], 1), torch.cat([prompts.mask, sampled.mask], 1)
+    width = sampled.ids.shape[1]
+    with torch.no_grad():
+        padded = response_logits(model, ids, mask, width)
+        for i in range(len(TEXTS)):
+            length = int(sampled.mask[i].sum())
+            row = ids[i][mask[i]].unsqueeze(0)
+            alone = response_logits(model, row, torch.ones_like(row, dtype=torch.bool), length)[0]
+            torch.testing.assert_close(padded[i, :length], alone, rtol=1e-4, atol=1e-4)
+            chosen = pick_tokens(alone, noise[i, :length], 0.9)
+            assert chosen.tolist() == sampled.ids[i, :length].tolist()
+        unmasked = response_logits(model, ids, torch.ones_like(mask), width)
+        assert float((unmasked[1] - padded[1]).abs().max()) > 1e-2  # padding that is read would show
+
+
+def test_it_is_saved_as_it_is(folder: Path, letters: Any, tmp_path: Path) -> None:
+    model = load_causal_lm(str(folder))
+    save_model(model, letters, tmp_path)
+    assert torch.equal(logits_of(load_causal_lm(str(tmp_path))), logits_of(model))
+
+
+def test_an_adapter_that_is_off_is_the_start_and_merged_is_close(folder: Path, letters: Any, tmp_path: Path) -> None:
+    start = logits_of(load_causal_lm(str(folder)))
+    base = load_causal_lm(str(folder))
+    policy = add_adapter(base, r=2, alpha=4.0, target_modules=None, ref=str(folder), what="policy.lora", seed=1)
+    reference = AdapterReference(policy, keep_start=False)
+    assert torch.equal(logits_of(policy), start)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    trained = logits_of(policy)
+    assert float((trained - start).abs().max()) > 1e-2
+    assert torch.equal(logits_of(reference), start)
+    save_model(policy, letters, tmp_path)
+    again = load_adapter(load_causal_lm(str(folder)), tmp_path, "policy.model")
+    assert torch.equal(logits_of(again), trained)
+    kept = AdapterReference(again, keep_start=True)
+    with torch.no_grad():
+        for parameter in again.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    assert torch.equal(logits_of(kept), trained)
+    assert not torch.equal(logits_of(again), trained)
+    torch.testing.assert_close(logits_of(merge(policy)), trained, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> None:
+    ids = torch.tensor([[1, 3, 4, 5, 6], [1, 4, 0, 0, 0]])
+    mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    states = torch.tensor([1, 2, 3, 5])
+    gradients, calls = [], []
+    for recompute in (False, True):
+        model = load_causal_lm(str(folder))
+        if recompute:
+            enable_recompute(model, "policy.gradient_checkpointing")
+        attention = next(module for name, module in model.named_modules() if name.endswith(("attn", "attention")))
+        count = [0]
+        attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        actor = ActorCritic(model)
+        actor(ids, mask, states).logits.float().square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        calls.append(count[0])
+        assert not model.training
+    assert calls == [1, 2]  # once forward; once more backward
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_its_reward_model_scores_the_last_token_and_is_saved_as_it_is(
+    folder: Path, letters: Any, tmp_path: Path
+) -> None:
+    model = classifier_from_lm(load_causal_lm(str(folder)), letters, "policy.model")
+    initialise_head(model.score, 0)
+    reward = RewardModel(model, letters)
+    together = reward(TEXTS, ["a", "cd", ""])
+    alone = [reward([text], [response])[0] for text, response in zip(TEXTS, ["a", "cd", ""], strict=True)]
+    assert together == pytest.approx(alone, rel=1e-4, abs=1e-4)
+    assert len({round(score, 3) for score in together}) == 3
+    save_model(model, letters, tmp_path)
+    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]) == pytest.approx(together)
+
+
+PLAIN_TRANSFORMERS = """
+import json, sys
+sys.modules["rlhf_kl"] = None  # as if it had never been installed
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+found = {}
+for folder in sys.argv[1:]:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([[1, 3, 4, 5]])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+    found[folder] = [made[0, 4:].tolist(), tokenizer.decode(made[0, 4:], skip_special_tokens=True)]
+print(json.dumps(found))
+"""
+
+
+def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any, tmp_path: Path) -> None:
+    """Whole models and an adapter, in a process that cannot import this package."""
+    base = load_causal_lm(str(folders["llama"]))
+    policy = add_adapter(
+        base, r=2, alpha=4.0, target_modules=None, ref=str(folders["llama"]), what="policy.lora", seed=1
+    )
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_model(policy, letters, tmp_path / "adapter")
+    models = {str(folder): load_causal_lm(str(folder)) for folder in folders.values()}
+    models[str(tmp_path / "adapter")] = policy
+    outcome = subprocess.run(
+        [sys.executable, "-c", PLAIN_TRANSFORMERS, *models], capture_output=True, text=True, check=True, timeout=240
+    )
+    found = json.loads(outcome.stdout.splitlines()[-1])
+    prompt = PromptBatch(["abc"], torch.tensor([[1, 3, 4, 5]]), torch.ones(1, 4, dtype=torch.bool))
+    sampling = Sampling(max_new_tokens=8, temperature=1e-6, eos_ids=[2], pad_id=0)  # all but greedy
+    for folder, model in models.items():
+        sampled = draw(model, prompt, torch.full((1, 8), 0.5), sampling, "cpu")
+        ids = sampled.ids[0][sampled.mask[0]].tolist()
+        assert found[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
+
+
+# ---- tied embeddings under either name ----
+
+
+def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any, tmp_path: Path) -> None:
+    """A checkpoint may store the one tensor as the head or as the embeddings: nothing may become random."""
+    source = folders["llama"]
+    tensors = load_file(source / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    other = tmp_path / "head"
+    save_model(load_causal_lm(str(source)), letters, other)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(load_causal_lm(str(other))), logits_of(load_causal_lm(str(source))))
+    scores = []
+    for folder in (source, other):
+        model = classifier_from_lm(load_causal_lm(str(folder)), letters, "policy.model")
+        initialise_head(model.score, 0)
+        scores.append(RewardModel(model, letters)(TEXTS, ["", "a", "b"]))
+    assert scores[0] == scores[1]
+
+
+def test_the_real_model_is_the_same_as_shipped_and_saved_again(real_data: Path) -> None:
+    """Its file holds `lm_head.weight` alone; plain transformers gives such a classifier random embeddings."""
+    names = ("TinyStories-656K", "TinyStories-656K-resaved")
+    shipped, resaved = (str(real_data / "models" / name) for name in names)
+    tokenizer = load_tokenizer(shipped)
+    ids = torch.tensor([encode(tokenizer, "Once upon a time, there was a little dog.")])
+    logits, scores = [], []
+    for folder in (shipped, resaved):
+        lm = load_causal_lm(folder)
+        with torch.no_grad():
+            logits.append(lm(input_ids=ids).logits)
+        model = classifier_from_lm(lm, tokenizer, "policy.model")
+        initialise_head(model.score, 0)
+        scores.append(RewardModel(model, tokenizer)(["Once", "Tim was"], [" upon", " sad."]))
+    assert torch.equal(*logits)
+    assert scores[0] == scores[1]
+
+
+# ---- what must not load ----
+
+
+def problem_of(load: Callable[..., Any], folder: Path) -> str:
+    from rlhf_kl.errors import InputError
+
+    with pytest.raises(InputError) as caught:
+        load(str(folder), "policy.model")
+    return str(caught.value)
+
+
+def test_weights_that_belong_nowhere_are_fatal(folders: Folders, letters: Any, tmp_path: Path) -> None:
+    save_model(load_causal_lm(str(folders["qwen2"])), letters, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["v_head.summary.weight"] = torch.zeros(1, 16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    message = problem_of(load_causal_lm, tmp_path)
+    assert "belong to no part of the model: v_head.summary.weight" in message
+
+
+def test_code_that_comes_with_a_model_does_not_run_unless_allowed(
+    folders: Folders, letters: Any, tmp_path: Path
+) -> None:
+    from rlhf_kl.models.load import Access
+
+    save_model(load_causal_lm(str(folders["gpt2"])), letters, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "class Own(GPT2Config):\n    model_type = 'own'\n"
+        "class OwnLM(GPT2LMHeadModel):\n    config_class = Own\n"
+    )
+    assert "run.trust_remote_code" in problem_of(load_causal_lm, tmp_path)
+    model = load_causal_lm(str(tmp_path), "policy.model", Access(remote_code=True))
+    assert torch.equal(logits_of(model), logits_of(load_causal_lm(str(folders["gpt2"]))))
+
+
+def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters: Any, tmp_path: Path) -> None:
+    from rlhf_kl.models.load import Access
+
+    model = load_causal_lm(str(folders["gpt_neox"]))
+    save_model(model, letters, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert "run.allow_pickle" in problem_of(load_causal_lm, tmp_path)
+    loaded = load_causal_lm(str(tmp_path), "policy.model", Access(pickle=True))
+    assert torch.equal(logits_of(loaded), logits_of(model))
