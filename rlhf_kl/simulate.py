@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.kl_controllers.control import KLControl
 from rlhf_kl.kl_controllers.tilt import tilted
+from rlhf_kl.results.control import tail_error as tail_error_of
 
 
 class SimulatedUpdate(NamedTuple):
@@ -146,9 +147,11 @@ def simulate_plant(
 
 
 def tail_error(rows: Sequence[SimulatedUpdate], target: float) -> float:
-    """Mean |KL/target - 1| over the second half."""
-    tail = rows[len(rows) // 2 :]
-    return math.fsum(abs(row.kl / target - 1.0) for row in tail) / len(tail)
+    """Mean |KL/target - 1| over the second half. Errors: ValueError without updates."""
+    error = tail_error_of([row.kl / target for row in rows])
+    if error is None:
+        raise ValueError("no updates")
+    return error
 
 
 def peak(rows: Sequence[SimulatedUpdate], target: float) -> float:

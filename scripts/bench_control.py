@@ -39,11 +39,12 @@ from rlhf_kl.commands.session import finished_summary
 from rlhf_kl.config.load import config_diff, load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
+from rlhf_kl.results import control
+from rlhf_kl.results.control import BAND, BAND_FROM, ratios
 from rlhf_kl.tracking.jsonl import read_jsonl
 from rlhf_kl.tracking.run_folder import RunFolder, write_json
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "ppo_adaptive.yaml"
-BAND, BAND_FROM = 0.25, 15
 FROZEN_BATCHES = 20
 NEVER = 1_000_000
 LEAN = (
@@ -130,12 +131,7 @@ class Figures:
 
 def updates_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that are updates: the closing evaluation has a row of its own."""
-    return [row for row in rows if "kl/error" in row]
-
-
-def ratios(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """KL / target of each update; a KL that was not finite counts as infinite."""
-    return [math.inf if row["kl/error"] is None else row["kl/error"] + 1.0 for row in rows]
+    return [row for row in rows if control.is_update(row)]
 
 
 def judge(rows: Sequence[dict[str, Any]], *, beta: float, updates: int, unit: str = "token") -> Figures:
@@ -149,14 +145,13 @@ def judge(rows: Sequence[dict[str, Any]], *, beta: float, updates: int, unit: st
     started = rows[0]["kl/coef"]
     if not math.isclose(started, beta, rel_tol=1e-9):
         raise InvalidError(f"started from beta {started:g}, not from {beta:g}")
-    tail = rows[len(rows) // 2 :]
-    late = ratios(rows[BAND_FROM - 1 :])
+    tail, values = control.tail(rows), ratios(rows)
     noise = [row["kl/token_stderr"] / row["kl/token"] for row in tail if row["kl/token"]]
     golds = [row["objective/gold"] for row in tail]
     return Figures(
-        tail_error=statistics.fmean(abs(ratio - 1.0) for ratio in ratios(tail)),
-        peak=max(ratios(rows)),
-        in_band=share(abs(ratio - 1.0) <= BAND for ratio in late),
+        tail_error=control.tail_error(values),
+        peak=control.peak(values),
+        in_band=control.time_in_band(values),
         cut=share(row["kl/backtrack_factor"] < 1.0 for row in tail) or 0.0,
         score=mean_of(tail, "objective/scores_shaped"),
         gold=None if None in golds else statistics.fmean(golds),
@@ -374,7 +369,7 @@ def config_of(run: Run, settings: Settings) -> TrainConfig:
     config = load_config("train", CONFIG, overrides(run, settings))
     there = settings.folder(run).config
     if there.exists():
-        from rlhf_kl.commands.record import FREE_TO_CHANGE
+        from rlhf_kl.commands.resume import FREE_TO_CHANGE
 
         changes = config_diff(load_config("train", there), config)
         changes = [line for line in changes if not line.startswith(FREE_TO_CHANGE)]

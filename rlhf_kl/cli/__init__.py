@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import config, evaluate, report, reward_model, sft, simulate, train
+from rlhf_kl.cli import compare, config, evaluate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.tracking.text import safe_text
 
@@ -25,6 +25,7 @@ app.command()(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command()(sft.sft)
 app.command("reward-model")(reward_model.reward_model)
+app.command()(compare.compare)
 app.command()(report.report)
 app.command()(simulate.simulate)
 app.add_typer(config.app, name="config")

@@ -25,9 +25,13 @@ def show(file: File, sets: Set = None) -> None:
 @app.command()
 def validate(file: File, sets: Set = None) -> None:
     """Check a config and list everything that is wrong with it."""
-    from rlhf_kl.config import load_any
+    from rlhf_kl.config.compare import is_compare_config, load_compare
+    from rlhf_kl.config.load import find_config, load_any
 
-    load_any(file, sets or [])
+    if is_compare_config(find_config(file)):
+        load_compare(file, sets or [])
+    else:
+        load_any(file, sets or [])
     print(f"{file}: ok")
 
 

@@ -85,6 +85,20 @@ def load_any(file: str | Path, overrides: Sequence[str] = ()) -> tuple[Kind, Any
     return kind, _validated(kind, raw, name=path.stem)
 
 
+def load_variant(
+    base: Path, fragment: Mapping[str, Any], folders: Sequence[Path], overrides: Sequence[str] = ()
+) -> TrainConfig:
+    """A train config with a fragment on top, as if a file that extends it held the fragment.
+
+    base: a file (`find_config`). folders: where relative paths of the fragment are looked for. Raises InputError.
+    """
+    parent = _read_file(base, chain=[])
+    _require_kind("train", parent, base)
+    raw = _merge(parent, _absolute(dict(fragment), folders))
+    raw = _merge(raw, _absolute(_parse_overrides(overrides), [Path.cwd()]))
+    return cast(TrainConfig, _validated("train", raw, name=base.stem))
+
+
 def detect_kind(raw: Mapping[str, Any]) -> Kind:
     """The command that a merged mapping is for; train unless it has another one's section."""
     return next((kind for kind in ("sft", "reward-model") if OWN_SECTIONS[kind] & raw.keys()), "train")

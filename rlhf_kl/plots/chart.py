@@ -11,6 +11,7 @@ from rlhf_kl.plots.style import colour
 from rlhf_kl.results.text import shown
 
 MOST_POINTS = 400  # of a line; a longer one is drawn as means of so many stretches
+LEGEND_COLUMNS, LEGEND_LINE = 3, 1.45  # height of a line in type sizes
 LABEL_GAP = 1.15  # of the type size, between two labels at the ends of lines
 
 
@@ -24,7 +25,7 @@ class Line:
     colour: str = "c1"  # a name of style.COLOURS
     dash: Any = "solid"
     width: float = 1.6
-    marker: str | None = None
+    marker: str | None = None  # "None": none, also where there are few points
     points: bool = False
     hollow: bool = False
     low: Sequence[float] | None = None  # a band around the curve
@@ -93,10 +94,11 @@ def thin(x: Sequence[float], *columns: Sequence[float] | None) -> list[list[floa
 def draw(chart: Chart, axes: Any, size: float) -> None:
     """Everything of the chart onto `axes`; `size` of the type in points."""
     title = chart.title if not chart.subtitle else f"{chart.title}\n"
-    axes.set_title(title, pad=8, loc="left")
+    shelf = LEGEND_LINE * size * -(-len(_in_legend(chart)) // LEGEND_COLUMNS)
+    axes.set_title(title, pad=8 + shelf, loc="left")
     if chart.subtitle:
         axes.annotate(
-            chart.subtitle, (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points",
+            chart.subtitle, (0, 1), xytext=(0, 8 + shelf), xycoords="axes fraction", textcoords="offset points",
             fontsize=size * 0.9, color=colour("muted"), va="bottom",
         )  # fmt: skip
     axes.set_xlabel(chart.x_label)
@@ -139,7 +141,7 @@ def _draw_line(chart: Chart, line: Line, axes: Any) -> None:
         low, high = ([max(band[i], y_) if band[i] <= 0 else band[i] for i, y_ in zip(kept, y, strict=True)]
                      if band is not None else None for band in (low, high))  # fmt: skip
     if low is not None and high is not None:
-        axes.fill_between(x, low, high, color=tint, alpha=0.16, linewidth=0, zorder=1.5)
+        axes.fill_between(x, low, high, color=tint, alpha=0.13, linewidth=0, zorder=1.5)
     few = len(x) < 12
     axes.plot(
         x,
@@ -155,6 +157,11 @@ def _draw_line(chart: Chart, line: Line, axes: Any) -> None:
     )
 
 
+def _in_legend(chart: Chart) -> list[Line]:
+    named = [line for line in chart.lines if line.label and line.drawn and line.named]
+    return named if chart.legend else []
+
+
 def _draw_legend(chart: Chart, axes: Any, size: float) -> None:
     from matplotlib.lines import Line2D
 
@@ -164,13 +171,20 @@ def _draw_legend(chart: Chart, axes: Any, size: float) -> None:
             marker=(line.marker or "o") if line.points else None, markersize=5.5,
             markerfacecolor="none" if line.hollow else colour(line.colour), label=line.label,
         )
-        for line in chart.lines
-        if line.label and line.drawn and line.named
+        for line in _in_legend(chart)
     ]  # fmt: skip
     axes.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(3, len(handles)), frameon=False,
-        fontsize=size * 0.9, borderaxespad=0.1, handlelength=1.8, columnspacing=1.2, handletextpad=0.5,
-    )  # fmt: skip
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=min(LEGEND_COLUMNS, len(handles)),
+        fontsize=size * 0.9,
+        frameon=False,
+        borderaxespad=0.1,
+        handlelength=1.8,
+        columnspacing=1.2,
+        handletextpad=0.5,
+    )
 
 
 def _plain_log_ticks(chart: Chart, axes: Any) -> None:

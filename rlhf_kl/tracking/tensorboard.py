@@ -12,6 +12,22 @@ from typing import Any
 from rlhf_kl.tracking.text import safe_text
 
 _EVENTS = "events.out.tfevents.*"
+# The charts of the CUSTOM SCALARS tab: what belongs together in one picture.
+_LAYOUT = {
+    "KL control": {
+        "KL per token: exact and estimated": ["Multiline", ["^kl/(exact|k1|k2|k3)$"]],
+        "KL per token and its target": ["Multiline", ["^kl/token$", "^kl/target$", "^kl/ceiling$"]],
+        "beta": ["Multiline", ["^kl/coef$"]],
+    },
+    "Objective": {
+        "score and gold": ["Multiline", ["^objective/scores$", "^objective/gold$"]],
+        "score less the KL penalty": ["Multiline", ["^objective/scores_shaped$", "^objective/rlhf_reward$"]],
+    },
+    "What it costs": {
+        "held-out perplexity": ["Multiline", ["^eval/perplexity$"]],
+        "responses": ["Multiline", ["^rollout/eos_rate$", "^eval/distinct_2$", "^rollout/score_length_corr$"]],
+    },
+}
 # The columns beside the config in the HPARAMS tab.
 _RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")
 
@@ -44,6 +60,7 @@ class TensorBoardWriter:
             self._summary = summary
             self._writer = writer.FileWriter(str(self._folder), flush_secs=10)
             experiment, start, self._session_end = summary.hparams(self._config, dict.fromkeys(_RESULTS, 0.0))
+        self._writer.add_summary(self._summary.custom_scalars(_LAYOUT))
         self._writer.add_summary(experiment)
         self._writer.add_summary(start)
         for row in rows:

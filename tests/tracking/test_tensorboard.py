@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,18 @@ def test_importing_tracking_does_not_import_torch() -> None:
     )
     heavy = "sys.exit(bool({'torch', 'transformers', 'numpy', 'tensorboard'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code + heavy], check=False).returncode == 0
+
+
+def test_the_custom_charts_name_tags_that_runs_have(
+    tmp_path: Path, metrics_rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    TensorBoardWriter(tmp_path, CONFIG).close()
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    [event] = _read(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    patterns = [tag for part in layout.category for chart in part.chart for tag in chart.multiline.tag]
+    assert len(patterns) >= 10
+    estimates = {"kl/k1": 0.1, "kl/k2": 0.1, "kl/k3": 0.1, "objective/rlhf_reward": 0.5}
+    tags = {key for row in metrics_rows([0.1]) for key in row | estimates}
+    assert [pattern for pattern in patterns if not any(re.search(pattern, tag) for tag in tags)] == []

@@ -1,0 +1,85 @@
+"""`rlhf-kl compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_kl.cli.options import Overwrite, Quiet, Seed, Set
+from rlhf_kl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+
+def compare(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN...]", help="Finished runs, or folders of comparisons.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="FILE", help="Variants and seeds to train and compare.")
+    ] = None,
+    set_: Set = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option("--output-dir", metavar="DIR", help="Where it goes (default: runs/NAME, or runs/compare)."),
+    ] = None,
+    seed: Seed = None,
+    jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Runs at once, one thread each above 1.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is there (the default).")] = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> int:
+    """Train variants x seeds, or read finished runs: table, pictures and a verdict."""
+    if (config is None) == (not runs):
+        raise InputError("compare takes --config FILE to train, or RUN folders to read")
+    if config is None and (set_ or seed is not None or overwrite or resume or jobs != 1):
+        raise InputError(
+            "--set, --seed, --jobs, --resume and --overwrite belong to --config: RUN folders are only read"
+        )
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite exclude each other: choose one")
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    display = TrainingDisplay(quiet=quiet)
+    if config is None:
+        return _read(runs or [], output_dir or Path("runs/compare"), display)
+    return _train(config, set_ or [], output_dir, seed, jobs, overwrite, display)
+
+
+def _read(runs: list[Path], folder: Path, display: TrainingDisplay) -> int:
+    from rlhf_kl.commands.compare import write_comparison
+    from rlhf_kl.results.compare import read_comparison
+
+    comparison = read_comparison(runs)
+    _say(comparison.notes, display)
+    print(write_comparison(comparison, folder, folder.name))
+    return 0
+
+
+def _train(
+    config: str,
+    sets: list[str],
+    output_dir: Path | None,
+    seed: int | None,
+    jobs: int,
+    overwrite: bool,
+    display: TrainingDisplay,
+) -> int:
+    from rlhf_kl.config.compare import load_compare
+
+    plan = load_compare(config, sets, output_dir, seed)  # a mistake is told before torch is imported
+    from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
+
+    failures = train_grid(plan, jobs=jobs, overwrite=overwrite, display=display)
+    comparison = planned_comparison(plan)
+    _say(comparison.notes, display)
+    print(write_comparison(comparison, plan.folder, plan.folder.name))
+    return 1 if failures else 0
+
+
+def _say(notes: list[str], display: TrainingDisplay) -> None:
+    for note in notes:
+        display.message(f"note: {note}")

@@ -1,0 +1,74 @@
+"""`rlhf-kl compare`: train variants x seeds or read finished runs; table, pictures, page, verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_kl.commands.grid import Failure, Grid, check_folders
+from rlhf_kl.commands.signals import ending_on_sigterm
+from rlhf_kl.config.compare import ComparePlan
+from rlhf_kl.errors import InputError
+from rlhf_kl.pages.compare import compare_page
+from rlhf_kl.plots.compare import compare_charts, frontier_charts, held_charts
+from rlhf_kl.plots.render import save_png, save_sheet
+from rlhf_kl.results.compare import Comparison, read_comparison
+from rlhf_kl.results.table import COLUMNS, equal_rows, rows, text_table
+from rlhf_kl.results.verdict import verdict
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.files import write_atomic
+from rlhf_kl.tracking.run_folder import write_json
+
+
+def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:
+    """Train what is missing. Errors: InputError where a folder holds another run."""
+    if not overwrite:
+        check_folders(plan)
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{plan.folder} cannot be made: {error.strerror}") from None
+    with ending_on_sigterm():
+        return Grid(plan, jobs, overwrite, display).work()
+
+
+def planned_comparison(plan: ComparePlan) -> Comparison:
+    """The runs of a plan that have been started, with the names that the plan gives them."""
+    names = {Path(run.config.run.output_dir): run.variant for run in plan.runs}
+    started = {path: name for path, name in names.items() if (path / "config.yaml").is_file()}
+    if not started:
+        raise InputError(f"{plan.folder}: none of the runs has started")
+    found = read_comparison(list(started), started)
+    return Comparison(found.variants, [*plan.notes, *found.notes])
+
+
+def write_comparison(comparison: Comparison, folder: Path, name: str) -> str:
+    """compare.json, compare.html and the pictures into `folder`; returns what the terminal shows."""
+    lines = verdict(comparison)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "compare.json", comparison.to_json(lines))
+        write_atomic(folder / "compare.html", compare_page(comparison, name, lines))
+        save_sheet(held_charts(comparison), folder / "compare.png", columns=2, heading=_heading(comparison, name),
+                   footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
+        for chart in [*compare_charts(comparison), *frontier_charts(comparison)]:
+            save_png(chart, folder / f"{chart.slug}.png")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    return "\n\n".join(
+        [text_table(COLUMNS, rows(comparison)), *_equal(comparison), "\n".join(lines), str(folder / "compare.html")]
+    )
+
+
+def _heading(comparison: Comparison, name: str) -> str:
+    target = f": KL against its target, {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
+    return f"{name}{target}"
+
+
+def _equal(comparison: Comparison) -> Sequence[str]:
+    entries = equal_rows(comparison.equal_kl)
+    if not entries:
+        return []
+    header = ("at equal KL", "against", "measure", "difference", "95 % interval", "seeds")
+    keys = ("points", "curve", "measure", "mean", "interval", "seeds")
+    return [text_table(header, [[entry[key] for key in keys] for entry in entries])]

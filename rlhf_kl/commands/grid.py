@@ -1,0 +1,168 @@
+"""Trains the runs of a comparison that are not finished yet, as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_kl.commands.session import finished_summary
+from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
+from rlhf_kl.config.load import dump_config
+from rlhf_kl.errors import InputError
+from rlhf_kl.results.run import stored_config
+from rlhf_kl.tracking.display import Advance, TrainingDisplay
+from rlhf_kl.tracking.files import write_atomic
+from rlhf_kl.tracking.run_folder import RunFolder
+
+POLL_S = 0.3
+GUARD = 3  # exit code of a run that a guard stopped: its rows count
+
+
+class Failure(NamedTuple):
+    """A run that did not come to its end, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class Job:
+    """A run that is under way."""
+
+    run: PlannedRun
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float
+    seen: int = 0  # bytes of its metrics that have been counted
+    updates: int = 0
+
+    def new_updates(self) -> int:
+        """Updates since the last call."""
+        path = RunFolder(Path(self.run.config.run.output_dir)).metrics
+        try:
+            with path.open("rb") as file:
+                file.seek(self.seen)
+                data = file.read()
+        except OSError:
+            return 0
+        lines = data.count(b"\n")
+        self.seen += data.rfind(b"\n") + 1
+        new = min(lines, self.run.config.updates - self.updates)  # a row of the closing evaluation is none
+        self.updates += new
+        return new
+
+
+def check_folders(plan: ComparePlan) -> None:
+    """Refuse, before the first minute is spent, folders whose run is not the one that the plan asks for."""
+    problems = []
+    for run in plan.runs:
+        folder = RunFolder(Path(run.config.run.output_dir))
+        if folder.config.exists():
+            changed = differences(stored_config(folder.config), run.config)
+            if changed:
+                problems.append(
+                    f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs "
+                    "anew, --output-dir leaves it where it is"
+                )
+    if problems:
+        raise InputError(*problems)
+
+
+class Grid:
+    """Runs what is not finished, `jobs` at a time; interrupted, the same command goes on."""
+
+    def __init__(self, plan: ComparePlan, jobs: int, overwrite: bool, display: TrainingDisplay) -> None:
+        self.plan, self.jobs, self.overwrite, self.display = plan, jobs, overwrite, display
+        self.waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
+        self.running: list[Job] = []
+        self.failures: list[Failure] = []
+
+    def work(self) -> list[Failure]:
+        """Until all runs have ended; returns those that failed."""
+        total = len(self.plan.runs)
+        ready = total - len(self.waiting)
+        self.display.message(f"{total} runs: {ready} finished, {len(self.waiting)} to train")
+        if not self.waiting:
+            return []
+        updates = sum(run.config.updates for run in self.waiting)
+        try:
+            with self.display.progress("training", updates) as advance:
+                while self.waiting or self.running:
+                    self._step(advance)
+        finally:
+            self._stop()
+        return self.failures
+
+    def _step(self, advance: Advance) -> None:
+        while self.waiting and len(self.running) < self.jobs:
+            self.running.append(self._start(self.waiting.pop(0)))
+        time.sleep(POLL_S)
+        for job in self.running:
+            if new := job.new_updates():
+                advance(new, note=f"{job.run.name} {job.updates}/{job.run.config.updates}")
+        for job in [job for job in self.running if job.process.poll() is not None]:
+            self.running.remove(job)
+            advance(job.new_updates())
+            self._report(job)
+
+    def _start(self, run: PlannedRun) -> Job:
+        folder = Path(run.config.run.output_dir)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        config = self.plan.folder / "configs" / f"{run.name}.yaml"
+        config.parent.mkdir(exist_ok=True)
+        write_atomic(config, dump_config(run.config))
+        how = "--overwrite" if self.overwrite else "--resume"
+        environment = dict(os.environ)
+        if self.jobs > 1:
+            environment.setdefault("OMP_NUM_THREADS", "1")  # or the processes fight for the same cores
+        log = self.plan.folder / "logs" / f"{run.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("wb") as out:
+            # A session of its own: Ctrl-C comes through us, once, and the run ends with a checkpoint.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), how, "--quiet"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        return Job(run, process, log, time.monotonic())
+
+    def _report(self, job: Job) -> None:
+        code, seconds = job.process.returncode, time.monotonic() - job.started
+        ended = len(self.plan.runs) - len(self.waiting) - len(self.running)
+        text = f"[{ended}/{len(self.plan.runs)}] {job.run.name}: "
+        if code == 0:
+            self.display.message(f"{text}done in {seconds:.0f} s")
+            return
+        last = _last_line(job.log)
+        if code == GUARD:
+            self.display.alert(f"{text}stopped by a guard: {last}")
+            return
+        self.failures.append(Failure(job.run.name, last or f"exit code {code}"))
+        self.display.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
+
+    def _stop(self) -> None:
+        """Let the runs that are under way write their checkpoints."""
+        for job in self.running:
+            if job.process.poll() is None:
+                job.process.send_signal(signal.SIGINT)
+        for job in self.running:
+            job.process.wait()
+
+
+def _is_finished(run: PlannedRun) -> bool:
+    summary = finished_summary(RunFolder(Path(run.config.run.output_dir)))
+    return summary is not None and summary.get("steps", 0) >= run.config.updates
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else ""

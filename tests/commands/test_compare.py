@@ -1,0 +1,157 @@
+"""The grid: real runs of a tiny model as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_kl.tracking.jsonl import read_jsonl
+
+Cli = Callable[..., Any]
+VARIANTS = {
+    "adaptive": {"kl": {"controller": {"kind": "adaptive", "coef": 0.1}}},
+    "static": {"kl": {"controller": {"kind": "static", "coef": 0.5}, "ceiling": None}},
+}
+
+
+@pytest.fixture(scope="module")
+def compare_file(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any]) -> Path:
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    (folder / "both.yaml").write_text(yaml.safe_dump({"base": "tiny.yaml", "seeds": [3], "variants": VARIANTS}))
+    return folder / "both.yaml"
+
+
+@pytest.fixture(scope="module")
+def compared(compare_file: Path, rlhf_kl: Cli) -> tuple[Path, Any]:
+    """A comparison of two runs that came to its end."""
+    out = compare_file.parent / "out"
+    return out, rlhf_kl("compare", "--config", compare_file, "--output-dir", out, "--jobs", "2")
+
+
+def test_trains_reads_and_judges(compared: tuple[Path, Any]) -> None:
+    out, done = compared
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in (out / "runs").iterdir()) == ["adaptive-s3", "static-s3"]
+    assert "2 runs: 0 finished, 2 to train" in done.err
+    assert "[2/2] " in done.err
+    assert "note: one seed" in done.err
+    assert done.out.splitlines()[0].split() == [
+        *("variant", "seeds", "tail", "error", "in", "band", "peak", "KL", "score", "gold", "perplexity", "cost")
+    ]
+    assert done.out.splitlines()[-1] == str(out / "compare.html")
+    found = json.loads((out / "compare.json").read_text())
+    assert list(found["variants"]) == ["adaptive", "static"]
+    rows = [row for row in read_jsonl(out / "runs" / "static-s3" / "metrics.jsonl") if "kl/token" in row]
+    mine = found["variants"]["static"]["seeds"]["3"]
+    assert mine["peak"] == pytest.approx(max(row["kl/token"] for row in rows) / found["target"])
+    assert found["verdict"] in done.out
+    assert (out / "compare.png").stat().st_size > 10_000
+
+
+def test_seeds_are_paired(compared: tuple[Path, Any]) -> None:
+    """The first update of both is made by the reference: the same prompts and the same noise."""
+    runs = [read_jsonl(compared[0] / "runs" / name / "samples.jsonl") for name in ("adaptive-s3", "static-s3")]
+    first = [[(row["prompt"], row["response"]) for row in rows if row["step"] == 1] for rows in runs]
+    assert first[0] == first[1]
+    assert len(first[0]) == 4
+
+
+def test_finished_runs_are_used_again(compared: tuple[Path, Any], compare_file: Path, rlhf_kl: Cli) -> None:
+    out, before = compared
+    stamp = (out / "runs" / "static-s3" / "metrics.jsonl").stat().st_mtime_ns
+    done = rlhf_kl("compare", "--config", compare_file, "--output-dir", out, "--resume")
+    assert (done.code, done.out) == (0, before.out)
+    assert "2 runs: 2 finished, 0 to train" in done.err
+    assert (out / "runs" / "static-s3" / "metrics.jsonl").stat().st_mtime_ns == stamp
+
+
+def test_reading_gives_the_same_figures(compared: tuple[Path, Any], tmp_path: Path, rlhf_kl: Cli) -> None:
+    out, before = compared
+    done = rlhf_kl("compare", out / "runs" / "adaptive-s3", out / "runs" / "static-s3", "--output-dir", tmp_path / "x")
+    assert done.code == 0
+    assert done.out.replace(str(tmp_path / "x"), str(out)) == before.out
+
+
+def test_a_run_with_other_settings_is_refused(compared: tuple[Path, Any], compare_file: Path, rlhf_kl: Cli) -> None:
+    done = rlhf_kl("compare", "--config", compare_file, "--output-dir", compared[0], "--set", "kl.target=0.2")
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 2
+    assert "adaptive-s3 holds a run with other settings (kl.target: 0.1 -> 0.2): --overwrite" in done.err
+
+
+def test_a_run_that_fails_does_not_hold_up_the_others(
+    compare_file: Path, tmp_path: Path, rlhf_kl: Cli, tiny_data: Any
+) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def none(prompts, responses):\n    return [float('nan')] * len(responses)\n")
+    variants = {"broken": {"reward": {"kind": f"{bad}:none"}}, **VARIANTS}
+    del variants["static"]
+    file = tmp_path / "three.yaml"
+    base = str(compare_file.parent / "tiny.yaml")
+    file.write_text(yaml.safe_dump({"base": base, "seeds": [0], "variants": variants}))
+    done = rlhf_kl("compare", "--config", file, "--output-dir", tmp_path / "out", "--jobs", 2)
+    assert done.code == 1
+    assert "broken-s0: failed: " in done.err
+    assert "adaptive" in done.out
+
+
+def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl: Cli) -> None:
+    out = tmp_path / "out"
+    words = ["compare", "--config", str(compare_file), "--output-dir", str(out), "--set", "ppo.total_episodes=640"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_kl", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = out / "runs" / "adaptive-s3" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    before = metrics.read_bytes().count(b"\n")
+    done = rlhf_kl(*words)
+    assert done.code == 0, done.err
+    log = (out / "logs" / "adaptive-s3.log").read_text()
+    steps = [row["step"] for row in read_jsonl(metrics) if "kl/token" in row]
+    assert steps == list(range(1, 41))
+    assert 3 <= before < 41
+    assert "error" not in log
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "compare takes --config FILE to train, or RUN folders to read"),
+        (["run", "--config", "x.yaml"], "compare takes --config FILE"),
+        (["run", "--seed", "1"], "belong to --config"),
+        (["--config", "x.yaml", "--resume", "--overwrite"], "exclude each other"),
+        (["--config", "x.yaml", "--jobs", "0"], "--jobs"),
+        (["--config", "nothing.yaml"], "no config 'nothing.yaml'"),
+        (["nowhere"], "nowhere: holds no run"),
+        (["--config", "ppo_adaptive.yaml"], "variants must be a mapping"),
+    ],
+)
+def test_a_bad_command_line_is_exit_2(words: list[str], said: str, rlhf_kl: Cli) -> None:
+    done = rlhf_kl("compare", *words)
+    assert done.code == 2
+    assert done.out == ""
+    assert said in done.err
+    assert all(line.startswith("error: ") for line in done.err.splitlines())

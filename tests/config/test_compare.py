@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_kl.config.compare import load_compare
+from rlhf_kl.config.load import load_config
+from rlhf_kl.errors import InputError
+
+VARIANTS = {"a": {"kl": {"controller": {"coef": 0.1}}}, "b": {"kl": {"controller": {"kind": "static", "coef": 0.1}}}}
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(**keys: Any) -> Path:
+        file = tmp_path / "mine.yaml"
+        file.write_text(yaml.safe_dump({"base": "ppo_adaptive.yaml", "seeds": [0, 7], "variants": VARIANTS} | keys))
+        return file
+
+    return make
+
+
+def test_every_variant_with_every_seed_pairs_first(write: Callable[..., Path], tmp_path: Path) -> None:
+    plan = load_compare(write(), ["ppo.total_episodes=640"])
+    assert [run.name for run in plan.runs] == ["a-s0", "b-s0", "a-s7", "b-s7"]
+    assert plan.folder == tmp_path / "runs" / "mine"
+    assert plan.notes == []
+    last = plan.runs[-1].config
+    assert (last.run.seed, last.run.output_dir) == (7, str(tmp_path / "runs" / "mine" / "runs" / "b-s7"))
+    assert (last.kl.controller.kind, last.kl.controller.coef, last.updates) == ("fixed", 0.1, 10)
+    # As if a file that extends the base held the fragment.
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"extends": "ppo_adaptive.yaml", **VARIANTS["b"]}))
+    alone = load_config("train", "b.yaml", ["ppo.total_episodes=640"])
+    assert last.model_copy(update={"run": alone.run}) == alone
+
+
+def test_one_seed_and_another_folder_from_the_command_line(write: Callable[..., Path], tmp_path: Path) -> None:
+    plan = load_compare(write(), [], tmp_path / "here", seed=3)
+    assert [run.name for run in plan.runs] == ["a-s3", "b-s3"]
+    assert plan.folder == tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"seed": [1]}, "seed: unknown key; did you mean seeds?"),
+        ({"seeds": []}, "seeds must be a list of whole numbers"),
+        ({"seeds": [1, -1]}, "seeds must be a list of whole numbers"),
+        ({"seeds": [True]}, "seeds must be a list of whole numbers"),
+        ({"seeds": [1, 1]}, "seeds: each only once"),
+        ({"base": None}, "base must be the name of a train config"),
+        ({"base": "ppo_adaptiv.yaml"}, "base: no config 'ppo_adaptiv.yaml'; did you mean ppo_adaptive.yaml?"),
+        ({"base": "sft_reviews.yaml"}, "is a config for `rlhf-kl sft`"),
+        ({"variants": {}}, "variants must be a mapping"),
+        ({"variants": {"a/b": {}}}, "a name has letters, digits and ._+- only: 'a/b'"),
+        ({"variants": {"a": 3}}, "variants.a must be a config fragment"),
+        ({"variants": {"a": {"run": {"seed": 1}}}}, "variants.a.run.seed: filled in by the program"),
+        ({"variants": {"a": {"extends": "x"}}}, "variants.a.extends: all variants start from `base`"),
+        ({"variants": {"a": {"kl": {"tarmet": 1}}}}, "variants.a: kl.tarmet: unknown key; did you mean kl.target?"),
+        ({"variants": {"a": {"kl": {"controller": {"kind": "pdi"}}}}}, "did you mean"),
+        ({"variants": {"a": {}, "b": None}}, "variants: a and b are the same run"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_each(write: Callable[..., Path], keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_compare(write(**keys))
+    assert len(caught.value.problems) == 1
+    assert said in caught.value.problems[0]
+
+
+def test_all_mistakes_at_once(write: Callable[..., Path]) -> None:
+    with pytest.raises(InputError) as caught:
+        load_compare(write(sed=1, seeds="x", variants={".": {}, "b": []}))
+    assert len(caught.value.problems) == 4
+
+
+def test_set_that_makes_all_variants_one_run(write: Callable[..., Path]) -> None:
+    with pytest.raises(InputError, match="a and b are the same run"):
+        load_compare(write(), ["kl.controller={kind: static, coef: 0.3}"])
+
+
+def test_runs_that_do_not_see_the_same_prompts_are_said(write: Callable[..., Path]) -> None:
+    changed = {"a": {}, "b": {"rollout": {"batch_size": 128}, "ppo": {"minibatch_size": 128}}}
+    [note] = load_compare(write(variants=changed)).notes
+    assert note == "a and b do not see the same prompts in the same order (rollout.batch_size: 64 -> 128): unpaired"
+
+
+@pytest.mark.parametrize(("name", "runs"), [("compare_adaptive_vs_static.yaml", 30), ("sweep_beta.yaml", 18)])
+def test_the_shipped_comparisons(name: str, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = load_compare(name)
+    assert len(plan.runs) == runs
+    assert plan.notes == []
