@@ -80,6 +80,7 @@ class Plant:
     seed: int = 0
     root_kl: float = 0.0
     last_step: float = 0.0
+    whole_root_kl: float = 0.0  # where the last update would have led without a ceiling
     _rng: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +109,7 @@ class Plant:
         step = max(step, -self.root_kl)
         room = math.inf if ceiling is None else max(0.0, math.sqrt(ceiling * self.length) - self.root_kl)
         kept = 1.0 if step <= room else room / step
+        self.whole_root_kl = self.root_kl + step
         self.last_step = kept * step
         self.root_kl += self.last_step
         return kept
@@ -139,8 +141,11 @@ def simulate_plant(
     control = controller if isinstance(controller, KLControl) else KLControl(controller)
     rows = []
     for step in range(1, updates + 1):
-        kl, coef = plant.measure(), control.coef
-        control.observe_backtrack(plant.advance(coef, ceiling))
+        kl, before, coef = plant.measure(), plant.root_kl, control.coef
+        plant.advance(coef, ceiling)
+        # At the same states, so with the same noise: both readings are off by the factor that `kl` is.
+        scale = kl / before**2 if before else 1.0 / plant.length
+        control.observe_update(kl, scale * plant.root_kl**2, scale * plant.whole_root_kl**2)
         control.update(kl, episodes)
         rows.append(SimulatedUpdate(step, kl, coef, control.coef))
     return rows

@@ -1,120 +1,188 @@
-"""The default: learn during the run which beta holds the target, and how fast the KL gets there."""
+"""The default: learn during the run how its KL answers to beta, and place beta accordingly."""
 
 from __future__ import annotations
 
 import math
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from rlhf_kl.kl_controllers.base import KLController, clip, require_fraction, require_positive
 
-PRIOR_SPREAD = (0.05, 2.0)  # of pace, and of the log of the beta that holds the target
-DRIFT = (0.005, 0.25)  # how far each may wander per update
-NOISE = 0.035  # of one move of sqrt(KL/target): the batch's and the policy's own
-FASTEST_FALL = -0.25  # whitened advantages bound the pace back as well
-PACES = (0.05, 0.5)
-MOST_LEARNT = (-1.0, 1.5)  # of log beta from one update
-HEARD_AT_ALL = 0.25  # an update cut to less than this says little of its own length
-LESSON = 0.3  # added to log b for an update that the ceiling undid altogether
+Floats = npt.NDArray[np.float64]
+
+PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta
+GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; wider bounds than the points can cover make the steps longer
+PACES = np.array([0.3, 0.6, 1.0, 1.7, 3.0, 6.0, 12.0])  # multiples of the guess
+PACE_SPREAD = 0.5  # of the logarithm of the pace around that guess
+PACE_RETURN = 0.02  # share of the belief about the pace that goes back to the guess, every update
+USUAL_PACE = 0.2  # of x per update, where the first step tells nothing
+FIRST_STEP = 1.65  # paces: Adam's first steps have no momentum to build up
+DIFFUSION = 0.125  # share of the belief that moves to either neighbour: log b wanders by half a grid step
+NOISE = 0.15  # of a step seen at the rollout's own states, in paces
+BLIND_NOISE = 0.04  # added to it where a step is the difference of two measured distances
+TAILS = 4.0  # degrees of freedom of Student's t: an odd update proves little
+TRUST = 0.5  # in a measured distance against the predicted one
+JUMP = 0.3  # no noise is this large: a rollback, or a batch of other prompts
+NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
+HARDEST = 0.9  # share of the pace that is asked for on the way to the target
+PACE_BOUNDS = (1e-3, 0.5)
+CANDIDATES = 61  # betas that are compared
 
 
 class AdaptiveKL(KLController):
-    """Model-based control of x = sqrt(KL/target), the policy's distance from the reference.
+    """Predictive control of x = sqrt(KL/target), the policy's distance from its reference.
 
-    PPO with whitened advantages moves at a pace `a` that the balance of score and penalty decides:
+    A step of x carries momentum (Adam's, and that of values which still know the old beta) and is driven by the
+    balance of penalty and score. Whitened advantages and Adam bound the drive on both sides:
 
-        x_{k+1} - x_k = a (1 - x_k (beta'_k / b)^p),    beta'_k = sqrt(beta_k beta_{k-1})
+        step_k = m step_{k-1} - (1 - m) a tanh(s log x_k + r log(beta_k / b))
 
-    (half of a change is felt one update later: the optimizer's momentum and the values still know the old beta)
-    so x settles at (b / beta)^p; b is the beta that holds the target. The Gaussian law has p = 1, scores
-    that saturate come to about a half (measured on `builtin:reviews`). The controller fits a and log b
-    by an extended Kalman filter (Jazwinski 1970, ch. 8) as the run goes, predicts the x that beta_k has
-    already decided, and solves for the beta that then takes x a share `approach` of the way to 1. Changes
-    of log beta per update lie within [-down, up].
+    b is the beta that holds the target and a the pace. Both differ from run to run and b wanders, so the
+    controller keeps a belief about the pair on a grid and multiplies in the likelihood of every step it sees
+    (Bayes' rule on a grid, without linearising: Thrun et al. 2005, Probabilistic Robotics, ch. 4). m, s and r
+    were fitted to PPO runs. The next beta is the one whose expected squared distance to the x a share `approach`
+    nearer to 1 is least: an uncertain belief makes it careful by itself. log beta changes by at most
+    -down to up per update.
 
-    What follows from that: no integral, so nothing to wind up; no cold start to hold through, since a KL on
-    its way up is predicted and not taken for an error; a starting beta that is wrong by a factor of ten is
-    found out from the first moves. The first update starts at the reference, where a KL has no gradient:
-    nothing is learnt from it. An update that the ceiling cut to a fraction
-    counts as what it would have been, and every cut says that b was taken for too small.
+    `observe_update` brings the KL before and after the update at the same states, which shows the step without
+    the noise of sampling; without it, steps are differences of successive measurements.
+
+    What follows: no integral, so nothing to wind up; no cold start to hold through, since a KL on its way up
+    is predicted and not taken for an error; a starting beta that is wrong by a factor of ten is found out from
+    the first steps; an update that a ceiling cut still teaches its full length. The first update starts where a
+    KL has no gradient, so it tells the pace and nothing of b.
     """
 
     state_names: ClassVar[tuple[str, ...] | None] = (
-        "coef",
-        "kept",
-        "pace",
-        "log_holding",
-        "spread",
-        "last",
-        "log_before",
-        "seen",
-    )
+        "coef", "belief", "pace", "distance", "step", "seen", "unseen", "updates",
+    )  # fmt: skip
 
     def __init__(
         self,
         *,
         coef: float = 0.1,
         target: float = 0.1,
-        approach: float = 0.22,
-        pace: float = 0.15,
-        power: float = 0.45,
+        approach: float = 0.3,
+        momentum: float = 0.45,
+        distance_power: float = 1.5,
+        coef_power: float = 0.9,
         down: float = 1.2,
         up: float = 1.8,
         min_coef: float = 1e-4,
         max_coef: float = 10.0,
     ) -> None:
-        """`pace` is the prior of a, `power` is p; the fit begins with the starting beta as its b."""
+        """`momentum`, `distance_power` and `coef_power` are m, s and r."""
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
         self.target = require_positive("target", target)
         self.approach = require_fraction("approach", require_positive("approach", approach))
-        self.power = require_positive("power", power)
+        self.momentum = require_fraction("momentum", momentum)
+        self.distance_power = require_positive("distance_power", distance_power)
+        self.coef_power = require_positive("coef_power", coef_power)
         self.down, self.up = require_positive("down", down), require_positive("up", up)
-        self.pace = clip(require_positive("pace", pace), *PACES)
-        self.log_holding = self.log_before = math.log(self.coef)
-        self.spread = [[PRIOR_SPREAD[0] ** 2, 0.0], [0.0, PRIOR_SPREAD[1] ** 2]]
-        self.kept = 1.0  # of the update that beta_k is making now
-        self.last: dict[str, float] | None = None  # x, felt log beta and kept of the previous update
-        self.seen = 0
+        low, high = math.log(self.min_coef) - 1.0, math.log(self.max_coef) + 1.0
+        points = math.ceil((high - low) / max(GRID_STEP, (high - low) / GRID_POINTS)) + 1
+        self._log_holding: Floats = np.linspace(low, high, points)
+        distance = (self._log_holding - math.log(self.coef)) / PRIOR_SPREAD
+        self._pace_prior = _normalised(np.exp(-0.5 * (np.log(PACES) / PACE_SPREAD) ** 2))
+        self._belief = np.outer(_normalised(np.exp(-0.5 * distance**2)), self._pace_prior)
+        self.pace = USUAL_PACE  # what PACES multiplies
+        self.distance: float | None = None  # x of the policy that samples next, as predicted
+        self.step = 0.0  # the last change of x, before any cut
+        self.seen: tuple[float, float] | None = None  # this update's change of x: before and after any cut
+        self.unseen: tuple[float, float, float] | None = None  # x, step and log beta of a step not seen yet
+        self.updates = 0
 
-    def observe_backtrack(self, factor: float) -> None:
-        self.kept = factor
+    @property
+    def belief(self) -> list[list[float]]:
+        """Probability of each log b (rows) with each pace (columns)."""
+        rows: list[list[float]] = self._belief.tolist()
+        return rows
+
+    @belief.setter
+    def belief(self, rows: list[list[float]]) -> None:
+        self._belief = np.array(rows)
+
+    @property
+    def holding_coef(self) -> float:
+        """The beta believed to hold the target: exp of the mean of log b."""
+        return math.exp(float(self._belief.sum(1) @ self._log_holding))
+
+    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
+        before = self._distance_of(kl_before)
+        self.seen = (self._distance_of(kl_whole) - before, self._distance_of(kl_after) - before)
 
     def update(self, kl: float, episodes: int) -> None:
         del episodes
-        x, log_coef = math.sqrt(max(kl, 0.0) / self.target), math.log(self.coef)
-        felt = (log_coef + self.log_before) / 2.0
-        kept, self.kept = self.kept, 1.0
-        self.seen += 1
-        if self.last is not None and self.seen > 2 and self.last["kept"] > HEARD_AT_ALL:
-            self._learn(x - self.last["x"], **self.last)
-        self.log_holding += LESSON * (1.0 - kept)
-        self.last, self.log_before = {"x": x, "felt": felt, "kept": kept}, log_coef
-        if self.seen == 1:
-            return  # the KL of the reference to itself says nothing
-        after = max(0.05, x + kept * self._move_of(x, felt))
-        push = clip(1.0 - self.approach * (1.0 - after) / self.pace, 0.05, 20.0)
-        wanted = self.log_holding + math.log(push / max(after, 0.2)) / self.power
-        self._move(clip(wanted - log_coef, -self.down, self.up))
+        measured, log_coef = self._distance_of(kl), math.log(self.coef)
+        if self.unseen is not None:
+            self.step = measured - self.unseen[0]
+            self._hear(self.step, *self.unseen, blind=True)
+            self.unseen = None
+        here = self._fused(measured)
+        self.updates += 1
+        if self.seen is not None:
+            whole, kept = self.seen
+            self._hear(whole, here, self.step, log_coef, blind=False)
+        else:
+            self.unseen = (here, self.step, log_coef)
+            whole = kept = float((self._belief * self._steps(here, self.step, log_coef)).sum())
+        self.seen = None
+        self.distance, self.step = max(0.0, here + kept), whole
+        if self.updates > 1:
+            self._move(self._best_move(self.distance, self.step, log_coef))
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
         del episodes
         return self.down, self.up
 
-    def _pull(self, x: float, felt: float) -> float:
-        """The penalty's share of the balance: 1 holds x where it is."""
-        return x * math.exp(clip(self.power * (felt - self.log_holding), -20.0, 3.0))
+    # ------------------------------------------------------------------ the model
 
-    def _move_of(self, x: float, felt: float) -> float:
-        return max(FASTEST_FALL, self.pace * (1.0 - self._pull(x, felt)))
+    def _distance_of(self, kl: float) -> float:
+        return math.sqrt(max(kl, 0.0) / self.target)
 
-    def _learn(self, move: float, x: float, felt: float, kept: float) -> None:
-        """One step of the filter, from a whole or partly kept `move` that began at `x`."""
-        expected, pull = self._move_of(x, felt), self._pull(x, felt)
-        seen = [0.0 if expected == FASTEST_FALL else 1.0 - pull, self.pace * pull * self.power]
-        for i in (0, 1):
-            self.spread[i][i] += DRIFT[i] ** 2
-        cross = [sum(s * h for s, h in zip(row, seen, strict=True)) for row in self.spread]
-        share = [c / (sum(h * c for h, c in zip(seen, cross, strict=True)) + (NOISE / kept) ** 2) for c in cross]
-        surprise = clip(move / kept - expected, -1.0, 1.0)
-        self.pace = clip(self.pace + share[0] * surprise, *PACES)
-        self.log_holding += clip(share[1] * surprise, *MOST_LEARNT)
-        self.spread = [[self.spread[i][j] - share[i] * cross[j] for j in (0, 1)] for i in (0, 1)]
+    def _fused(self, measured: float) -> float:
+        """The distance, from its prediction and its measurement."""
+        if self.distance is None or abs(measured - self.distance) > JUMP:
+            return measured
+        return self.distance + TRUST * (measured - self.distance)
+
+    def _steps(self, x: float, step: float, log_coef: float | Floats) -> Floats:
+        """The step after `step`, made at distance x with this beta, for each log b (rows) and pace (columns)."""
+        balance = self.distance_power * math.log(max(x, NEAREST)) + self.coef_power * (log_coef - self._log_holding)
+        drive: Floats = -np.tanh(balance)[:, None] * (self.pace * PACES)
+        return self.momentum * step + (1.0 - self.momentum) * drive
+
+    # ------------------------------------------------------------------ learning
+
+    def _hear(self, seen: float, x: float, step: float, log_coef: float, *, blind: bool) -> None:
+        """Learn from a step `seen`, made at distance `x` after `step` with this beta."""
+        first = self.updates <= 1 + blind
+        guess = clip(abs(seen) / FIRST_STEP, *PACE_BOUNDS)
+        if guess > self.pace or (first and x < JUMP):
+            self.pace = guess
+        if first:
+            return
+        error = (seen - self._steps(x, step, log_coef)) / (NOISE * self.pace + BLIND_NOISE * blind)
+        likely = self._belief * (1.0 + error**2 / TAILS) ** (-(TAILS + 1.0) / 2.0)
+        # log b wanders to its neighbours, the pace back to the guess; nothing is ever ruled out for good.
+        padded = np.concatenate([likely[:1], likely, likely[-1:]])
+        likely = _normalised(DIFFUSION * (padded[:-2] + padded[2:]) + (1.0 - 2.0 * DIFFUSION) * likely)
+        self._belief = (1.0 - PACE_RETURN) * likely + PACE_RETURN * np.outer(likely.sum(1), self._pace_prior)
+
+    # ------------------------------------------------------------------ placing beta
+
+    def _best_move(self, x: float, step: float, log_coef: float) -> float:
+        """The change of log beta after which the next step is expected to end nearest to where it should."""
+        pace = self.pace * float(self._belief.sum(0) @ PACES)
+        wanted = clip(self.approach * (1.0 - x), -HARDEST * pace, HARDEST * pace)
+        moves = np.linspace(-self.down, self.up, CANDIDATES)
+        moves = np.sort(np.append(moves, 0.0))
+        costs = [float((self._belief * (self._steps(x, step, log_coef + m) - wanted) ** 2).sum()) for m in moves]
+        return float(moves[int(np.argmin(costs))])
+
+
+def _normalised(weights: Floats) -> Floats:
+    total: Floats = weights / weights.sum()
+    return total

@@ -64,8 +64,12 @@ class KLController:
         """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats."""
         raise NotImplementedError(f"{type(self).__name__} has no update(kl, episodes)")
 
-    def observe_backtrack(self, factor: float) -> None:
-        """The fraction of the last policy update that was kept; told before `update`."""
+    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
+        """Exact KL at the rollout's states before and after the policy update; told before `update`.
+
+        Nats in the target's unit. `kl_whole` is what it would have been after an update that the ceiling cut;
+        otherwise it equals `kl_after`. The same states: the difference is free of the noise of sampling.
+        """
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
         """Largest fall and rise of log(coef) in one update while the KL is between 0 and 2x target."""

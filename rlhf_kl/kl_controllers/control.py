@@ -80,10 +80,16 @@ class KLControl:
         self._coef = clip(self._coef * factor, self.min_coef, self.max_coef)
         self._write_coef(self._coef)
 
-    def observe_backtrack(self, factor: float) -> None:
-        """Pass on which fraction of the last policy update was kept (1 = whole)."""
-        if hasattr(self.controller, "observe_backtrack"):
-            self.controller.observe_backtrack(clip(float(factor), 0.0, 1.0))
+    @property
+    def listens(self) -> bool:
+        """Whether the controller makes use of `observe_update`, which costs a measurement."""
+        own = getattr(type(self.controller), "observe_update", KLController.observe_update)
+        return own is not KLController.observe_update
+
+    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
+        """Pass on the KL before and after the policy update; figures that are not finite are held back."""
+        if self.listens and all(map(math.isfinite, (kl_before, kl_after, kl_whole))):
+            self.controller.observe_update(float(kl_before), float(kl_after), float(kl_whole))
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest coef this run can arrive at, as far as the controller knows."""

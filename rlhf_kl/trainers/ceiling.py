@@ -23,6 +23,7 @@ class Cut:
     factor: float  # share of the update that was kept; 1 = whole
     kl_before: float  # nats in the target's unit, on the rollout's states
     kl_after: float  # the same after the guard
+    kl_whole: float  # the same after the update as it came, before the guard
     descended: bool = False  # the KL itself had to be stepped down
 
 
@@ -72,7 +73,7 @@ def shorten_update(
     after = [p.detach().clone() for p in parameters]
     kl_full = kl_at()
     if kl_full <= ceiling or kl_full < kl_start:
-        return Cut(1.0, kl_start, kl_full)
+        return Cut(1.0, kl_start, kl_full, kl_full)
 
     def place(start: list[Tensor], end: list[Tensor], factor: float) -> float:
         with torch.no_grad():
@@ -92,7 +93,7 @@ def shorten_update(
             else:
                 high = middle
         place(before, after, low)
-        return Cut(low, kl_start, kept)
+        return Cut(low, kl_start, kept, kl_full)
 
     place(before, after, 0.0)
     descend()
@@ -100,8 +101,8 @@ def shorten_update(
     factor, kl = 1.0, kl_at()
     for _ in range(DESCENT_STEPS):
         if kl < kl_start:
-            return Cut(0.0, kl_start, kl, descended=True)
+            return Cut(0.0, kl_start, kl, kl_full, descended=True)
         factor *= DESCENT_SHRINK
         kl = place(before, stepped, factor)
     place(before, after, 0.0)
-    return Cut(0.0, kl_start, kl_start)
+    return Cut(0.0, kl_start, kl_start, kl_full)

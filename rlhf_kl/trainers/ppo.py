@@ -148,8 +148,8 @@ class PPOTrainer:
             self.forecast.observe(kl)
             cut = self.hold_ceiling(rollout, before, kl)
         else:
-            cut = Cut(1.0, kl, math.nan)
-        controller.observe_backtrack(cut.factor)
+            cut = Cut(1.0, kl, math.nan, math.nan)
+        controller.observe_update(kl, cut.kl_after, cut.kl_whole)
         alerts = controller.update(kl, cfg.rollout.batch_size)  # 5. move beta toward the target
         alerts += self.microbatch.alerts()
         if skipped is not None:
@@ -354,7 +354,8 @@ class PPOTrainer:
         """Shorten the update where the next rollout's KL is forecast above the ceiling."""
         section = self.config.kl.ceiling
         if section is None or self.ceiling is None or section.action != "backtrack":
-            return Cut(1.0, kl_start, float("nan"))
+            kl = self.kl_now(rollout) if self.controller.listens else float("nan")
+            return Cut(1.0, kl_start, kl, kl)
         limit = self.ceiling / self.forecast.ratio
         cut = shorten_update(
             self.trained,
