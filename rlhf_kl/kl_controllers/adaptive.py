@@ -26,6 +26,7 @@ TAILS = 4.0  # degrees of freedom of Student's t: an odd update proves little
 TRUST = 0.5  # in a measured distance against the predicted one
 JUMP = 0.3  # no noise is this large: a rollback, or a batch of other prompts
 NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
+FARTHEST = 100.0  # beyond it a KL says no more than that it is far too high
 HARDEST = 0.9  # share of the pace that is asked for on the way to the target
 PACE_BOUNDS = (1e-3, 0.5)
 CANDIDATES = 61  # betas that are compared
@@ -86,7 +87,8 @@ class AdaptiveKL(KLController):
         self._log_holding: Floats = np.linspace(low, high, points)
         distance = (self._log_holding - math.log(self.coef)) / PRIOR_SPREAD
         self._pace_prior = _normalised(np.exp(-0.5 * (np.log(PACES) / PACE_SPREAD) ** 2))
-        self._belief = np.outer(_normalised(np.exp(-0.5 * distance**2)), self._pace_prior)
+        belief = np.outer(_normalised(np.exp(-0.5 * distance**2)), self._pace_prior)
+        self.belief: list[list[float]] = belief.tolist()  # of each log b (rows) with each pace
         self.pace = USUAL_PACE  # what PACES multiplies
         self.distance: float | None = None  # x of the policy that samples next, as predicted
         self.step = 0.0  # the last change of x, before any cut
@@ -95,19 +97,9 @@ class AdaptiveKL(KLController):
         self.updates = 0
 
     @property
-    def belief(self) -> list[list[float]]:
-        """Probability of each log b (rows) with each pace (columns)."""
-        rows: list[list[float]] = self._belief.tolist()
-        return rows
-
-    @belief.setter
-    def belief(self, rows: list[list[float]]) -> None:
-        self._belief = np.array(rows)
-
-    @property
     def holding_coef(self) -> float:
         """The beta believed to hold the target: exp of the mean of log b."""
-        return math.exp(float(self._belief.sum(1) @ self._log_holding))
+        return math.exp(float(np.array(self.belief).sum(1) @ self._log_holding))
 
     def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
         before = self._distance_of(kl_before)
@@ -127,7 +119,7 @@ class AdaptiveKL(KLController):
             self._hear(whole, here, self.step, log_coef, blind=False)
         else:
             self.unseen = (here, self.step, log_coef)
-            whole = kept = float((self._belief * self._steps(here, self.step, log_coef)).sum())
+            whole = kept = float((np.array(self.belief) * self._steps(here, self.step, log_coef)).sum())
         self.seen = None
         self.distance, self.step = max(0.0, here + kept), whole
         if self.updates > 1:
@@ -140,7 +132,7 @@ class AdaptiveKL(KLController):
     # ------------------------------------------------------------------ the model
 
     def _distance_of(self, kl: float) -> float:
-        return math.sqrt(max(kl, 0.0) / self.target)
+        return min(math.sqrt(max(kl, 0.0) / self.target), FARTHEST)
 
     def _fused(self, measured: float) -> float:
         """The distance, from its prediction and its measurement."""
@@ -165,21 +157,23 @@ class AdaptiveKL(KLController):
         if first:
             return
         error = (seen - self._steps(x, step, log_coef)) / (NOISE * self.pace + BLIND_NOISE * blind)
-        likely = self._belief * (1.0 + error**2 / TAILS) ** (-(TAILS + 1.0) / 2.0)
+        likely = np.array(self.belief) * (1.0 + error**2 / TAILS) ** (-(TAILS + 1.0) / 2.0)
         # log b wanders to its neighbours, the pace back to the guess; nothing is ever ruled out for good.
         padded = np.concatenate([likely[:1], likely, likely[-1:]])
         likely = _normalised(DIFFUSION * (padded[:-2] + padded[2:]) + (1.0 - 2.0 * DIFFUSION) * likely)
-        self._belief = (1.0 - PACE_RETURN) * likely + PACE_RETURN * np.outer(likely.sum(1), self._pace_prior)
+        kept = (1.0 - PACE_RETURN) * likely + PACE_RETURN * np.outer(likely.sum(1), self._pace_prior)
+        self.belief = kept.tolist()
 
     # ------------------------------------------------------------------ placing beta
 
     def _best_move(self, x: float, step: float, log_coef: float) -> float:
         """The change of log beta after which the next step is expected to end nearest to where it should."""
-        pace = self.pace * float(self._belief.sum(0) @ PACES)
+        belief = np.array(self.belief)
+        pace = self.pace * float(belief.sum(0) @ PACES)
         wanted = clip(self.approach * (1.0 - x), -HARDEST * pace, HARDEST * pace)
         moves = np.linspace(-self.down, self.up, CANDIDATES)
         moves = np.sort(np.append(moves, 0.0))
-        costs = [float((self._belief * (self._steps(x, step, log_coef + m) - wanted) ** 2).sum()) for m in moves]
+        costs = [float((belief * (self._steps(x, step, log_coef + m) - wanted) ** 2).sum()) for m in moves]
         return float(moves[int(np.argmin(costs))])
 
 

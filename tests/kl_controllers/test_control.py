@@ -35,12 +35,13 @@ kl_values = st.one_of(
 
 @pytest.mark.parametrize("kind", ALL)
 @settings(max_examples=60, deadline=None)
-@given(steps=st.lists(st.tuples(kl_values, st.floats(min_value=0.0, max_value=1.0)), max_size=40))
+@given(steps=st.lists(st.tuples(kl_values, kl_values, kl_values), max_size=40))
 def test_coef_never_leaves_its_bounds(kind, steps):
     control = control_of(kind)
-    for kl, kept in steps:
+    for kl, after, whole in steps:
         before = control.coef
-        control.observe_backtrack(kept)
+        if kl is not None and after is not None and whole is not None:
+            control.observe_update(kl, after, whole)
         alerts = control.update(kl, 64)
         assert 0.0 < control.min_coef <= control.coef <= control.max_coef
         assert control.controller.coef == control.coef
@@ -65,9 +66,10 @@ def test_saved_state_has_the_same_future(kind):
     past, future = [0.0, 0.02, 0.2, math.nan, 0.5, 0.1, 0.07], [0.2, 0.03, 0.0, 0.4, 0.11, 0.1]
     first, second = control_of(kind), control_of(kind)
     for step, kl in enumerate(past):
-        first.observe_backtrack(0.5 if step == 3 else 1.0)
+        if step % 2:  # heard of some updates only
+            first.observe_update(kl, 0.9 * kl, kl)
         first.update(kl, 64)
-    first.observe_backtrack(0.7)  # told, not yet used: belongs to the state as well
+    first.observe_update(0.07, 0.08, 0.1)  # told, not yet used: belongs to the state as well
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     for kl in future:
         assert second.coef == first.coef
@@ -185,7 +187,8 @@ def test_a_subclass_needs_only_update():
     control = KLControl(build_controller(Doubling, {}, coef=0.2, target=0.1))
     control.update(0.1, 64)
     assert control.coef == 0.4
-    control.observe_backtrack(0.5)
+    assert not control.listens
+    control.observe_update(0.1, 0.2, 0.2)
     assert control.state_dict()["controller"]["coef"] == 0.4
 
 

@@ -48,7 +48,7 @@ class Point:
 
 def test_below_the_ceiling_an_update_stays_whole() -> None:
     point = Point(0.1, 0.9)
-    assert point.shorten(1.0) == Cut(1.0, pytest.approx(0.01), pytest.approx(0.81))
+    assert point.shorten(1.0) == Cut(1.0, pytest.approx(0.01), pytest.approx(0.81), pytest.approx(0.81))
     assert point.place == pytest.approx(0.9)
     assert point.measured == 1
 
@@ -59,6 +59,7 @@ def test_an_update_that_would_cross_is_kept_as_far_as_it_may_go(end: float) -> N
     cut = point.shorten(1.0)
     assert cut.kl_after <= 1.0
     assert cut.kl_after == pytest.approx(point.place**2)
+    assert cut.kl_whole == pytest.approx(end**2)
     assert point.place == pytest.approx(0.1 + cut.factor * (end - 0.1))
     # the longest part that may be kept, to within what six halvings can tell
     longest = 0.9 / (end - 0.1)
@@ -83,7 +84,7 @@ def test_started_above_an_update_that_lowers_the_kl_stays_whole() -> None:
 def test_started_above_an_update_that_raises_it_gives_way_to_the_kl_itself() -> None:
     point = Point(3.0, 4.0)
     cut = point.shorten(1.0)
-    assert cut == Cut(0.0, pytest.approx(9.0), pytest.approx(2.4**2), descended=True)
+    assert cut == Cut(0.0, pytest.approx(9.0), pytest.approx(2.4**2), pytest.approx(16.0), descended=True)
     assert point.place == pytest.approx(2.4)
 
 
@@ -98,7 +99,7 @@ def test_a_descent_that_overshoots_is_shortened() -> None:
 def test_where_nothing_lowers_the_kl_the_update_is_undone() -> None:
     point = Point(3.0, 4.0)
     cut = point.shorten(1.0, lambda x: 2 * x)
-    assert cut == Cut(0.0, pytest.approx(9.0), pytest.approx(9.0))
+    assert cut == Cut(0.0, pytest.approx(9.0), pytest.approx(9.0), pytest.approx(16.0))
     assert point.place == pytest.approx(3.0)
 
 

@@ -176,15 +176,15 @@ class _Recorder:
     def __init__(self, coef: float = 0.2) -> None:
         self.coef = coef
         self.told: list[tuple[float, int]] = []
-        self.cuts: list[float] = []
+        self.heard: list[tuple[float, float, float]] = []
 
     def update(self, kl: float, episodes: int) -> None:
         self.told.append((kl, episodes))
         self.coef *= 2
 
-    def observe_backtrack(self, factor: float) -> None:
-        assert len(self.cuts) == len(self.told)  # before the update that it belongs to
-        self.cuts.append(factor)
+    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
+        assert len(self.heard) == len(self.told)  # before the update that it belongs to
+        self.heard.append((kl_before, kl_after, kl_whole))
 
 
 @pytest.mark.parametrize("unit", ["token", "sequence"])
@@ -193,6 +193,8 @@ def test_the_controller_hears_what_is_logged_once_a_rollout(make_trainer: Make, 
     trainer = make_trainer(controller=KLControl(recorder), kl={"unit": unit})
     updates = [trainer.update(step) for step in (1, 2, 3)]
     assert recorder.told == [(update.row[f"kl/{unit}"], 32) for update in updates]
+    assert [before for before, _, _ in recorder.heard] == [kl for kl, _ in recorder.told]
+    assert [after for _, after, _ in recorder.heard] == [update.row["kl/after_update"] for update in updates]
     assert [update.row["kl/coef"] for update in updates] == pytest.approx([0.2, 0.4, 0.8])
     assert [update.row["kl/coef_next"] for update in updates] == pytest.approx([0.4, 0.8, 1.6])
     for update in updates:
@@ -291,7 +293,8 @@ def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, 
     rows = moved_far(trainer, 6)
     assert max(row[f"kl/{unit}"] for row in rows) < 1.6 * ceiling  # the old states read a little low
     assert min(row["kl/backtrack_factor"] for row in rows) < 1.0
-    assert recorder.cuts == [row["kl/backtrack_factor"] for row in rows]
+    for row, (_, after, whole) in zip(rows, recorder.heard, strict=True):
+        assert (whole > after) == (row["kl/backtrack_factor"] < 1)
     assert all(row["kl/after_update"] <= 1.001 * max(ceiling * 2, row[f"kl/{unit}"]) for row in rows)
     assert rows[0]["kl/ceiling"] == ceiling
 
