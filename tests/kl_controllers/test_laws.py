@@ -138,9 +138,7 @@ def test_adaptive_raises_beta_more_for_a_higher_kl():
 
 def test_adaptive_leaves_a_kl_at_target_alone():
     law = AdaptiveKL(coef=0.2, target=0.1)
-    assert coefs_after(law, [0.1] * 30) == pytest.approx(
-        [0.2] * 30, rel=0.12
-    )  # the nearest other candidates are 5 % away
+    assert coefs_after(law, [0.1] * 30) == pytest.approx([0.2] * 30, rel=0.12)  # candidates are 5 % apart
     assert law.holding_coef == pytest.approx(0.2, rel=0.1)
 
 
