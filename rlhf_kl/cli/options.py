@@ -31,6 +31,9 @@ Resume: TypeAlias = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")
 ]
 Overwrite: TypeAlias = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")]
+Merge: TypeAlias = Annotated[
+    bool, typer.Option("--merge", help="With policy.lora: write merged/ too, the whole model beside the adapter.")
+]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_kl.cli.options import Config, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
+from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
 
 
 def sft(
@@ -12,6 +12,7 @@ def sft(
     seed: Seed = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    merge: Merge = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a language model on texts: fine-tuning, or from scratch."""
@@ -21,10 +22,15 @@ def sft(
         "sft", config, overrides(set_, output_dir, seed)
     )  # a mistake is told before torch is imported
     from rlhf_kl.commands.closing import supervised_closing
+    from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.commands.sft import run_sft
     from rlhf_kl.tracking.display import TrainingDisplay
 
     display = TrainingDisplay(quiet)
+    if merge:
+        require_adapter(settings)
     summary = train_command(run_sft, settings, resume=resume, overwrite=overwrite, display=display)
+    if merge:
+        merge_final(settings, display)
     display.summary(*supervised_closing(summary))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_kl.cli.options import Config, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
+from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
 
 
 def train(
@@ -12,6 +12,7 @@ def train(
     seed: Seed = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    merge: Merge = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
@@ -21,10 +22,15 @@ def train(
         "train", config, overrides(set_, output_dir, seed)
     )  # a mistake is told before torch is imported
     from rlhf_kl.commands.closing import train_closing
+    from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.commands.train import run_train
     from rlhf_kl.tracking.display import TrainingDisplay
 
     display = TrainingDisplay(quiet, settings.updates, settings.kl.target_value, settings.kl.unit)
+    if merge:
+        require_adapter(settings)
     summary = train_command(run_train, settings, resume=resume, overwrite=overwrite, display=display)
+    if merge:
+        merge_final(settings, display)
     display.summary(*train_closing(summary))

@@ -32,6 +32,9 @@ class Prompts:
     rows: list[list[int]]
     note: str = ""  # what was left out
 
+    def __len__(self) -> int:
+        return len(self.texts)
+
 
 def prepare_prompts(
     texts: Sequence[str], tokenizer: Any, room: int | None, where: str, form: PromptFormat | None = None

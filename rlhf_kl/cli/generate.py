@@ -1,0 +1,98 @@
+"""`rlhf-kl generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_kl.cli.options import Quiet
+from rlhf_kl.tracking.text import safe_text
+
+SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token
+
+
+def generate(
+    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
+    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint of the run.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="What to go on from. Repeatable.")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts.")] = None,
+    column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompt (prompt).")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write .jsonl there, nothing to stdout.")] = None,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")] = 1,
+    with_reference: Annotated[
+        bool, typer.Option("--with-reference", help="The reference's response beside it, and the KL of every token.")
+    ] = False,
+    scores: Annotated[bool, typer.Option("--scores", help="What the run's reward function says of them.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: the run's.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="X", min=1e-6, help="Default: the run's.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the samples.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Sample from a policy: of a run, or any model."""
+    from rlhf_kl.commands.generate import GenerateRequest, run_generate
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    request = GenerateRequest(
+        run=run,
+        model=model,
+        checkpoint=checkpoint,
+        prompts=tuple(prompt or ()),
+        file=prompts,
+        column=column,
+        output=output,
+        samples=samples,
+        with_reference=with_reference,
+        scores=scores,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    found = run_generate(request, TrainingDisplay(quiet=quiet))
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    elif output is None:
+        _show(found)
+
+
+def _show(samples: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True)
+    for number, sample in enumerate(samples):
+        if number:
+            console.print()
+        console.print(Text(safe_text(sample["prompt"], keep_newlines=True), style="dim"))
+        console.print(Text("policy     ", style="bold"), end="")
+        console.print(_coloured(sample), Text(_figures(sample), style="dim"))
+        if "reference" in sample:
+            console.print(Text("reference  ", style="bold"), end="")
+            score = f"  (score {sample['reference_score']:.2f})" if "reference_score" in sample else ""
+            console.print(Text(safe_text(sample["reference"], keep_newlines=True)), Text(score, style="dim"))
+
+
+def _coloured(sample: dict[str, Any]) -> Any:
+    """The response; where the KL is known its tokens are the redder the more nats each costs."""
+    from rich.text import Text
+
+    if "tokens" not in sample:
+        return Text(safe_text(sample["response"], keep_newlines=True))
+    text = Text()
+    for token in sample["tokens"]:
+        style = next(style for bound, style in SHADES if token["kl"] < bound)
+        text.append(safe_text(token["text"], keep_newlines=True), style=style)
+    return text
+
+
+def _figures(sample: dict[str, Any]) -> str:
+    parts = [f"score {sample['score']:.2f}"] if "score" in sample else []
+    if "kl" in sample:
+        parts.append(f"KL {sample['kl']:.3f} nats, {sample['kl_token']:.4f} per token")
+    if not sample["ended"]:
+        parts.append("cut off")
+    return f"  ({'; '.join(parts)})" if parts else ""

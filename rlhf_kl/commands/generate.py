@@ -1,0 +1,193 @@
+"""`rlhf-kl generate`: what a policy writes, with its reference beside it and the KL of every token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_kl.commands.evaluate import newest_run
+from rlhf_kl.commands.models import Loaded, load_language_model, load_run_policy, load_run_reference, located
+from rlhf_kl.commands.parts import prompt_format
+from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.sources import Sources, access_of
+from rlhf_kl.config.load import load_config
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.files import load_rows, text_column
+from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
+from rlhf_kl.data.texts import read_texts
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.actor_critic import ActorCritic, freeze
+from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
+from rlhf_kl.reward_functions import checked_scores
+from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.files import write_atomic
+from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.types import PromptBatch
+
+ROWS = 32  # responses that are sampled at once
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What the command line asked for; None = not given, and then as the run has it."""
+
+    run: Path | None = None
+    model: str | None = None
+    checkpoint: int | None = None
+    prompts: tuple[str, ...] = ()
+    file: str | None = None
+    column: str | None = None
+    output: Path | None = None
+    samples: int = 1
+    with_reference: bool = False
+    scores: bool = False
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    seed: int = 0
+
+
+Sample = dict[str, Any]
+
+
+def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sample]:
+    """One mapping a response: prompt, response, ended; where asked for also score, reference, kl and tokens.
+
+    With `output` they are written there as .jsonl too.
+    """
+    _check(request)
+    config = TrainConfig() if request.model is not None else _run_config(request)
+    accelerator = make_accelerator(config.run)
+    sources = Sources(display, accelerator.device, access_of(config.run))
+    writer = _Writer(request, config, sources)
+    with accelerator.autocast(), display.progress("sampling", len(writer.prompts) * request.samples) as advance:
+        found = []
+        for batch in writer.batches():
+            found += batch
+            advance(len(batch))
+    if request.output is not None:
+        write_atomic(request.output, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in found))
+        display.message(f"{len(found)} responses in {request.output}")
+    return found
+
+
+def _check(request: GenerateRequest) -> None:
+    problems = []
+    if request.run is not None and request.model is not None:
+        problems.append("--run and --model exclude each other: name one policy")
+    if bool(request.prompts) == (request.file is not None):
+        problems.append("name prompts with --prompt, or a file of them with --prompts")
+    if request.model is not None:
+        given = {
+            "--checkpoint": request.checkpoint,
+            "--with-reference": request.with_reference,
+            "--scores": request.scores,
+        }
+        problems += [f"{name} belongs to a run: name one with --run" for name, value in given.items() if value]
+    if request.output is not None and request.output.suffix != ".jsonl":
+        problems.append(f"--output: {request.output}: must end in .jsonl")
+    if problems:
+        raise InputError(*problems)
+
+
+def _run_config(request: GenerateRequest) -> TrainConfig:
+    folder = RunFolder(request.run or newest_run())
+    if not folder.config.is_file():
+        raise InputError(f"{folder.path}: holds no run (no config.yaml)")
+    return load_config("train", str(folder.config), [])
+
+
+class _Writer:
+    """The models and prompts of one command."""
+
+    def __init__(self, request: GenerateRequest, config: TrainConfig, sources: Sources) -> None:
+        self.request, self.device = request, sources.device
+        self.reference: Any = None
+        if request.model is not None:
+            loaded = load_language_model(sources, located(request.model), "--model")
+            policy, self.tokenizer, form = loaded.model, loaded.tokenizer, PromptFormat()
+        else:
+            folder = RunFolder(request.run or newest_run())
+            policy, self.tokenizer = load_run_policy(sources, config, folder, request.checkpoint)
+            written = prompt_format(config.data)
+            form = PromptFormat(written.chat, written.system)  # a prompt that was typed is not cut
+            if request.with_reference:
+                beside: Loaded = load_run_reference(sources, config)
+                self.reference = freeze(beside.model).to(self.device)
+        self.model = ActorCritic(policy)
+        freeze(self.model).to(self.device)
+        self.reward = sources.reward(config.reward) if request.scores else None
+        self.reward_name = config.reward.kind
+        self.sampling = Sampling(
+            max_new_tokens=request.max_new_tokens or config.rollout.max_new_tokens,
+            temperature=request.temperature or config.rollout.temperature,
+            eos_ids=eos_ids(policy, self.tokenizer),
+            pad_id=self.tokenizer.pad_token_id,
+        )
+        self.prompts = self._prompts(policy, form)
+        if self.prompts.note:
+            sources.display.message(self.prompts.note)
+
+    def _prompts(self, policy: Any, form: PromptFormat) -> Prompts:
+        request, where = self.request, "--prompt"
+        texts = list(request.prompts)
+        if request.file is not None:
+            where, ref = "--prompts", located(request.file)
+            rows = load_rows(ref, "test", where)
+            texts = read_texts(rows, text_column(ref, request.column or "prompt"), None, f"{where}: {ref}")
+        context = context_length(policy)
+        room = None if context is None else context - self.sampling.max_new_tokens
+        prompts = prepare_prompts(texts, self.tokenizer, room, where, form)
+        check_vocabulary(policy, self.tokenizer, prompts.rows, where)
+        return prompts
+
+    def batches(self) -> Iterator[list[Sample]]:
+        """The samples, as they come."""
+        prompts, request = self.prompts, self.request
+        stream = PromptStream(prompts.texts, self.tokenizer, 1, 0, prompts.rows)
+        places = [i for i in range(len(prompts)) for _ in range(request.samples)]
+        # Noise by place: a response does not depend on how many stand beside it.
+        noise = uniforms(len(places), self.sampling.max_new_tokens, request.seed, "generate")
+        for start in range(0, len(places), ROWS):
+            batch = stream.pick(places[start : start + ROWS])
+            yield self._batch(batch, noise[start : start + ROWS])
+
+    def _batch(self, batch: PromptBatch, noise: Any) -> list[Sample]:
+        sampled = draw(self.model.policy, batch, noise, self.sampling, self.device)
+        responses = response_texts(self.tokenizer, sampled)
+        rows: list[Sample] = [
+            {"prompt": prompt, "response": response, "ended": ended}
+            for prompt, response, ended in zip(batch.texts, responses, sampled.ended.tolist(), strict=True)
+        ]
+        if self.reward is not None:
+            scores = checked_scores(self.reward, batch.texts, responses, self.reward_name).tolist()
+            rows = [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
+        if self.reference is None:
+            return rows
+        others = draw(self.reference, batch, noise, self.sampling, self.device)
+        beside = response_texts(self.tokenizer, others)
+        found = measure(self.model, self.reference, batch, sampled, self.sampling.temperature)
+        for i, row in enumerate(rows):
+            length = int(sampled.mask[i].sum())
+            kl = found.exact_kl[i, :length].tolist()
+            columns = zip(
+                sampled.ids[i, :length].tolist(),
+                found.logprobs[i, :length].tolist(),
+                found.ref_logprobs[i, :length].tolist(),
+                kl,
+                strict=True,
+            )
+            row |= {"reference": beside[i], "kl": sum(kl), "kl_token": sum(kl) / length}
+            row["tokens"] = [
+                {"text": self.tokenizer.decode([token]), "logprob": p, "ref_logprob": q, "kl": nats}
+                for token, p, q, nats in columns
+            ]
+        if self.reward is not None:
+            scores = checked_scores(self.reward, batch.texts, beside, self.reward_name).tolist()
+            for row, score in zip(rows, scores, strict=True):
+                row["reference_score"] = score
+        return rows

@@ -1,0 +1,144 @@
+"""Runs that train an adapter: one copy of the weights is policy and reference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_kl.commands.evaluate import EvalRequest, run_eval
+from rlhf_kl.models.load import load_causal_lm
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.jsonl import read_jsonl
+
+Train = Callable[..., dict[str, Any]]
+LORA = ("policy.lora={r: 4, alpha: 8.0}", "ppo.learning_rate=5e-3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
+    """A finished run of six updates with an adapter; not to be written to."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    train(folder, *LORA)
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    found = read_jsonl(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in found]
+
+
+def test_it_starts_at_its_reference_and_moves_away(run: Path) -> None:
+    found = rows(run)
+    assert found[0]["kl/token"] == pytest.approx(0.0, abs=1e-6)
+    assert found[0]["policy/logratio_first_max"] < 1e-3
+    assert found[-2]["kl/token"] > 1e-3
+
+
+def test_final_and_checkpoints_hold_the_adapter_alone(run: Path, tiny_folder: Path) -> None:
+    final = {path.name for path in (run / "final").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "value.safetensors"} <= final
+    assert "model.safetensors" not in final
+    assert json.loads((run / "final" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tiny_folder
+    )
+    stored = load_file(run / "checkpoints" / "step-000006" / "model.safetensors")
+    assert all("lora" in name or "value_head" in name for name in stored)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+def test_the_base_was_not_touched(run: Path, tiny_folder: Path) -> None:
+    from peft import PeftModel
+
+    ids = torch.tensor([[1, 3, 4, 5]])
+    start = load_causal_lm(str(tiny_folder))(input_ids=ids).logits
+    tuned = PeftModel.from_pretrained(load_causal_lm(str(tiny_folder)), str(run / "final"))
+    assert not torch.equal(tuned(input_ids=ids).logits, start)
+    with tuned.disable_adapter():
+        assert torch.equal(tuned(input_ids=ids).logits, start)
+
+
+@pytest.mark.parametrize("kept", [2, 4])
+def test_a_crashed_run_goes_on_as_if_nothing_had_been(run: Path, train: Train, tmp_path: Path, kept: int) -> None:
+    crashed = Path(shutil.copytree(run, tmp_path / "crashed"))
+    (crashed / "summary.json").unlink()
+    shutil.rmtree(crashed / "final")
+    for checkpoint in (crashed / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > kept:
+            shutil.rmtree(checkpoint)
+    train(crashed, *LORA, resume=True)
+    assert rows(crashed) == rows(run)
+    first, second = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (run, crashed))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_rollback_with_no_checkpoint_goes_to_the_start(train: Train, tmp_path: Path) -> None:
+    ceiling = "kl={target: 1.0e-4, ceiling: {value: 2.0e-4, action: rollback}, controller: {kind: fixed, coef: 0.001}}"
+    train(tmp_path / "run", *LORA, ceiling, "checkpoint.every=100", "ppo.learning_rate=0.1")
+    found = rows(tmp_path / "run")
+    turned = [
+        i for i, row in enumerate(found) if any("back to the policy of the start" in a for a in row.get("alerts", []))
+    ]
+    assert turned
+    assert found[turned[0] + 1]["kl/token"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_eval_reads_the_adapter_and_its_checkpoints(run: Path) -> None:
+    def evaluated(**request: Any) -> dict[str, Any]:
+        return run_eval(EvalRequest(run=run, **request), TrainingDisplay(quiet=True))
+
+    last, early = evaluated(), evaluated(checkpoint=2)
+    summary = json.loads((run / "summary.json").read_text())["final"]
+    assert last["perplexity"] == pytest.approx(summary["eval/perplexity"], rel=1e-4)
+    assert last["kl_token"] > early["kl_token"] > 0
+    assert early["perplexity"] == pytest.approx(rows(run)[2]["eval/perplexity"], rel=1e-4)
+
+
+def test_an_adapter_is_trained_further_with_its_beginning_as_the_reference(
+    run: Path, train: Train, tmp_path: Path
+) -> None:
+    train(tmp_path / "more", f"policy.model='{run}/final'", "ppo.learning_rate=5e-3")
+    found = rows(tmp_path / "more")
+    assert found[0]["kl/token"] == pytest.approx(0.0, abs=1e-6)  # to the adapter it began as, not to the base
+    assert found[0]["eval/perplexity"] == pytest.approx(rows(run)[-1]["eval/perplexity"], rel=1e-5)
+    assert found[-2]["kl/token"] > 1e-3
+    assert (tmp_path / "more" / "final" / "adapter_model.safetensors").is_file()
+
+
+def test_recomputed_layers_change_no_figure(run: Path, train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run", *LORA, "policy.gradient_checkpointing=true")
+    for one, other in zip(rows(tmp_path / "run"), rows(run), strict=True):
+        for key in ("kl/token", "objective/scores", "policy/loss", "value/loss"):
+            if key in one:
+                assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
+
+
+def test_merge_writes_the_whole_model(
+    rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    import yaml
+
+    settings = tiny_settings | {"policy": tiny_settings["policy"] | {"lora": {"r": 2}}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    options = ("train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet")
+    assert rlhf_kl(*options).code == 0
+    assert not (tmp_path / "run" / "merged").exists()
+    assert rlhf_kl(*options, "--resume", "--merge").code == 0  # of a run that is finished
+    merged = load_causal_lm(str(tmp_path / "run" / "merged"))
+    whole = rlhf_kl("eval", "--model", tmp_path / "run" / "merged", "--texts", tiny_settings["eval"]["texts"], "--json")
+    adapter = rlhf_kl(
+        "eval", "--model", tmp_path / "run" / "final", "--texts", tiny_settings["eval"]["texts"], "--json"
+    )
+    assert json.loads(whole.out) == pytest.approx(json.loads(adapter.out), rel=1e-5)
+    assert type(merged).__name__ == "GPT2LMHeadModel"
+    del settings["policy"]["lora"]
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "other", "--merge")
+    assert outcome.code == 2
+    assert "policy.lora" in outcome.err
