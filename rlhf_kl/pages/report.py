@@ -187,6 +187,8 @@ def _subtitle(run: RunResult) -> str:
 
 def _signs_note(run: RunResult) -> str:
     peak = gold_peak(run)
+    if peak is None and run.series("objective/gold")[1]:
+        return "Too few updates to tell whether gold turns down."
     if peak is None:
         return (
             "No gold scorer: whether the reward model is being exploited shows only indirectly, in samples that "

@@ -74,6 +74,11 @@ class Chart:
     subtitle: str = field(default="")
 
     @property
+    def whole_x(self) -> bool:
+        """Whether x counts something, so that ticks in between mean nothing."""
+        return not self.log_x and all(float(x).is_integer() for line in self.lines for x in line.x)
+
+    @property
     def empty(self) -> bool:
         return not any(len(line.x) for line in self.lines)
 
@@ -124,6 +129,10 @@ def draw(chart: Chart, axes: Any, size: float) -> None:
         axes.set_xlim(*chart.x_limits)
     if chart.log_x or chart.log_y:
         _plain_log_ticks(chart, axes)
+    if chart.whole_x:
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     for mark in chart.marks:
         axes.plot(
             [mark.x], [0.02], marker="^", color=colour("alert"), markersize=size * 0.62, linestyle="none",

@@ -14,7 +14,7 @@ from rlhf_kl.plots.chart import Chart, draw, hits, label_ends
 from rlhf_kl.plots.style import COLOURS, colour, house_style
 from rlhf_kl.tracking.files import write_bytes_atomic
 
-SVG_SIZE, SVG_TYPE = (380, 250), 10.5  # CSS pixels: as wide as a phone shows it
+SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that type is not shrunk
 PNG_WIDTH, PNG_DPI, PNG_TYPE = 6.4, 125, 11.5  # inches
 
 

@@ -46,9 +46,9 @@ def gold_against_kl(run: RunResult) -> list[tuple[float, float, float]]:
 
 
 def gold_peak(run: RunResult) -> GoldPeak | None:
-    """The peak of smoothed gold; None without gold."""
+    """The peak of smoothed gold; None without gold, or with too few updates to speak of a turn."""
     points = gold_against_kl(run)
-    if not points:
+    if len(points) < 2 * SMOOTH:
         return None
     golds = [gold for _, _, gold in points]
     best = max(range(len(golds)), key=golds.__getitem__)

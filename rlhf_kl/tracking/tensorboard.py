@@ -12,22 +12,6 @@ from typing import Any
 from rlhf_kl.tracking.text import safe_text
 
 _EVENTS = "events.out.tfevents.*"
-# The charts of the CUSTOM SCALARS tab: what belongs together in one picture.
-_LAYOUT = {
-    "KL control": {
-        "KL per token: exact and estimated": ["Multiline", ["^kl/(exact|k1|k2|k3)$"]],
-        "KL per token and its target": ["Multiline", ["^kl/token$", "^kl/target$", "^kl/ceiling$"]],
-        "beta": ["Multiline", ["^kl/coef$"]],
-    },
-    "Objective": {
-        "score and gold": ["Multiline", ["^objective/scores$", "^objective/gold$"]],
-        "score less the KL penalty": ["Multiline", ["^objective/scores_shaped$", "^objective/rlhf_reward$"]],
-    },
-    "What it costs": {
-        "held-out perplexity": ["Multiline", ["^eval/perplexity$"]],
-        "responses": ["Multiline", ["^rollout/eos_rate$", "^eval/distinct_2$", "^rollout/score_length_corr$"]],
-    },
-}
 # The columns beside the config in the HPARAMS tab.
 _RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")
 
@@ -60,7 +44,7 @@ class TensorBoardWriter:
             self._summary = summary
             self._writer = writer.FileWriter(str(self._folder), flush_secs=10)
             experiment, start, self._session_end = summary.hparams(self._config, dict.fromkeys(_RESULTS, 0.0))
-        self._writer.add_summary(self._summary.custom_scalars(_LAYOUT))
+        self._writer.add_summary(self._summary.custom_scalars(_layout(self._config.get("kl.unit", "token"))))
         self._writer.add_summary(experiment)
         self._writer.add_summary(start)
         for row in rows:
@@ -108,6 +92,29 @@ class TensorBoardWriter:
 
     def _add_text(self, name: str, markdown: str, step: int) -> None:
         self._writer.add_summary(self._summary.text(name, markdown), step)
+
+
+def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
+    """The charts of the CUSTOM SCALARS tab: what belongs together in one picture."""
+
+    def together(*tags: str) -> list[Any]:
+        return ["Multiline", [f"^{tag}$" for tag in tags]]
+
+    return {
+        "KL control": {
+            f"KL per {unit} and its target": together(f"kl/{unit}", "kl/target", "kl/ceiling"),
+            "beta": together("kl/coef"),
+            "KL per token: exact and estimated": together("kl/exact", "kl/k1", "kl/k2", "kl/k3"),
+        },
+        "Objective": {
+            "score and gold": together("objective/scores", "objective/gold"),
+            "score less the KL penalty": together("objective/scores_shaped", "objective/rlhf_reward"),
+        },
+        "What it costs": {
+            "held-out perplexity": together("eval/perplexity"),
+            "responses": together("rollout/eos_rate", "eval/distinct_2", "rollout/score_length_corr"),
+        },
+    }
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
