@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_kl.cli.options import Overwrite, Quiet, Seed, Set
+from rlhf_kl.cli.options import Overwrite, Quiet, Set
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def compare(
         Path | None,
         typer.Option("--output-dir", metavar="DIR", help="Where it goes (default: runs/NAME, or runs/compare)."),
     ] = None,
-    seed: Seed = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, help="This seed only, instead of the file's.")
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Runs at once, one thread each above 1.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is there (the default).")] = False,
     overwrite: Overwrite = False,

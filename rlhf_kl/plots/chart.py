@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_kl.plots.style import colour
@@ -71,7 +71,7 @@ class Chart:
     x_limits: tuple[float, float] | None = None
     caption: str = ""
     legend: bool = False  # names in a legend above instead of at the ends of the lines
-    subtitle: str = field(default="")
+    subtitle: str = ""
 
     @property
     def whole_x(self) -> bool:

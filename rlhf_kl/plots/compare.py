@@ -147,7 +147,7 @@ def kl_against_beta(sweep: Sequence[Variant], look: Mapping[str, Look]) -> Chart
                               for coef, kl, s in points],
                     )
                 )  # fmt: skip
-    first = next(iter(sweep[0].runs.values()))
+    first = _with_reference(sweep)
     tilt, spread = tilt_curve(first), reference_spread(first)
     betas = [coef for variant in sweep if (coef := variant.constant_coef)]
     low, high = min(betas) / 1.6, max(betas) * 1.6
@@ -179,7 +179,7 @@ def total_reward(comparison: Comparison, look: Mapping[str, Look]) -> Chart:
             worth = [gain - beta * kl for beta in grid]
             lines.append(Line(variant.name, grid, worth, look[variant.name].colour, width=1.3))
     best = max((max(line.y) for line in lines), default=1.0)
-    first = next(iter(comparison.sweep[0].runs.values()))
+    first = _with_reference(comparison.sweep)
     tilt = [(coef, gain - coef * kl) for coef, kl, gain in tilt_curve(first) if coef <= max(BETAS)]
     if tilt:
         tilt.sort()
@@ -215,7 +215,7 @@ def _frontier(
             )  # fmt: skip
     if not lines:
         return Chart(slug, title, ROOT_KL, unit, [])
-    first = next(iter(comparison.variants[0].runs.values()))
+    first = _with_reference(comparison.variants)
     caption = "Every seed's end is a point."
     if measure == "score_gain" and (tilt := tilt_curve(first)):
         xs = [math.sqrt(kl) for _, kl, _ in tilt]
@@ -231,6 +231,12 @@ def _frontier(
         caption += f" Dashed: best of n reference samples, n = 1 to {best[-1][2]}, at the upper bound of its KL, "
         caption += "log n - (n-1)/n."
     return Chart(slug, title, ROOT_KL, unit, lines, caption=caption, legend=True)
+
+
+def _with_reference(variants: Sequence[Variant]) -> RunResult:
+    """The first run whose summary has the reference's samples; all runs of a comparison share the reference."""
+    runs = [run for variant in variants for run in variant.runs.values()]
+    return next((run for run in runs if run.summary.get("reference")), runs[0])
 
 
 def tilt_curve(run: RunResult) -> list[tuple[float, float, float]]:

@@ -19,6 +19,8 @@ from rlhf_kl.results.run import RunFigures, RunResult, Series, figures, read_run
 
 INTERVAL_FROM = 5  # seeds: fewer are shown as points only
 FIGURES = tuple(field.name for field in fields(RunFigures))
+# Where these differ scores are on different scales, or KLs to different references.
+SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
 
 
@@ -162,6 +164,8 @@ class Comparison:
             for points, others in self.families.items():
                 if points == curve or len(members) < 2 or _span(others) >= _span(members):
                     continue
+                if _scales(members[0], others[0]):
+                    continue
                 for measure in ("scores_shaped", "gold"):
                     each = [equal_kl(variant, members, measure) for variant in others]
                     found += each if len(each) > 1 else []
@@ -295,6 +299,9 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
             notes.append(f"{name}: seed {', '.join(map(str, missing))} missing")
     for run in runs:
         notes += [f"{run.path.name}: {note}" for note in run.notes]
+    for other in variants[1:]:
+        if changed := _scales(variants[0], other):
+            notes.append(f"scores of {variants[0].name} and {other.name} are not comparable at equal KL: {changed[0]}")
     targets = sorted({variant.config.kl.target_value for variant in variants})
     if len(targets) > 1:
         notes.append(f"the variants have different targets: {', '.join(f'{target:g}' for target in targets)}")
@@ -302,6 +309,11 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
 
 
 # ---- equal KL
+
+
+def _scales(a: Variant, b: Variant) -> list[str]:
+    """What keeps the scores and KLs of two variants from being compared."""
+    return [line for line in config_diff(a.config, b.config) if line.startswith(SCALE)]
 
 
 def _span(family: Sequence[Variant]) -> float:

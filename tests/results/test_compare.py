@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.pages.compare import compare_page
 from rlhf_kl.results.compare import Comparison, interpolate, mean_interval, over_seeds, read_comparison, student_t
-from rlhf_kl.results.verdict import FRONTIER, verdict
+from rlhf_kl.results.verdict import FRONTIER, held, verdict
 
 Grid = Callable[..., Comparison]
 LENGTH = 60
@@ -173,3 +174,23 @@ def test_what_cannot_be_compared(write_run: Callable[..., Path], metrics_rows: C
 def test_a_folder_of_a_comparison_stands_for_its_runs(grid: Grid, tmp_path: Path) -> None:
     grid(TWO, seeds=2)
     assert len(read_comparison([tmp_path]).variants) == 5
+
+
+def test_scores_on_different_scales_are_not_compared(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any]
+) -> None:
+    paths = []
+    for name, kl, section in (("a-1", 0.1, {}), ("b-1", 0.05, {"clip": 3.0}), ("b-2", 0.2, {"clip": 3.0})):
+        config = {"reward": section, "kl": {"controller": {"kind": "fixed", "coef": kl}}}
+        paths.append(write_run(name, metrics_rows([kl] * 40), config=config))
+    found = read_comparison(paths)
+    assert found.equal_kl == []
+    assert "scores of a-1 and b-1 are not comparable at equal KL: reward.clip: 5.0 -> 3.0" in found.notes
+
+
+def test_runs_that_have_only_begun(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> None:
+    other = {"kl": {"controller": {"kind": "fixed", "coef": 0.5}}}
+    found = read_comparison([write_run("begun"), write_run("going", metrics_rows([0.1] * 3), config=other)])
+    assert [held(variant) for variant in found.variants] == [None, True]
+    assert "begun: unfinished: 0 of 60 updates" in found.notes
+    assert compare_page(found, "early", verdict(found)).count("<svg") >= 4
