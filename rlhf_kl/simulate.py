@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -39,6 +40,27 @@ def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
         place = min(max((math.log(coef) - origin) / width, 0.0), len(table) - 1.001)
         index = int(place)
         return table[index] + (place - index) * (table[index + 1] - table[index])
+
+    return law
+
+
+def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """beta -> KL per sequence through points (beta, KL) of a tilt that was measured, as `summary.json` keeps them.
+
+    Straight in both logarithms between the points; below the smallest beta the KL stays (nothing is known there),
+    above the largest it falls with beta^2 (the Gaussian law, which every tilt comes to).
+    """
+    points = sorted((math.log(coef), math.log(kl)) for coef, kl in curve if coef > 0.0 and kl > 0.0)
+    if len(points) < 2:
+        raise ValueError("a law needs two points with beta and KL above 0")
+
+    def law(coef: float) -> float:
+        at = math.log(coef)
+        if at >= points[-1][0]:
+            return math.exp(points[-1][1] - 2.0 * (at - points[-1][0]))
+        right = max(1, bisect.bisect_right(points, (at, math.inf)))
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        return math.exp(y0 + (y1 - y0) * max(0.0, at - x0) / (x1 - x0))
 
     return law
 

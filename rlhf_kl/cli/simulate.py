@@ -32,7 +32,11 @@ def simulate(
     kl: Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs, instead of a plant.")] = None,
     plant: Annotated[
         str | None,
-        typer.Option(metavar="LAW", help="saturating (default) or gaussian: how KL answers to beta."),
+        typer.Option(
+            metavar="LAW",
+            help="How KL answers to beta: saturating (default), gaussian, or a finished run's folder: "
+            "the tilt of its reference samples.",
+        ),
     ] = None,
     speed: Annotated[float, typer.Option(help="Plant: share of the way per update.")] = 0.2,
     noise: Annotated[float, typer.Option(help="Plant: relative spread of a measured KL.")] = 0.05,
@@ -149,15 +153,27 @@ def _kls(text: str) -> list[float]:
 
 def _plant(law: str, speed: float, noise: float, seed: int, setup: _Setup) -> Plant:
     from rlhf_kl.components import suggestion
-    from rlhf_kl.simulate import Plant, example_scores, gaussian_law, tilt_law
+    from rlhf_kl.simulate import Plant, example_scores, gaussian_law, measured_law, tilt_law
 
     laws = {"gaussian": lambda: gaussian_law(1.0), "saturating": lambda: tilt_law(example_scores())}
-    if law not in laws:
-        raise InputError(f"--plant: unknown plant {law!r}{suggestion(law, laws)}")
     try:
+        if Path(law).is_dir():
+            curve, length = _reference_of(Path(law))
+            return Plant(measured_law(curve), speed=speed, noise=noise, length=length, seed=seed)
+        if law not in laws:
+            raise InputError(f"--plant: neither a plant nor a run's folder: {law!r}{suggestion(law, laws)}")
         return Plant(laws[law](), speed=speed, noise=noise, length=setup.length, seed=seed)
     except ValueError as error:
         raise InputError(f"--plant: {error}") from None
+
+
+def _reference_of(folder: Path) -> tuple[list[tuple[float, float]], float]:
+    """The tilt of a run's reference samples as (beta, KL per sequence), and their mean length."""
+    try:
+        reference = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["reference"]
+        return [(float(p["coef"]), float(p["kl"])) for p in reference["tilt"]], float(reference["length"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"--plant: {folder} has no summary.json with reference samples: name a finished run") from None
 
 
 def _sequence(setup: _Setup, kls: list[float]) -> tuple[list[SimulatedUpdate], list[str]]:

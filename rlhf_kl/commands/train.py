@@ -17,6 +17,7 @@ from rlhf_kl.commands.guards import RunGuards
 from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.reference_scores import ReferenceScores
+from rlhf_kl.commands.samples import sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.config.plugins import controller_arguments, controller_class
@@ -52,7 +53,6 @@ from rlhf_kl.types import PromptBatch
 
 PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy can use is within prompts
 SAMPLING_ROWS = 256
-SAMPLES_PER_STEP = 4
 
 
 def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
@@ -353,31 +353,10 @@ class TrainRun:
             self.best_checkpoint = {"step": step, "metric": metric, "value": value}
 
     def record_samples(self, step: int, update: Update) -> None:
-        """A few responses of the update with their tokens, the log-probs and the KL of each."""
-        rollout, tokenizer = update.rollout, self.parts.tokenizer
-        for i in range(min(SAMPLES_PER_STEP, len(rollout))):
-            length = int(rollout.mask[i].sum())
-            tokens = [
-                {"text": tokenizer.decode([int(token)]), "logprob": p, "ref_logprob": q, "kl": kl}
-                for token, p, q, kl in zip(
-                    rollout.response_ids[i, :length],
-                    rollout.logprobs[i, :length].tolist(),
-                    rollout.ref_logprobs[i, :length].tolist(),
-                    rollout.exact_kl[i, :length].tolist(),
-                    strict=True,
-                )
-            ]
-            self.recorder.sample(
-                {
-                    "step": step,
-                    "prompt": update.prompts[i],
-                    "response": update.responses[i],
-                    "score": float(rollout.scores[i]),
-                    "gold": update.gold[i] if update.gold is not None else None,
-                    "kl": float(rollout.exact_kl[i].sum()),
-                    "tokens": tokens,
-                }
-            )
+        """A few responses of the update token by token, and where the whole batch diverges most."""
+        for row in sample_rows(step, update, self.parts.tokenizer):
+            self.recorder.sample(row)
+        update.row["kl/top_tokens"] = top_tokens(update, self.parts.tokenizer)
 
     def measure_speed(self, row: dict[str, Any], seconds: float) -> None:
         """Rates over the whole step by the wall clock: evaluation, logging and checkpoints included."""

@@ -76,7 +76,9 @@ class KLControl:
         return []
 
     def raise_coef(self, factor: float) -> None:
-        """Multiply coef by `factor` from outside the law (a rollback), inside the bounds."""
+        """Multiply coef by `factor` from outside the law (a rollback), inside the bounds; a constant one moves too."""
+        if self.min_coef == self.max_coef:
+            self.min_coef = self.max_coef = self._coef * factor
         self._coef = clip(self._coef * factor, self.min_coef, self.max_coef)
         self._write_coef(self._coef)
 
@@ -133,6 +135,8 @@ class KLControl:
             raise ValueError(f"the saved controller is {state.get('kind')}, the config's is {kind}")
         self._load_controller(copy.deepcopy(state["controller"]))
         self._coef = float(state["coef"])
+        if self.min_coef == self.max_coef:  # a constant one that a rollback raised
+            self.min_coef = self.max_coef = self._coef
         self._write_coef(self._coef)
 
     def _controller_state(self) -> dict[str, Any]:

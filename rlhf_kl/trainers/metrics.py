@@ -60,6 +60,7 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
         "kl/token": token_kl,
         "kl/token_stderr": token_se,
         "kl/sequence": mean_sequence,
+        "kl/sequence_stderr": float(sequence_kl.double().std() / len(sequence_kl) ** 0.5) if len(mask) > 1 else None,
         "kl/max_token": float(chosen.max()),
         "kl/p95_token": float(chosen.quantile(0.95)) if len(chosen) < 1 << 24 else None,
         "kl/max_sequence": float(sequence_kl.max()),

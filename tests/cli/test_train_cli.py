@@ -115,7 +115,7 @@ def test_samples(smoke: tuple[Path, Any]) -> None:
     samples = read_jsonl(smoke[0] / "samples.jsonl")
     assert {sample["step"] for sample in samples} == {1, 2, 3}
     for sample in samples:
-        assert sample.keys() == {"step", "prompt", "response", "score", "gold", "kl", "tokens"}
+        assert sample.keys() == {"step", "prompt", "response", "chosen", "score", "gold", "kl", "tokens"}
         assert sample["tokens"][0].keys() == {"text", "logprob", "ref_logprob", "kl"}
 
 

@@ -192,6 +192,24 @@ def test_a_subclass_needs_only_update():
     assert control.state_dict()["controller"]["coef"] == 0.4
 
 
+def test_a_rollback_raises_a_constant_beta_too_and_for_good():
+    control = KLControl(FixedKL(coef=0.1))
+    control.raise_coef(2.0)
+    control.update(5.0, 64)
+    assert control.coef == 0.2
+    resumed = KLControl(FixedKL(coef=0.1))
+    resumed.load_state_dict(control.state_dict())
+    resumed.update(5.0, 64)
+    assert resumed.coef == 0.2
+
+
+def test_a_rollback_raises_within_the_bounds():
+    control = control_of("adaptive")
+    for _ in range(20):
+        control.raise_coef(2.0)
+    assert control.coef == control.max_coef
+
+
 def test_beta_zero_is_for_constant_controllers():
     control = KLControl(FixedKL(coef=0.0))
     assert control.update(5.0, 64) == []

@@ -35,6 +35,7 @@ def test_a_batch_worked_by_hand() -> None:
         "kl/token": 0.3,  # (0.1 + 0.3 + 0.5) / 3 tokens
         "kl/exact": 0.3,
         "kl/sequence": 0.45,  # (0.4 + 0.5) / 2 responses
+        "kl/sequence_stderr": 0.05,  # 0.4 and 0.5: spread 0.1 / sqrt(2), over sqrt(2)
         "kl/max_token": 0.5,
         "kl/max_sequence": 0.5,
         "kl/target": 0.1,

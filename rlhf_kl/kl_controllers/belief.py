@@ -1,0 +1,92 @@
+"""What a controller believes of the run it is in: probabilities on a grid, moved by every step that it sees."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; wider bounds than the points can cover make the steps longer
+PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta
+DIFFUSION = 0.125  # share that moves to either neighbour every update: log b wanders by half a grid step
+PACES = np.array([0.3, 0.6, 1.0, 1.7, 3.0, 6.0, 12.0])  # multiples of the guess
+PACE_SPREAD = 0.5  # of the logarithm of the pace around the guess
+PACE_RETURN = 0.02  # share of the belief about the pace that goes back to the guess every update
+TAILS = 4.0  # degrees of freedom of Student's t: an odd update proves little
+NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
+
+
+class Situation(NamedTuple):
+    """Where a policy update begins."""
+
+    distance: float  # x = sqrt(KL/target)
+    step: float  # of x in the update before
+    log_coef: float
+
+
+class StepModel(NamedTuple):
+    """How x moves: step_k = m step_{k-1} - (1 - m) a tanh(s log x_k + r log(beta_k / b))."""
+
+    momentum: float  # m
+    distance_power: float  # s
+    coef_power: float  # r
+
+
+class Belief:
+    """Probabilities of the pair (log b, a): the log of the beta that holds the target, and the pace.
+
+    A histogram filter: Bayes' rule on a grid, without linearising (Thrun, Burgard & Fox 2005, Probabilistic
+    Robotics, section 4.1). `pace` is a guess of a, which PACES multiplies.
+    """
+
+    def __init__(self, model: StepModel, coef: float, min_coef: float, max_coef: float, pace: float) -> None:
+        self.model, self.pace = model, pace
+        low, high = math.log(min_coef) - 1.0, math.log(max_coef) + 1.0
+        points = math.ceil((high - low) / max(GRID_STEP, (high - low) / GRID_POINTS)) + 1
+        self.log_holding: Floats = np.linspace(low, high, points)
+        self.pace_prior = _normalised(np.exp(-0.5 * (np.log(PACES) / PACE_SPREAD) ** 2))
+        distance = (self.log_holding - math.log(coef)) / PRIOR_SPREAD
+        self.probabilities: Floats = np.outer(_normalised(np.exp(-0.5 * distance**2)), self.pace_prior)
+
+    @property
+    def holding_coef(self) -> float:
+        """exp of the mean of log b."""
+        return math.exp(float(self.probabilities.sum(1) @ self.log_holding))
+
+    @property
+    def mean_pace(self) -> float:
+        """The mean of a."""
+        return self.pace * float(self.probabilities.sum(0) @ PACES)
+
+    def mean_step(self, at: Situation) -> float:
+        """The step that is expected."""
+        return float((self.probabilities * self._steps(at)).sum())
+
+    def distance_from(self, wanted: float, at: Situation) -> float:
+        """Expected squared distance of the step from the one that is wanted."""
+        return float((self.probabilities * (self._steps(at) - wanted) ** 2).sum())
+
+    def hear(self, step: float, at: Situation, noise: float) -> None:
+        """Learn from a step that was seen with this standard deviation."""
+        error = (step - self._steps(at)) / noise
+        likely = self.probabilities * (1.0 + error**2 / TAILS) ** (-(TAILS + 1.0) / 2.0)
+        # log b wanders to its neighbours, the pace back to the guess: nothing is ever ruled out for good.
+        padded = np.concatenate([likely[:1], likely, likely[-1:]])
+        likely = _normalised(DIFFUSION * (padded[:-2] + padded[2:]) + (1.0 - 2.0 * DIFFUSION) * likely)
+        self.probabilities = (1.0 - PACE_RETURN) * likely + PACE_RETURN * np.outer(likely.sum(1), self.pace_prior)
+
+    def _steps(self, at: Situation) -> Floats:
+        """The next step under each log b (rows) and pace (columns)."""
+        momentum, distance_power, coef_power = self.model
+        balance = distance_power * math.log(max(at.distance, NEAREST)) + coef_power * (at.log_coef - self.log_holding)
+        drive: Floats = -np.tanh(balance)[:, None] * (self.pace * PACES)
+        return momentum * at.step + (1.0 - momentum) * drive
+
+
+def _normalised(weights: Floats) -> Floats:
+    total: Floats = weights / weights.sum()
+    return total

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.commands.samples import sample_rows, top_tokens
+from rlhf_kl.trainers.ppo import Update
+from rlhf_kl.types import RolloutBatch
+
+ROWS, WIDTH = 8, 3
+LENGTHS = torch.tensor([3, 2, 3, 3, 1, 3, 3, 3])
+
+
+@pytest.fixture
+def update() -> Update:
+    mask = torch.arange(WIDTH) < LENGTHS.unsqueeze(1)
+    kl = torch.where(mask, torch.full((ROWS, WIDTH), 0.1), 0.0)
+    kl[4, 0], kl[6, 1], kl[1, 1] = 3.0, 2.0, 1.0  # the furthest tokens, in responses of 3.0, 2.2 and 1.1 nats
+    ids = torch.full((ROWS, WIDTH), 3)
+    ids[6, 1] = 4
+    zeros = torch.zeros(ROWS, WIDTH)
+    rollout = RolloutBatch(
+        prompt_ids=torch.full((ROWS, 1), 3),
+        prompt_mask=torch.ones(ROWS, 1, dtype=torch.bool),
+        response_ids=ids,
+        mask=mask,
+        logprobs=torch.where(mask, -1.0, 0.0),
+        ref_logprobs=torch.where(mask, -1.5, 0.0),
+        exact_kl=kl,
+        entropy=zeros,
+        values=zeros,
+        scores=torch.arange(ROWS).float(),
+        shaped_scores=torch.zeros(ROWS),
+        ended=torch.ones(ROWS, dtype=torch.bool),
+    )
+    return Update({}, [f"p{i}" for i in range(ROWS)], [f"r{i}" for i in range(ROWS)], None, rollout)
+
+
+def test_the_first_ones_and_those_that_diverge_most(update: Update, letters: Any) -> None:
+    rows = list(sample_rows(7, update, letters))
+    assert [(row["response"], row["chosen"]) for row in rows] == [
+        *((f"r{i}", "first") for i in range(4)),
+        ("r4", "largest kl"),
+        ("r6", "largest kl"),  # r1, further off than the rest, is among the first
+    ]
+    assert {row["step"] for row in rows} == {7}
+    assert [len(row["tokens"]) for row in rows] == [3, 2, 3, 3, 1, 3]
+    assert rows[5]["kl"] == pytest.approx(2.2)
+    assert rows[5]["tokens"][1] == {"text": "b", "logprob": -1.0, "ref_logprob": -1.5, "kl": 2.0}
+
+
+def test_the_tokens_that_diverge_most_of_the_whole_batch(update: Update, letters: Any) -> None:
+    found = top_tokens(update, letters)
+    assert len(found) == 10
+    assert [(token["sample"], token["position"], token["text"]) for token in found[:3]] == [
+        (4, 0, "a"),
+        (6, 1, "b"),
+        (1, 1, "a"),
+    ]
+    assert [token["kl"] for token in found] == pytest.approx([3.0, 2.0, 1.0, *[0.1] * 7])
