@@ -34,8 +34,8 @@ class RunGuards:
 
         Errors: GuardStop where there is nothing to turn back to.
         """
-        self._roll_back_above_ceiling(update.row)
-        return self._watch_numbers(update) or self._stop_above_ceiling(update.row)
+        turned = self._roll_back_above_ceiling(update.row)
+        return turned or self._watch_numbers(update) or self._stop_above_ceiling(update.row)
 
     # ---- numbers that are not finite
 
@@ -63,11 +63,19 @@ class RunGuards:
 
     # ---- the ceiling
 
-    def _roll_back_above_ceiling(self, row: dict[str, Any]) -> None:
-        """The ceiling's `rollback`: back to the newest policy that measured below it, with beta raised."""
+    def _roll_back_above_ceiling(self, row: dict[str, Any]) -> str | None:
+        """The ceiling's `rollback`: back to the newest policy that measured below it, with beta raised.
+
+        Where beta cannot be raised (it is 0, or at its bound) the same would happen again: the reason to end.
+        """
         limit, measured = self._ceiling("rollback"), self._kl(row)
         if limit is None or not measured > limit:
-            return
+            return None
+        control = self.trainer.controller
+        before = control.coef
+        control.raise_coef(ROLLBACK_RAISE)
+        if not control.coef > before:
+            return f"KL {measured:.4g} is above the ceiling {limit:.4g}, and beta {before:.4g} cannot be raised"
         # A checkpoint of update k holds the policy that row k + 1 measured.
         key = f"kl/{self.config.kl.unit}"
         past = {old["step"]: old[key] for old in read_jsonl(self.folder.metrics) if old.get(key) is not None}
@@ -78,14 +86,13 @@ class RunGuards:
             self.trainer.core.policy.load_state_dict(self.trainer.reference.state_dict())
         else:
             raise GuardStop(f"KL {measured:.4g} is above the ceiling {limit:.4g}, and there is nothing to roll back to")
-        control = self.trainer.controller
-        control.raise_coef(ROLLBACK_RAISE)
         row["kl/coef_next"] = control.coef
         where = f"update {good[-1].step}" if good else "the start"
         row["alerts"].append(
             f"rolled-back: KL {measured:.4g} is above the ceiling {limit:.4g}; back to the policy of {where}, "
             f"beta is {control.coef:.4g} now"
         )
+        return None
 
     def _stop_above_ceiling(self, row: dict[str, Any]) -> str | None:
         limit, measured = self._ceiling("stop"), self._kl(row)

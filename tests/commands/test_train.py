@@ -104,20 +104,9 @@ def test_a_ceiling_that_stops_keeps_its_checkpoint(train: Train, tmp_path: Path)
     assert not (tmp_path / "run" / "final").exists()
 
 
-HOLD = """
-class Hold:
-    def __init__(self, coef: float):
-        self.coef = coef
-
-    def update(self, kl, episodes):
-        pass
-"""
-
-
 def test_a_ceiling_that_rolls_back_says_so_and_raises_beta(train: Train, tmp_path: Path) -> None:
     overrides = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
-    (tmp_path / "law.py").write_text(HOLD)
-    train(tmp_path / "run", *overrides, f"kl.controller={{kind: '{tmp_path}/law.py:Hold', coef: 0.1}}")
+    train(tmp_path / "run", *overrides, "kl.controller={kind: fixed, coef: 0.1}")
     found = rows(tmp_path / "run")[:-1]
     above = [row for row in found if row["kl/token"] > 0.004]
     assert above
@@ -127,6 +116,13 @@ def test_a_ceiling_that_rolls_back_says_so_and_raises_beta(train: Train, tmp_pat
     for row, after in itertools.pairwise(found):
         if row in above:
             assert after["kl/token"] <= 0.004
+
+
+def test_a_ceiling_that_cannot_raise_beta_ends_the_run(train: Train, tmp_path: Path) -> None:
+    overrides = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
+    with pytest.raises(GuardStop, match="beta 0 cannot be raised"):
+        train(tmp_path / "run", *overrides, "kl.controller={kind: fixed, coef: 0}")
+    assert "cannot be raised" in json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"]
 
 
 def test_a_constant_score_is_an_error(train: Train, tmp_path: Path) -> None:
