@@ -54,7 +54,13 @@ bench-control: $(READY)  ## how well each controller holds the target (an hour o
 bench-plant: $(READY)  ## the same on simulated plants (a minute)
 	$(PY) scripts/bench_plant.py
 
+test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50; some minutes)
+	$(PY) scripts/crash_test.py --kills $(or $(KILLS),50)
+
+fuzz: $(READY)  ## generated configs and data files (FUZZ=10000; some minutes)
+	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest tests/fuzz --timeout 0
+
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: help install train test test-slow lint types imports check bench-control bench-plant clean
+.PHONY: help install train test test-slow lint types imports check bench-control bench-plant test-crash fuzz clean

@@ -69,11 +69,7 @@ def save_checkpoint(
     every: int = 1,
     spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Write checkpoint `step` into `folder`, then drop older ones.
-
-    Kept are the newest one, the newest `keep` of those at a multiple of `every` (one that a signal made in
-    between displaces none of them, so an interrupted run keeps what the uninterrupted one would), and `spared`.
-    """
+    """Write checkpoint `step` into `folder`, then `prune`."""
 
     def write(place: Path) -> None:
         save_model(model, str(place / "model.safetensors"))
@@ -83,13 +79,22 @@ def save_checkpoint(
     target = folder / f"step-{step:06d}"
     write_folder(target, write, checksums=True)
     shutil.rmtree(_damaged(target), ignore_errors=True)
+    prune(folder, keep, every=every, spared={step, *spared})
+    return Checkpoint(target)
+
+
+def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = ()) -> None:
+    """Drop old checkpoints.
+
+    Kept are the newest one, the newest `keep` of those at a multiple of `every` (one that a signal made in
+    between displaces none of them, so an interrupted run keeps what the uninterrupted one would), and `spared`.
+    """
     found = checkpoints(folder)
     regular = [checkpoint.step for checkpoint in found if checkpoint.step % every == 0]
-    kept = {found[-1].step, step, *regular[-keep:], *spared}
+    kept = {*(checkpoint.step for checkpoint in found[-1:]), *regular[-keep:], *spared}
     for old in found:
         if old.step not in kept:
             remove_folder(old.path)
-    return Checkpoint(target)
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_kl.checkpoint import checkpoints, save_checkpoint, sweep
+from rlhf_kl.checkpoint import checkpoints, prune, save_checkpoint, sweep
 from rlhf_kl.commands.resume import check_fingerprints, environment, last_checkpoint, say_differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files
@@ -76,6 +76,9 @@ class Recorder:
                 self.tensorboard.rebuild(read_jsonl(folder.metrics), read_jsonl(folder.samples))
         if self.checkpoint:
             load_library_state(self.state["libraries"])
+            # The process may have died between writing this checkpoint and dropping an older one.
+            best, section = self.state.get("best_checkpoint"), config.checkpoint
+            prune(folder.checkpoints, section.keep, every=section.every, spared=[best["step"]] if best else [])
 
     def _truncate(self, path: Path) -> None:
         """Back to what the checkpoint has seen: the rows after it are computed again."""

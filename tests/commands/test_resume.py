@@ -214,6 +214,14 @@ def test_rows_that_the_checkpoint_knew_and_that_are_gone_are_said(
     assert [row["step"] for row in rows(crashed)] == [1, 2, 5, 6, 7]
 
 
+def test_an_old_checkpoint_that_a_killed_run_did_not_get_to_drop_is_dropped(
+    train: Train, tiny_run: Path, tmp_path: Path
+) -> None:
+    crashed = crash(tiny_run, tmp_path, 6)
+    train(crashed, "checkpoint.keep=1", resume=True)
+    assert [checkpoint.step for checkpoint in checkpoints(crashed / "checkpoints")] == [6]
+
+
 def test_what_killed_runs_left_is_cleared_up(train: Train, tiny_run: Path, tmp_path: Path) -> None:
     crashed = crash(tiny_run, tmp_path, 4)
     for name in (".final.999.tmp", "checkpoints/.step-000006.999.tmp", "checkpoints/.step-000001.removed"):
