@@ -10,7 +10,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.commands.sources import Sources
 from rlhf_kl.components import suggestion
 from rlhf_kl.config.schema import LoraSection, TrainConfig
@@ -110,9 +110,15 @@ def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
     if not found:
         raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
     if step is None:
-        return found[-1]
+        whole, problems = newest_whole(folder.checkpoints)
+        if whole is None:
+            raise InputError(*(f"{folder.checkpoints}: no checkpoint is whole: {problem}" for problem in problems))
+        return whole
     for checkpoint in found:
         if checkpoint.step == step:
+            problem = checkpoint.damage()
+            if problem is not None:
+                raise InputError(f"--checkpoint {step}: {checkpoint.path}: {problem}")
             return checkpoint
     hint = suggestion(str(step), [str(c.step) for c in found])
     raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -13,7 +14,7 @@ from typing import Any
 
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.world import WorldSpec, cache_folder, part_key, world_spec
-from rlhf_kl.checkpoint import write_folder
+from rlhf_kl.checkpoint import CHECKSUMS, damage, sweep, write_folder
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
 from rlhf_kl.tracking.display import TrainingDisplay
@@ -124,13 +125,18 @@ class World:
 
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
         target = self.folder / name
-        if not target.is_dir():
+        if not _is_whole(target):
             with _lock(self.folder / f".{name}.lock", self.display, f"another process is building {name}: waiting"):
-                if not target.is_dir():  # else the other process has built it by now
-                    for leftover in self.folder.glob(f".{name}.*.tmp"):
-                        shutil.rmtree(leftover, ignore_errors=True)
-                    write_folder(target, build)
+                sweep(self.folder, re.compile(re.escape(name)))
+                if not _is_whole(target):  # else the other process has built it by now
+                    if target.is_dir():
+                        self.display.alert(f"{target}: {damage(target)}: building it again")
+                    write_folder(target, build, checksums=True)
         return target
+
+
+def _is_whole(part: Path) -> bool:
+    return part.is_dir() and (not (part / CHECKSUMS).is_file() or damage(part) is None)
 
 
 def _versions() -> dict[str, str]:

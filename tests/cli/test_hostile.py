@@ -63,6 +63,7 @@ def test_a_file_that_means_harm_is_refused_quickly(rlhf_kl: Cli, tmp_path: Path,
     "name", ["two\nlines.yaml", "\x1b[2J.yaml", "\u202elmay.yaml", "a\rb.yaml", "--x.yaml", "%s.yaml"]
 )
 def test_any_file_name_can_be_used_and_is_shown_as_text(rlhf_kl: Cli, tmp_path: Path, name: str) -> None:
+    name = f"{name}.yaml"
     (tmp_path / name).write_text("kl: {target: -1}\n")
     refused(rlhf_kl("config", "validate", tmp_path / name), "kl.target")
     (tmp_path / name).write_text("kl: {target: 0.1}\n")
@@ -92,16 +93,14 @@ def numbers(model: type[Section], prefix: str = "") -> Iterator[str]:
 NUMBERS = [(kind, key) for kind, model in MODELS.items() for key in numbers(model)]
 
 
-@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e400", "-1e400", "1e39"])
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e400", "-1e400"])
 def test_no_number_may_be_one_that_is_not_finite(rlhf_kl: Cli, tmp_path: Path, value: str) -> None:
     assert len(NUMBERS) > 50
     files = {"train": "smoke.yaml", "sft": "sft_reviews.yaml", "reward-model": "reward_reviews.yaml"}
-    for kind, key in NUMBERS:
-        outcome = rlhf_kl("config", "validate", files[kind], "--set", f"{key}={value}")
-        if value == "1e39" and outcome.code == 0:
-            assert key in {"kl.target", "kl.ceiling.value", "kl.controller.coef"}, key
-        else:
-            refused(outcome, key.rpartition(".")[2])
+    for kind, file in files.items():
+        keys = [key for of, key in NUMBERS if of == kind]
+        sets = [argument for key in keys for argument in ("--set", f"{key}={value}")]
+        refused(rlhf_kl("config", "validate", file, *sets), *keys)
 
 
 # ---- texts ----
@@ -117,11 +116,13 @@ def test_what_a_model_reads_and_writes_is_shown_as_text(
     folder = tmp_path / "odd \x1b[31m name"
     folder.mkdir()
     prompts, own = folder / "prompts.jsonl", folder / "own.py"
-    prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in ("ab" + text, "", "cd")))
+    prompts.write_text(json.dumps({text: text}) + "\n")
     own.write_text(f"def score(prompts, responses):\n    raise ValueError({text!r})\n")
     config = tmp_path / "x.yaml"
     config.write_text(yaml.safe_dump(tiny_settings | {"data": {"prompts": str(prompts)}}))
-    refused(rlhf_kl("train", "--config", config, "--output-dir", tmp_path / "a"), "prompts are empty", r"\x1b[31m name")
+    refused(
+        rlhf_kl("train", "--config", config, "--output-dir", tmp_path / "a"), "no column 'prompt'", r"\x1b[31m name"
+    )
     config.write_text(yaml.safe_dump(tiny_settings | {"reward": {"kind": f"{own}:score"}}))
     outcome = rlhf_kl("train", "--config", config, "--output-dir", tmp_path / "b")
     assert outcome.code == 2

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,18 @@ def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors["policy.transformer.ln_f.weight"]
     save_file(tensors, path)
+    assert "model.safetensors is not as it was written" in problem(run=copy, checkpoint=2)
+    sums = path.with_name("checksums.json")
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {path.name: sha256(path.read_bytes()).hexdigest()}))
     assert "do not fit" in problem(run=copy, checkpoint=2)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tiny_run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_run, tmp_path / "copy"))
+    shutil.rmtree(copy / "final")
+    for step in (4, 6):
+        (copy / "checkpoints" / f"step-{step:06d}" / "model.safetensors").write_bytes(b"torn")
+    assert evaluate(run=copy) == evaluate(run=tiny_run, checkpoint=2)
 
 
 def test_a_config_is_its_starting_policy(tiny_run: Path) -> None:

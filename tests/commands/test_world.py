@@ -40,7 +40,8 @@ def tiny() -> World:
 
 def files(folder: Path) -> dict[str, bytes]:
     """Everything that does not say when it was made."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "summary.json"}
+    made = ("summary.json", "checksums.json")
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in made}
 
 
 def test_a_world_is_whole_deterministic_and_built_once(
@@ -112,6 +113,24 @@ def test_a_killed_build_is_swept_up(own_cache: Path) -> None:
     (leftover / "train.jsonl").write_text("half")
     tiny().corpus()
     assert not leftover.exists()
+
+
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_a_damaged_part_is_noticed_and_built_again(
+    own_cache: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tiny().corpus()
+    before, file = files(corpus), corpus / "pairs.jsonl"
+    if how == "flipped":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        file.unlink()
+    assert files(tiny().corpus()) == before
+    said = " ".join(capsys.readouterr().err.split())
+    assert "pairs.jsonl" in said
+    assert "building it again" in said
 
 
 def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
