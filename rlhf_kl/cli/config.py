@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from rlhf_kl.cli.options import Set
+from rlhf_kl.tracking.text import safe_text
 
 app = typer.Typer(help="Show, check or describe a config.")
 
@@ -32,7 +33,7 @@ def validate(file: File, sets: Set = None) -> None:
         load_compare(file, sets or [])
     else:
         load_any(file, sets or [])
-    print(f"{file}: ok")
+    print(f"{safe_text(file)}: ok")
 
 
 @app.command()

@@ -149,6 +149,8 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
             _refuse(folder, resume=resume, overwrite=overwrite)  # it may have changed before the lock
             if overwrite:
                 _remove_run(folder)
+            else:
+                _remove_leftovers(folder)
         except BaseException:
             folder.release()
             raise
@@ -218,6 +220,11 @@ def _remove_run(folder: RunFolder) -> None:
             container.rmdir()
     for name in [*folder._claims(), _CLAIMS, *reversed(_FILES)]:
         _remove_file(folder.path / name)
+    _remove_leftovers(folder)
+
+
+def _remove_leftovers(folder: RunFolder) -> None:
+    """Files under a temporary name, of processes that were killed."""
     for leftover in folder.path.glob(".*.tmp"):
         if leftover.name.removeprefix(".").rsplit(".", 2)[0] in {*_FILES, _CLAIMS}:
             _remove_file(leftover)

@@ -56,6 +56,14 @@ def test_resume_leaves_everything(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_a_killed_process_left_under_a_temporary_name_goes(tmp_path: Path) -> None:
+    _make_run(tmp_path)
+    for name in (".summary.json.99.tmp", ".metrics.jsonl.7.tmp", ".mine.1.tmp"):
+        (tmp_path / name).write_text("half")
+    open_run_folder(tmp_path, resume=True, overwrite=False).release()
+    assert [path.name for path in tmp_path.glob("*.tmp")] == [".mine.1.tmp"]
+
+
 def test_resume_and_overwrite_work_without_a_folder(tmp_path: Path) -> None:
     open_run_folder(tmp_path / "a", resume=True, overwrite=False).release()
     open_run_folder(tmp_path / "b", resume=False, overwrite=True).release()
