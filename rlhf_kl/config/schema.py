@@ -338,7 +338,7 @@ class PPOSection(OptimiserSection):
     """Responses per forward pass; divides minibatch_size, changes memory and not the result."""
     learning_rate: Positive = 2.0e-4
     """Peak learning rate of Adam."""
-    lr_schedule: Schedule = "constant"
+    lr_schedule: Schedule = "linear"
     """Course of the learning rate over the run: constant, or linear or cosine down to zero."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""

@@ -6,10 +6,12 @@ float32 working memory does not grow with batch times length times vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 1 << 24  # float32 numbers in one temporary: 64 MiB
 
@@ -33,39 +35,72 @@ def chosen_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Te
 
 
 def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(pi || ref) over the whole vocabulary for logits (..., V): (...), in nats, never negative.
+    """KL(pi || ref) over the whole vocabulary for logits (..., V): (...) float32, in nats, never negative.
 
-    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments.
+    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments, once. Forward and backward go
+    through the positions in chunks, and nothing of the logits' size is kept between them but the logits.
     """
-    logp = torch.log_softmax(logits.float() / temperature, -1)
-    ref_logp = torch.log_softmax(ref_logits.float() / temperature, -1)
-    # A forbidden token (logit -inf in both) has probability 0 and adds nothing; inf - inf would be NaN, in the
-    # gradient too if it were only masked after the product.
-    gap = (logp - ref_logp).masked_fill(logp == -torch.inf, 0.0)
-    return (logp.exp() * gap).sum(-1).clamp_min(0.0)
+    shape, vocabulary = logits.shape[:-1], logits.shape[-1]
+    kl: Tensor = _ExactKL.apply(logits.reshape(-1, vocabulary), ref_logits.reshape(-1, vocabulary), temperature)
+    return kl.view(shape)
+
+
+class _ExactKL(torch.autograd.Function):
+    """KL of each row of (N, V). With gap = log p - log q: dKL/dlogits = p (gap - KL), dKL/dref_logits = q - p."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(logits, ref_logits)
+        ctx.temperature = temperature
+        parts = [_kl_of(*_chunk(logits, ref_logits, rows, temperature))[0] for rows in _chunks(logits)]
+        return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        logits, ref_logits = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        grads = [torch.empty_like(x) if want else None for x, want in zip(ctx.saved_tensors, wanted, strict=False)]
+        for rows in _chunks(logits):
+            logp, ref_logp = _chunk(logits, ref_logits, rows, ctx.temperature)
+            kl, p, gap = _kl_of(logp, ref_logp)
+            weight = grad[rows].unsqueeze(-1) / ctx.temperature
+            if grads[0] is not None:
+                grads[0][rows] = (weight * p * (gap - kl.unsqueeze(-1))).to(logits.dtype)
+            if grads[1] is not None:
+                grads[1][rows] = (weight * (ref_logp.exp() - p)).to(ref_logits.dtype)
+        return grads[0], grads[1], None
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Slices of the rows of (N, V) whose float32 copies stay within a fixed size."""
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))
+
+
+def _chunk(logits: Tensor, ref_logits: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of some rows under both, in float32."""
+    logp, ref_logp = (torch.log_softmax(x[rows].float() / temperature, -1) for x in (logits, ref_logits))
+    return logp, ref_logp
+
+
+def _kl_of(logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL (N,), p and log p - log q (N, V); where p is 0 (a forbidden token) the gap is 0, not inf - inf."""
+    p, gap = logp.exp(), (logp - ref_logp).masked_fill(logp == -torch.inf, 0.0)
+    return (p * gap).sum(-1).clamp_min(0.0), p, gap
 
 
 def compare_distributions(
     logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float = 1.0
 ) -> TokenDistributions:
     """Log-probs of `ids` (B, T) under both, exact KL and entropy of the policy, from logits (B, T, V)."""
-    vocabulary = logits.shape[-1]
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    flat, ref_flat, flat_ids = (
-        logits.reshape(-1, vocabulary),
-        ref_logits.reshape(-1, vocabulary),
-        ids.reshape(-1),
-    )
+    flat, ref_flat = (x.reshape(-1, x.shape[-1]) for x in (logits, ref_logits))
+    flat_ids = ids.reshape(-1, 1)
     parts = []
-    for start in range(0, len(flat_ids), rows):
-        piece = slice(start, start + rows)
-        logp = torch.log_softmax(flat[piece].float() / temperature, -1)
-        ref_logp = torch.log_softmax(ref_flat[piece].float() / temperature, -1)
-        chosen = flat_ids[piece].unsqueeze(-1)
-        p = logp.exp()
-        zero = torch.zeros_like(p)
-        impossible = logp == -torch.inf
-        kl = torch.where(impossible, zero, p * (logp - ref_logp)).sum(-1).clamp_min(0.0)
-        entropy = -torch.where(impossible, zero, p * logp).sum(-1)
+    for rows in _chunks(flat):
+        logp, ref_logp = _chunk(flat, ref_flat, rows, temperature)
+        kl, p, _ = _kl_of(logp, ref_logp)
+        entropy = -(p * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+        chosen = flat_ids[rows]
         parts.append((logp.gather(-1, chosen)[:, 0], ref_logp.gather(-1, chosen)[:, 0], kl, entropy))
     return TokenDistributions(*(torch.cat(column).view(ids.shape) for column in zip(*parts, strict=True)))

@@ -60,6 +60,25 @@ def test_the_size_of_a_chunk_changes_nothing(
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
     for a, b in zip(compare_distributions(*logits, ids), whole, strict=True):
         assert torch.equal(a, b)
+    assert torch.equal(exact_kl(*logits), whole.exact_kl)
+    policy = logits[0].clone().requires_grad_()
+    exact_kl(policy, logits[1]).sum().backward()
+    expected = logits[0].double().requires_grad_()
+    kl_divergence(Categorical(logits=expected), Categorical(logits=logits[1].double())).sum().backward()
+    torch.testing.assert_close(policy.grad, expected.grad.float(), rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
+
+
+def test_nothing_of_the_size_of_the_logits_is_kept_but_the_logits(logits: tuple[torch.Tensor, torch.Tensor]) -> None:
+    policy, reference = logits[0].clone().requires_grad_(), logits[1]
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        exact_kl(policy, reference)
+    assert set(kept) == {x.untyped_storage().data_ptr() for x in (policy, reference)}
 
 
 def test_a_forbidden_token_adds_nothing(logits: tuple[torch.Tensor, torch.Tensor]) -> None:
