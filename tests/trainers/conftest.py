@@ -16,6 +16,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "microbatch_size": 8,
         "epochs": 2,
         "learning_rate": 3e-3,
+        "lr_schedule": "constant",
     },
     "kl": {"ceiling": None, "controller": {"kind": "fixed", "coef": 0.05}},
     "reward": {"missing_eos_penalty": 0.0},
