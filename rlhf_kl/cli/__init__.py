@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, config, evaluate, generate, report, reward_model, sft, simulate, train
+from rlhf_kl.cli import compare, config, doctor, evaluate, generate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.tracking.text import safe_text
 
@@ -28,6 +28,7 @@ app.command("reward-model")(reward_model.reward_model)
 app.command()(compare.compare)
 app.command()(report.report)
 app.command()(generate.generate)
+app.command()(doctor.doctor)
 app.command()(simulate.simulate)
 app.add_typer(config.app, name="config")
 

@@ -174,6 +174,13 @@ class Sources:
         kept = read(data.eval_pairs or data.pairs, data.eval_split, "data.eval_pairs", "heldout_pairs")
         return self._without_leaks(train, kept, "data.pairs", by_prompt=True), kept
 
+    def all_pairs(self, data: PairsSection) -> list[Pair]:
+        """Every pair of a file, none kept apart."""
+        assert data.pairs is not None
+        rows = load_rows(data.pairs, data.split, "--pairs")
+        names = (data.prompt_column, data.chosen_column, data.rejected_column)
+        return read_pairs(rows, *names, data.template, f"--pairs: {data.pairs}")[0]
+
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
         """Labelled texts, and held-out ones, none of which is among the former."""
         assert data.labels is not None

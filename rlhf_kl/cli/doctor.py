@@ -1,0 +1,43 @@
+"""`rlhf-kl doctor`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from rlhf_kl.cli.options import Config, Quiet, Seed, Set, overrides
+
+STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}
+
+
+def doctor(
+    config: Config,
+    set_: Set = None,
+    seed: Seed = None,
+    pairs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Held-out preference pairs to try the reward model on.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    quiet: Quiet = False,
+) -> int:
+    """Check a run before it starts: one line each, fine, doubtful or fatal, and what to change."""
+    from rlhf_kl.config.load import load_config
+
+    settings = load_config("train", config, overrides(set_, None, seed))
+    from rlhf_kl.commands.doctor import run_doctor
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    findings = run_doctor(settings, TrainingDisplay(quiet), pairs)
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(soft_wrap=True)
+        for level, topic, text, change in findings:
+            line = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"), text)
+            console.print(line + (f"; change: {change}" if change else ""))
+    return 2 if any(finding.level == "fatal" for finding in findings) else 0

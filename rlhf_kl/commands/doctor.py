@@ -1,0 +1,267 @@
+"""`rlhf-kl doctor`: every check that would save a wasted run, before the run.
+
+It begins as `train` does, makes one update in a temporary folder, and throws it away.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from rlhf_kl.builtin.world import is_builtin
+from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch
+from rlhf_kl.commands.parts import Parts, build_parts
+from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.sources import Sources, access_of
+from rlhf_kl.commands.train import TrainRun, fingerprints, gradient_notes
+from rlhf_kl.config.schema import PairsSection, TrainConfig
+from rlhf_kl.errors import GuardStop, InputError
+from rlhf_kl.models.load import context_length, load_tokenizer
+from rlhf_kl.models.text import encode_all
+from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.run_folder import open_run_folder
+from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
+
+Level = Literal["fine", "doubtful", "fatal"]
+PROBES = 64  # prompts that tokenizers are compared on
+PAIRS = 200
+LOW_ACCURACY = 0.6
+# What a generation config may hold that makes a sample one of another distribution, and the value that does not.
+FILTERS = {
+    "top_k": (None, 0),
+    "top_p": (None, 1.0),
+    "min_p": (None, 0.0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "temperature": (None, 1.0),
+    "repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+}
+
+
+class Finding(NamedTuple):
+    """One line: how bad, about what, what was found, and what to change."""
+
+    level: Level
+    topic: str
+    text: str
+    change: str = ""
+
+
+def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None = None) -> list[Finding]:
+    """All findings; the first that makes the run impossible is the last.
+
+    `pairs`: held-out preference pairs to try the reward model on.
+    """
+    found: list[Finding] = []
+    try:
+        accelerator = make_accelerator(config.run)
+        parts = build_parts(config, accelerator, display)
+        found += _device(config, accelerator.device)
+        found += _filters(parts)
+        found += _tokenizers(config, parts, Sources(display, accelerator.device, access_of(config.run)))
+        found += _context(config, parts)
+        found += _reward_model(config, parts, Sources(display, accelerator.device, access_of(config.run)), pairs)
+        found += _memory(config, parts, accelerator.device)
+        found += _one_update(config, parts, accelerator, display)
+    except InputError as error:
+        found += [Finding("fatal", "config", problem) for problem in error.problems]
+    except GuardStop as error:
+        found.append(Finding("fatal", "start", str(error)))
+    return found
+
+
+def _device(config: TrainConfig, device: torch.device) -> Iterator[Finding]:
+    dtype = config.run.dtype
+    if dtype == "bfloat16" and device.type == "cpu":
+        yield Finding("doubtful", "dtype", "bfloat16 on a CPU is slower and less exact", "run.dtype=float32")
+    elif dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        yield Finding("doubtful", "dtype", "this GPU only emulates bfloat16", "run.dtype=float32")
+    else:
+        yield Finding("fine", "dtype", f"{dtype} on {device}; master weights float32")
+
+
+def _filters(parts: Parts) -> Iterator[Finding]:
+    settings = parts.policy.generation_config
+    carried = {name: getattr(settings, name, None) for name in FILTERS}
+    odd = [f"{name} {value}" for name, value in carried.items() if value not in FILTERS[name]]
+    if odd:
+        yield Finding(
+            "doubtful",
+            "sampling",
+            f"the policy's generation config carries {', '.join(odd)}: rollouts ignore it (or the KL would be wrong), "
+            "but whoever samples from final/ gets it",
+        )
+    else:
+        yield Finding("fine", "sampling", "rollouts and generation config draw from the whole distribution")
+
+
+def _tokenizers(config: TrainConfig, parts: Parts, sources: Sources) -> Iterator[Finding]:
+    tokenizer, texts = parts.tokenizer, parts.prompts.texts[:PROBES]
+    if config.reference.model is not None:
+        folder = sources.policy(config.reference.model, "reference.model")
+        other = load_tokenizer(folder, "reference.model", sources.access)
+        if encode_all(other, texts) != encode_all(tokenizer, texts):
+            yield Finding("fatal", "tokenizer", "the reference's makes other tokens of the prompts", "reference.model")
+        else:
+            yield Finding("fine", "tokenizer", "policy and reference make the same tokens of the prompts")
+    rows = encode_all(tokenizer, texts, bos=False)
+    back: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    lost = [text for text, again in zip(texts, back, strict=True) if again != text]
+    if lost:
+        sample = f"{lost[0][:40]!r} comes back as {back[texts.index(lost[0])][:40]!r}"
+        yield Finding("doubtful", "tokenizer", f"{len(lost)} of {len(texts)} prompts do not survive it: {sample}")
+    else:
+        yield Finding("fine", "tokenizer", f"{len(texts)} prompts come back from it as they were")
+    if isinstance(parts.reward, RewardModel):
+        same = parts.reward.tokenizer.get_vocab() == tokenizer.get_vocab()
+        words = "the policy's own" if same else "another: responses are decoded and encoded again"
+        yield Finding("fine", "tokenizer", f"the reward model's is {words}")
+
+
+def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
+    longest = max(len(row) for row in parts.prompts.rows)
+    new, limit = config.rollout.max_new_tokens, context_length(parts.policy)
+    words = f"longest prompt {longest} tokens and {new} new ones"
+    if limit is None:
+        yield Finding("doubtful", "context", f"{words}; the model's config names no limit")
+    else:
+        yield Finding("fine", "context", f"{words} fit into {limit}")
+    if isinstance(parts.reward, RewardModel) and parts.reward.limit is not None:
+        most = max(len(row) for row in parts.reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
+        if most + new > parts.reward.limit:
+            yield Finding(
+                "doubtful",
+                "context",
+                f"of {most} and {new} new tokens the reward model takes {parts.reward.limit} and loses the beginning",
+                "rollout.max_new_tokens, or leave out long prompts",
+            )
+
+
+def _reward_model(config: TrainConfig, parts: Parts, sources: Sources, pairs: str | None) -> Iterator[Finding]:
+    if not isinstance(parts.reward, RewardModel):
+        return
+    ref = config.reward.model or ""
+    accuracy: float | None = None
+    if pairs is not None or is_builtin(ref):
+        section = PairsSection(pairs=pairs or ref, eval_pairs=pairs)
+        held = (sources.pairs(section)[1] if pairs is None else sources.all_pairs(section))[:PAIRS]
+        prompts = [pair.prompt for pair in held]
+        chosen = parts.reward.score(prompts, [pair.chosen for pair in held])
+        rejected = parts.reward.score(prompts, [pair.rejected for pair in held])
+        accuracy, where = pair_figures(chosen, rejected)["eval/accuracy"], f"{len(held)} held-out pairs"
+    else:
+        summary = Path(ref).parent / "summary.json"
+        if summary.is_file():
+            accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
+        where = "its own held-out data, says its run"
+    if accuracy is None:
+        yield Finding("doubtful", "reward", "nothing is known of its accuracy", "try it with --pairs FILE")
+    elif accuracy < LOW_ACCURACY:
+        yield Finding("doubtful", "reward", f"right on {accuracy:.0%} of {where}: little more than a coin")
+    else:
+        yield Finding("fine", "reward", f"right on {accuracy:.0%} of {where}")
+
+
+def _memory(config: TrainConfig, parts: Parts, device: torch.device) -> Iterator[Finding]:
+    tokens = max(len(row) for row in parts.prompts.rows) + config.rollout.max_new_tokens
+    estimate, room = estimate_memory(config, parts, tokens), int(SHARE * free_memory(device))
+    ppo = config.ppo
+    need = estimate.total(ppo.microbatch_size)
+    words = (
+        f"about {need / 2**30:.2f} GiB with ppo.microbatch_size {ppo.microbatch_size}, {room / 2**30:.1f} GiB to use"
+    )
+    most = largest_microbatch(estimate, ppo.minibatch_size, room)
+    if need <= room:
+        yield Finding("fine", "memory", f"{words}; up to {most} fit")
+    elif most is not None:
+        yield Finding("doubtful", "memory", words, f"ppo.microbatch_size={most}")
+    else:
+        change = "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
+        yield Finding("doubtful", "memory", f"{words}; not even 1 fits", change)
+
+
+def _one_update(config: TrainConfig, parts: Parts, accelerator: Any, display: TrainingDisplay) -> Iterator[Finding]:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        open_run_folder(Path(place) / "run", resume=False, overwrite=False) as folder,
+    ):
+        recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts))
+        began = time.perf_counter()
+        run = TrainRun(config, parts, recorder, accelerator, display)
+        setup = time.perf_counter() - began
+        yield Finding("fine", "start", "policy and reference agree, padding changes nothing, no tensor is shared")
+        yield from _scores(config, run)
+        yield from _beta(config, run)
+        row = run.trainer.update(1).row
+        update = time.perf_counter() - began - setup
+        evaluated = run.evaluate()
+        evaluation = time.perf_counter() - began - setup - update
+    yield from _endings(parts, row)
+    if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
+        yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
+    for alert in row["alerts"]:
+        yield Finding("doubtful", "update", alert)
+    yield Finding("fine", "eval", f"held-out perplexity {evaluated['eval/perplexity']:.2f} on {len(parts.texts)} texts")
+    looks = 2 + (config.updates - 1) // config.eval.every
+    seconds = setup + config.updates * update + looks * evaluation
+    yield Finding(
+        "fine",
+        "time",
+        f"{config.updates} updates of {update:.1f} s, {looks} evaluations of {evaluation:.1f} s: "
+        f"about {_duration(seconds)} in all",
+    )
+
+
+def _scores(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
+    shaped = torch.tensor(run.reference_scores.shaped)
+    shown = histogram({"all": shaped})
+    bars = f"{shaped.min():.2f} [{sketch(shown['all'])}] {shaped.max():.2f}"
+    words = f"shaped scores of {len(shaped)} reference samples {bars}"
+    clip = config.reward.clip
+    clipped = float((shaped.abs() >= clip).float().mean()) if clip is not None else 0.0
+    different = len(set(run.reference_scores.shaped))
+    if clipped > 0.02:
+        yield Finding("doubtful", "scores", f"{words}; {clipped:.0%} lie at the clip", "a larger reward.clip")
+    elif different < len(shaped) / 20:
+        yield Finding("doubtful", "scores", f"{words}; only {different} different ones: a coarse score teaches slowly")
+    else:
+        yield Finding("fine", "scores", words)
+
+
+def _beta(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
+    control, batch = run.trainer.controller, config.rollout.batch_size
+    low, high = control.reach(config.updates, batch)
+    warnings = [*control.start_warnings(config.updates, batch), *gradient_notes(config)]
+    for warning in warnings:
+        yield Finding("doubtful", "beta", warning)
+    if not warnings:
+        course = "stays" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"
+        yield Finding("fine", "beta", f"starts at {control.coef:.4g} and {course}")
+
+
+def _endings(parts: Parts, row: dict[str, Any]) -> Iterator[Finding]:
+    names = [parts.tokenizer.decode([token]) for token in parts.sampling.eos_ids]
+    rate, length = row["rollout/eos_rate"], row["rollout/response_length"]
+    words = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
+    if rate == 0:
+        yield Finding("doubtful", "EOS", words, "a larger rollout.max_new_tokens; reward.missing_eos_penalty=0")
+    elif length < 2:
+        yield Finding(
+            "doubtful", "EOS", f"{words}: the policy ends at once", "let prompts end as its training texts do"
+        )
+    else:
+        yield Finding("fine", "EOS", words)
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -1,0 +1,80 @@
+"""How much memory an update takes, by counting; good to about a third."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.lora import has_adapter
+
+FLOAT = 4  # bytes
+# Numbers that one layer keeps for a token until its backward pass, in hidden sizes: inputs and outputs of
+# attention and the feed-forward part with its inner width of four, and the two norms.
+KEPT_PER_LAYER = 18
+LOGIT_COPIES = 3  # logits, their float32 log-softmax, its gradient
+SHARE = 0.85  # of the free memory that may be planned with
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of an update."""
+
+    models: int  # weights of all models, gradients, Adam's moments, the copy that the ceiling goes back to
+    per_row: int  # activations of one response in a training pass
+    cache: int  # keys and values of a rollout batch
+
+    def total(self, rows: int) -> int:
+        """With `rows` responses in a training pass; sampling and training do not stand side by side."""
+        return self.models + max(rows * self.per_row, self.cache)
+
+
+def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstimate:
+    """For responses of `tokens` tokens, their prompts included."""
+    policy, shape = parts.policy, parts.policy.config.get_text_config()
+    size = 2 if config.run.dtype == "bfloat16" else FLOAT
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    weights = parameter_count(policy)
+    value = 0
+    if config.policy.value == "separate":
+        value = parameter_count(policy)
+        trained += value
+    reference = 0 if has_adapter(policy) else parameter_count(parts.reference)
+    scorers = sum(parameter_count(model) for model in _scoring_models(parts))
+    copies = 3 + (config.kl.ceiling is not None)  # gradients, two moments, what a shortened update goes back to
+    models = FLOAT * (weights + value + reference + scorers + copies * trained)
+    layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
+    kept = layers * hidden * (1 if config.policy.gradient_checkpointing else KEPT_PER_LAYER)
+    if config.policy.gradient_checkpointing:
+        kept += KEPT_PER_LAYER * hidden  # the one layer that is being computed again
+    response = min(config.rollout.max_new_tokens, tokens)
+    per_row = tokens * kept * size + response * int(shape.vocab_size) * LOGIT_COPIES * FLOAT
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
+    cache = config.rollout.batch_size * tokens * layers * 2 * width * size
+    return MemoryEstimate(models, per_row, cache)
+
+
+def _scoring_models(parts: Any) -> list[Any]:
+    reward = parts.reward
+    rewards = [term for _, term in reward.terms.values()] if hasattr(reward, "terms") else [reward]
+    return [scorer.model for scorer in (*rewards, parts.gold) if hasattr(scorer, "model")]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device, those that this process holds included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device))
+    import psutil
+
+    return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+
+
+def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:
+    """The largest divisor of the minibatch that fits into `room` bytes; None where not even 1 does."""
+    fitting = [n for n in range(1, minibatch + 1) if minibatch % n == 0 and estimate.total(n) <= room]
+    return max(fitting, default=None)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, largest_microbatch
+from rlhf_kl.config.load import load_config
+from rlhf_kl.models.load import load_causal_lm
+
+Cli = Callable[..., Any]
+Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
+
+
+@pytest.fixture
+def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Doctor:
+    """`doctor("kl.target=0.2", code=0)`: topic -> its (level, text), of the tiny run with these changes."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+
+    def check(*changes: str, code: int = 0, pairs: Path | None = None) -> dict[str, list[tuple[str, str]]]:
+        sets = [argument for change in changes for argument in ("--set", change)]
+        more = ("--pairs", pairs) if pairs else ()
+        outcome = rlhf_kl("doctor", "--config", tmp_path / "tiny.yaml", "--json", "--quiet", *sets, *more)
+        assert outcome.code == code, outcome
+        found: dict[str, list[tuple[str, str]]] = {}
+        for finding in json.loads(outcome.out):
+            found.setdefault(finding["topic"], []).append((finding["level"], f"{finding['text']}; {finding['change']}"))
+        return found
+
+    return check
+
+
+def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
+    found = doctor()
+    topics = {"dtype", "sampling", "tokenizer", "context", "memory", "start", "scores", "beta", "EOS", "eval", "time"}
+    assert found.keys() == topics
+    levels = {topic: {level for level, _ in lines} for topic, lines in found.items() if topic != "scores"}
+    assert levels == {topic: {"fine"} for topic in topics - {"scores"}}
+    assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
+    assert "6 updates" in found["time"][0][1]
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # nothing is left behind
+
+
+def test_what_a_reader_sees(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    outcome = rlhf_kl("doctor", "--config", tmp_path / "tiny.yaml", "--quiet")
+    assert outcome.code == 0
+    assert {line.split()[0] for line in outcome.out.splitlines()} <= {"fine", "doubtful"}
+
+
+def test_sampling_filters_of_the_checkpoint(doctor: Doctor, tiny_folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"top_k": 50, "top_p": 0.9, "do_sample": True}))
+    ((level, text),) = doctor(f"policy.model='{copy}'")["sampling"]
+    assert level == "doubtful"
+    assert "top_k 50, top_p 0.9" in text
+
+
+def test_a_controller_that_cannot_move_and_a_gradient_that_is_none(doctor: Doctor) -> None:
+    slow = doctor("kl.controller={kind: proportional, coef: 0.1, horizon: 1000000}")["beta"]
+    assert [level for level, _ in slow] == ["doubtful"]
+    assert "controller-too-slow" in slow[0][1]
+    loss = doctor("kl.placement=loss")["beta"]
+    assert any("expected gradient is zero" in text for _, text in loss)
+
+
+def test_a_score_of_few_values_and_one_that_is_constant(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def coarse(prompts, responses):\n    return [float('a' in response) for response in responses]\n"
+        "def constant(prompts, responses):\n    return [1.0 for _ in responses]\n"
+    )
+    ((level, text),) = doctor(f"reward={{kind: '{tmp_path}/own.py:coarse', missing_eos_penalty: 0}}")["scores"]
+    assert level == "doubtful"
+    assert "only 2 different ones" in text
+    found = doctor(f"reward={{kind: '{tmp_path}/own.py:constant'}}", code=2)
+    assert found["config"][0][0] == "fatal"
+    assert "constant score" in found["config"][0][1]
+
+
+def test_a_reference_with_other_tokens_is_fatal(doctor: Doctor, tiny_folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
+    path = copy / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = 4, 3
+    path.write_text(json.dumps(tokenizer))
+    found = doctor(f"reference.model='{copy}'", code=2)
+    assert ("fatal", "the reference's makes other tokens of the prompts; reference.model") in found["tokenizer"]
+
+
+def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Path, tmp_path: Path) -> None:
+    reward = f"reward={{kind: model, model: '{tiny_reward_folder}'}}"
+    assert doctor(reward)["reward"] == [("doubtful", "nothing is known of its accuracy; try it with --pairs FILE")]
+    rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c" * n} for n in range(1, 9)]
+    rows += [{"prompt": "a", "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert doctor(reward, pairs=tmp_path / "p.jsonl")["reward"] == [
+        ("doubtful", "right on 50% of 16 held-out pairs: little more than a coin; ")
+    ]
+
+
+def test_what_train_refuses_is_fatal_here(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": ""}\n')
+    found = doctor(f"data.prompts='{tmp_path}/p.jsonl'", code=2)
+    assert found["config"] == [("fatal", "data.prompts: none of 1 prompts can be used: 1 empty; ")]
+
+
+# ---- memory ----
+
+
+def test_what_fits_into_memory() -> None:
+    estimate = MemoryEstimate(models=100, per_row=10, cache=35)
+    assert [estimate.total(rows) for rows in (1, 4)] == [135, 140]
+    assert largest_microbatch(estimate, minibatch=12, room=175) == 6  # 7 fit, 6 divides
+    assert largest_microbatch(estimate, minibatch=12, room=1000) == 12
+    assert largest_microbatch(estimate, minibatch=12, room=120) is None
+
+
+def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings: dict[str, Any]) -> None:
+    from rlhf_kl.models.lora import add_adapter
+
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    config = load_config("train", tmp_path / "tiny.yaml")
+    model = load_causal_lm(str(tiny_folder))
+    size = sum(p.numel() for p in model.parameters())
+    parts = SimpleNamespace(policy=model, reference=model, reward=None, gold=None)
+    whole = estimate_memory(config, parts, tokens=10)
+    # Policy, reference, gradients, two moments and the copy for the ceiling, in float32.
+    assert whole.models == 6 * size * 4
+    adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
+    less = estimate_memory(config, SimpleNamespace(policy=adapted, reference=None, reward=None, gold=None), tokens=10)
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert less.models == 4 * (size + trained + 4 * trained)
