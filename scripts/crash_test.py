@@ -332,10 +332,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Imported once, before any fork.
+    import importlib
 
-    import rlhf_kl.commands.reward_model
-    import rlhf_kl.commands.sft
-    import rlhf_kl.commands.train  # noqa: F401
-
+    for name in ("commands.train", "commands.sft", "commands.reward_model"):  # once, before any fork
+        importlib.import_module(f"rlhf_kl.{name}")
+    for name in ("transformers.models.gpt2.modeling_gpt2", "torch.utils.tensorboard"):
+        importlib.import_module(name)
     sys.exit(main())
