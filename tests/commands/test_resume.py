@@ -266,36 +266,38 @@ def test_other_prompts_under_the_same_name_are_refused(train: Train, tmp_path: P
 # ---- what may change ----
 
 
-def test_more_episodes_go_on_from_a_finished_run(train: Train, tiny_run: Path, tmp_path: Path) -> None:
-    short, longer = "ppo.total_episodes=64", "ppo.total_episodes=96"
-    train(tmp_path / "run", short)
-    assert train(tmp_path / "run", short, resume=True)["steps"] == 4
-    assert train(tmp_path / "run", longer, resume=True)["steps"] == 6
-    assert rows(tmp_path / "run") == rows(tiny_run)  # the closing evaluation after update 4 is gone again
+def test_more_episodes_go_on_from_a_finished_run(train: Train, tmp_path: Path) -> None:
+    short, longer = (("ppo.lr_schedule=constant", f"ppo.total_episodes={count}") for count in (64, 96))
+    train(tmp_path / "whole", *longer)
+    train(tmp_path / "run", *short)
+    assert train(tmp_path / "run", *short, resume=True)["steps"] == 4
+    assert train(tmp_path / "run", *longer, resume=True)["steps"] == 6
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")  # the closing evaluation after update 4 is gone again
     with pytest.raises(InputError, match=r"ppo\.total_episodes: 96 -> 64"):
-        train(tmp_path / "run", short, resume=True)
+        train(tmp_path / "run", *short, resume=True)
 
 
 @pytest.mark.parametrize(
     "other",
     [
         "ppo.lr_schedule=linear",
-        "kl.controller={kind: schedule, coef: 0.1, end_coef: 0.2}",
-        "kl.controller={kind: proportional, coef: 0.1}",
+        "ppo.lr_schedule=constant kl.controller={kind: schedule, coef: 0.1, end_coef: 0.2}",
+        "ppo.lr_schedule=constant kl.controller={kind: proportional, coef: 0.1}",
     ],
 )
 def test_more_episodes_are_refused_where_something_depends_on_their_number(
     train: Train, tmp_path: Path, other: str
 ) -> None:
-    train(tmp_path / "run", other, "ppo.total_episodes=32")
+    settings = other.split(" ", 1)
+    train(tmp_path / "run", *settings, "ppo.total_episodes=32")
     with pytest.raises(InputError, match=r"ppo\.total_episodes: 32 -> 6400"):
-        train(tmp_path / "run", other, "ppo.total_episodes=6400", resume=True)
+        train(tmp_path / "run", *settings, "ppo.total_episodes=6400", resume=True)
 
 
 def test_more_episodes_are_fine_where_the_horizon_is_written(train: Train, tmp_path: Path) -> None:
-    law = "kl.controller={kind: proportional, coef: 0.1, horizon: 100}"
-    train(tmp_path / "run", law, "ppo.total_episodes=32")
-    assert train(tmp_path / "run", law, "ppo.total_episodes=48", resume=True)["steps"] == 3
+    law = ("kl.controller={kind: proportional, coef: 0.1, horizon: 100}", "ppo.lr_schedule=constant")
+    train(tmp_path / "run", *law, "ppo.total_episodes=32")
+    assert train(tmp_path / "run", *law, "ppo.total_episodes=48", resume=True)["steps"] == 3
 
 
 def test_a_finished_run_of_another_config_is_not_passed_off_as_this_one(
