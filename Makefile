@@ -60,7 +60,17 @@ test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50;
 fuzz: $(READY)  ## generated configs and data files (FUZZ=10000; some minutes)
 	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest tests/fuzz --timeout 0
 
+gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)
+	$(PY) -m rlhf_kl sft --config $*_sft.yaml --resume
+	$(PY) -m rlhf_kl reward-model --config $*_reward.yaml --resume
+	$(PY) -m rlhf_kl doctor --config $*_ppo.yaml
+	$(PY) -m rlhf_kl train --config $*_ppo.yaml --resume
+
+gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (a GPU and the hub; PYTHON= for an environment that exists)
+gpu-tldr:  ## Pythia on TL;DR: SFT, reward model, PPO (the same)
+gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO (the same)
+
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: help install train test test-slow lint types imports check bench-control bench-plant test-crash fuzz clean
+.PHONY: gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant test-crash fuzz clean
