@@ -45,9 +45,19 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int, heading: st
             draw(chart, panel, size)
         _reserve_labels(charts, panels, figure, size)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None})
+        figure.savefig(buffer, format="png", dpi=PNG_DPI, facecolor="white")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomic(path, buffer.getvalue())
+    write_bytes_atomic(path, _small_png(buffer))
+
+
+def _small_png(picture: io.BytesIO) -> bytes:
+    """The same with a palette of 256 colours: a third of the size, and nobody sees it."""
+    from PIL import Image  # which matplotlib itself draws PNGs with
+
+    buffer = io.BytesIO()
+    with Image.open(picture) as image:
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
 
 
 def _reserve_labels(charts: Sequence[Chart], panels: Any, figure: Any, size: float) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from rlhf_kl.results.run import RunResult, Series, number
 
 SMOOTH = 5  # updates in a smoothed value
+CLEAR = 4.0  # standard errors: the highest of many noisy values is always above the last one
 PEAK_FALL = 0.1  # of gold's rise to its peak: a smaller fall after it is no turn
 
 
@@ -59,8 +61,14 @@ def gold_peak(run: RunResult) -> GoldPeak | None:
         root_kl=points[best][0],
         gold=golds[best] + start,
         gold_end=golds[-1] + start,
-        passed=golds[best] - golds[-1] > PEAK_FALL * rise and best < len(golds) - SMOOTH,
+        passed=golds[best] - golds[-1] > max(PEAK_FALL * rise, CLEAR * _noise(run)) and best < len(golds) - SMOOTH,
     )
+
+
+def _noise(run: RunResult) -> float:
+    """Standard error of a smoothed gold score, from successive differences: a trend adds little to it."""
+    golds = run.series("objective/gold")[1]
+    return math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(golds)) / 2 / SMOOTH)
 
 
 def reference_perplexity(run: RunResult) -> Series:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,20 @@ def test_gold_that_still_rises_has_no_turn(run: Callable[..., RunResult]) -> Non
     peak = gold_peak(run([0.001 * i for i in range(60)]))
     assert peak is not None
     assert not peak.passed
+
+
+def test_noise_around_a_level_is_no_turn(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """At a KL that is held the highest of many noisy values lies somewhere, and above the last one."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        rows = metrics_rows([min(0.1, 0.01 * step) for step in range(60)])
+        for row in rows[:60]:
+            row["objective/gold"] += rng.gauss(0, 0.3)
+        peak = gold_peak(read_run(write_run(f"noisy-{seed}", rows)))
+        assert peak is not None
+        assert not peak.passed
 
 
 def test_without_gold_there_is_none(run: Callable[..., RunResult]) -> None:
