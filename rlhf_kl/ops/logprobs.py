@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 1 << 24  # float32 numbers in one temporary: 64 MiB
+CHUNK_ELEMENTS = 1 << 20  # float32 numbers in one temporary: 4 MiB, which a CPU's cache holds
+DEVICE_CHUNKS = 32  # such chunks at once on a GPU, where each launch costs
 
 
 class TokenDistributions(NamedTuple):
@@ -25,13 +26,36 @@ class TokenDistributions(NamedTuple):
     entropy: Tensor
 
 
-def chosen_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """log pi(id) for `logits` (..., V) and `ids` (...), sampling temperature included: (...) float32.
+class _ChosenLogprobs(torch.autograd.Function):
+    """log softmax(logits / temperature)[id] that keeps nothing of the logits' size but the logits themselves."""
 
-    logsumexp and gather: no second tensor of the size of the logits is kept.
-    """
-    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
-    return scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(logits, ids)
+        ctx.temperature = temperature
+        out = torch.empty(len(ids), dtype=torch.float32, device=logits.device)
+        for piece in _chunks(logits):
+            logp = torch.log_softmax(logits[piece].float() / temperature, -1)
+            out[piece] = logp.gather(-1, ids[piece].unsqueeze(-1)).squeeze(-1)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+        logits, ids = ctx.saved_tensors
+        scale = (grad_out / ctx.temperature).unsqueeze(-1)
+        grad = torch.empty_like(logits)
+        for piece in _chunks(logits):
+            p = torch.softmax(logits[piece].float() / ctx.temperature, -1)
+            p.mul_(-scale[piece]).scatter_add_(-1, ids[piece].unsqueeze(-1), scale[piece])
+            grad[piece] = p
+        return grad, None, None
+
+
+def chosen_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """log pi(id) for `logits` (..., V) and `ids` (...), sampling temperature included: (...) float32."""
+    flat: Tensor = _ChosenLogprobs.apply(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1), temperature)
+    return flat.view(ids.shape)
 
 
 def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -74,7 +98,8 @@ class _ExactKL(torch.autograd.Function):
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Slices of the rows of (N, V) whose float32 copies stay within a fixed size."""
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    elements = CHUNK_ELEMENTS * (1 if logits.device.type == "cpu" else DEVICE_CHUNKS)
+    rows = max(1, elements // logits.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 

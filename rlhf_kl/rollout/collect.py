@@ -116,7 +116,7 @@ def exact_kl_now(model: ActorCritic, reference: ReferenceLogits, rollout: Rollou
     kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for packed in scoring_passes(rollout.layout, reference.vocabulary):
         logits = state_logits(model.policy, packed.ids, packed.mask, packed.states)
-        kl.flatten()[packed.places] = exact_kl(logits, reference(packed), temperature)
+        kl.view(-1)[packed.places] = exact_kl(logits, reference(packed), temperature)
     return kl
 
 

@@ -11,7 +11,7 @@ from rlhf_kl.models.actor_critic import state_logits
 from rlhf_kl.ops.packing import Layout, Packed
 
 KEPT_ELEMENTS = 1 << 25  # logits that are kept from scoring to the end of the update: 128 MiB in float32
-PASS_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits in one pass, by device
+PASS_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits in one pass, by device
 # What a pass costs whatever its size, in tokens: as long as it is small, padding a row more is cheaper.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
 

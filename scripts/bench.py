@@ -1,0 +1,606 @@
+"""Speed and memory of `rlhf-kl train`: `python scripts/bench.py [PART...] [--device cuda] [--out bench.json]`.
+
+Every figure comes from runs of the command line, each in a process of its own, and from their metrics.jsonl:
+
+phases    samples/s, tokens/s and peak memory of the default and of `value: separate`, split into rollout, scoring
+          and update, beside the floor: the operations that the job must do over the rate at which this machine
+          multiplies matrices of these shapes, and the bytes that decoding must read over its memory's rate,
+          both measured in the same minutes
+growth    how time and memory go with batch, response length, model size and vocabulary
+flat      whether they stay the same over many updates
+peer      against TRL's PPO, alternating, with --peer-python (an environment that holds it) and --peer-script
+          (run with --policy DIR --reward DIR --prompts FILE ..., it prints `RESULT {json}`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+PARTS = ("phases", "growth", "flat", "peer")
+SCRIPT_REWARD = '''def count(prompts, responses):
+    """Something to score where no reward model is needed."""
+    return [float(sum(map(ord, response)) % 101) for response in responses]
+'''
+# What an update costs without what the peer does not do: no ceiling, no controller, no evaluation in between.
+BARE: dict[str, Any] = {
+    "extends": "ppo_adaptive.yaml",
+    "rollout": {"reference_samples": 64},
+    "reward": {"normalize": False, "clip": None},
+    "kl": {"controller": {"kind": "fixed", "coef": 0.1}, "ceiling": None},
+    "eval": {"every": 100000, "max_documents": 8},
+    "checkpoint": {"every": 100000, "keep": 1},
+    "tracking": {"tensorboard": False, "samples_every": 100000},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how many operations a model takes."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+
+    @property
+    def body(self) -> float:
+        """Operations for one token on its way through the layers, attention left out (it is small here)."""
+        return 2 * 12 * self.layers * self.hidden**2
+
+    @property
+    def head(self) -> float:
+        """Operations for the logits of one state."""
+        return 2.0 * self.hidden * self.vocabulary
+
+    @property
+    def weights(self) -> float:
+        """Parameters that decoding one token reads."""
+        return 12 * self.layers * self.hidden**2 + self.hidden * self.vocabulary
+
+
+@dataclass
+class World:
+    """Models and prompts of a benchmark, in folders that both sides can read."""
+
+    policy: Path
+    prompts: Path
+    shape: Shape
+    prompt_tokens: float
+    reward: Path | None = None  # None: a function
+    config: dict[str, Any] | None = None
+
+
+@dataclass
+class Run:
+    """One training run: medians over its updates, the first two left out."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    step_s: float
+    rollout_s: float
+    score_s: float
+    update_s: float
+    length: float
+    prompt: float
+    batch: int
+    epochs: int
+    peak_memory_mb: float
+    scores: float  # mean of the last third
+    kl_sequence: float
+
+
+# ---------------------------------------------------------------------------------------------- running things
+
+
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Mappings laid over each other, the later ones winning."""
+    out: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            old = out.get(key)
+            out[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return out
+
+
+def train(config: dict[str, Any], place: Path) -> list[dict[str, Any]]:
+    """Run `rlhf-kl train` in a process of its own; its rows."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "bench.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (place / "scored.py").write_text(SCRIPT_REWARD, encoding="utf-8")
+    out = place / "run"
+    command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(place / "bench.yaml")]
+    done = subprocess.run(
+        [*command, "--output-dir", str(out), "--overwrite", "--quiet"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"error: the run in {place} failed:\n{done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "time/step_s" in row]
+
+
+def measured(config: dict[str, Any], place: Path, world: World) -> Run:
+    """Train and sum up."""
+    rows = train(config, place)
+    steady, last = rows[2:] or rows, rows[-max(1, len(rows) // 3) :]
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in steady)
+
+    def mean(key: str) -> float:
+        return statistics.fmean(row[key] for row in last)
+
+    batch, step = config["rollout"]["batch_size"], median("time/step_s")
+    length = statistics.fmean(row["rollout/response_length"] for row in steady)
+    return Run(
+        samples_per_s=batch / step,
+        tokens_per_s=batch * length / step,
+        step_s=step,
+        rollout_s=median("time/rollout_s"),
+        score_s=median("time/score_s"),
+        update_s=median("time/update_s"),
+        length=length,
+        prompt=world.prompt_tokens,
+        batch=batch,
+        epochs=config["ppo"]["epochs"],
+        peak_memory_mb=rows[-1]["perf/peak_memory_mb"],
+        scores=mean("objective/scores"),
+        kl_sequence=mean("kl/sequence"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- worlds
+
+
+def built_in() -> World:
+    """`builtin:reviews`, built where it is not there yet."""
+    from rlhf_kl.commands.world import World as BuiltIn
+    from rlhf_kl.models.load import load_tokenizer
+    from rlhf_kl.tracking.display import TrainingDisplay
+
+    world = BuiltIn("builtin:reviews", TrainingDisplay())
+    policy, prompts = world.policy(), world.file("prompts")
+    tokenizer = load_tokenizer(str(policy))
+    texts = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    shape = json.loads((policy / "config.json").read_text(encoding="utf-8"))
+    return World(
+        policy=policy,
+        reward=world.reward_model(),
+        prompts=prompts,
+        shape=Shape(shape["n_embd"], shape["n_layer"], shape["vocab_size"]),
+        prompt_tokens=statistics.fmean(len(row) for row in tokenizer(texts)["input_ids"]),
+    )
+
+
+def endless(world: World, place: Path) -> World:
+    """The same policy, told to end a text with a token that it never writes: every response has full length."""
+    folder = place / "endless"
+    shutil.copytree(world.policy, folder, dirs_exist_ok=True)
+    for name, changes in (
+        ("tokenizer_config.json", {"eos_token": "<bos>"}),
+        ("generation_config.json", {"eos_token_id": 1}),
+        ("config.json", {"eos_token_id": 1}),
+    ):
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(json.dumps(content | changes), encoding="utf-8")
+    return World(folder, world.prompts, world.shape, world.prompt_tokens, world.reward)
+
+
+def random_world(place: Path, shape: Shape, *, heads: int, prompt: int, response: int, prompts: int = 512) -> World:
+    """A GPT-2 with random weights over a vocabulary of numbered words; it practically never ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from rlhf_kl.models.load import save_model
+    from rlhf_kl.models.scratch import new_gpt2
+
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(shape.vocabulary - 2))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    model = new_gpt2(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        layers=shape.layers,
+        heads=heads,
+        context=prompt + response,
+        tokenizer=tokenizer,
+        seed=0,
+    )
+    save_model(model, tokenizer, place / "policy")
+    file = place / "prompts.jsonl"
+    generator = torch.Generator().manual_seed(0)
+    with file.open("w", encoding="utf-8") as out:
+        for row in torch.randint(shape.vocabulary - 2, (prompts, prompt), generator=generator).tolist():
+            out.write(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n")
+    return World(place / "policy", file, shape, float(prompt))
+
+
+def config_for(
+    world: World, *, batch: int, length: int, updates: int, device: str, dtype: str, **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """A config of a run in a world."""
+    reward: dict[str, Any] = (
+        {"kind": "model", "model": str(world.reward)} if world.reward else {"kind": "scored.py:count", "model": None}
+    )
+    micro = next(size for size in (16, 8, 4, 2, 1) if batch % size == 0) if device == "cpu" else min(batch, 64)
+    return merged(
+        BARE,
+        {
+            "run": {"device": device, "dtype": dtype},
+            "policy": {"model": str(world.policy)},
+            "reward": reward,
+            "data": {"prompts": str(world.prompts)},
+            "rollout": {"batch_size": batch, "max_new_tokens": length},
+            "ppo": {
+                "total_episodes": batch * updates,
+                "epochs": 4,
+                "minibatch_size": batch,
+                "microbatch_size": micro,
+            },
+            "eval": {"texts": str(world.prompts), "column": "prompt"},
+        },
+        sections,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the machine's rates
+
+
+def timed(call: Callable[[], Any], device: str, seconds: float = 0.4) -> float:
+    """Seconds of one call, the shortest of several rounds: what the machine can do when nobody disturbs."""
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    wait()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.05:
+        call()
+        wait()
+        count += 1
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        wait()
+        best = min(best, (time.perf_counter() - start) / count)
+    return best
+
+
+def multiply_rate(shape: Shape, rows: int, device: str, dtype: str) -> float:
+    """Operations per second over the products of one layer at `rows` tokens, forward and both backward ones."""
+    kind, h = getattr(torch, dtype), shape.hidden
+    total = spent = 0.0
+    for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)):
+        x, w, g = (torch.randn(*size, device=device).to(kind) for size in ((rows, k), (k, n), (rows, n)))
+        for a, b in ((x, w), (g, w.T), (x.T, g)):
+            total += 2.0 * rows * k * n
+            spent += timed(lambda a=a, b=b: a @ b, device, 0.15)  # type: ignore[misc]
+    return total / spent
+
+
+def memory_rate(device: str) -> float:
+    """Bytes per second that a copy of 256 MiB reads and writes."""
+    source = torch.ones(1 << 26, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / timed(lambda: target.copy_(source), device)
+
+
+def floors(run: Run, world: World, config: dict[str, Any], device: str, dtype: str) -> dict[str, float]:
+    """Least seconds of each phase: operations over the measured rate; decoding also bytes over the memory's."""
+    shape, separate = world.shape, config["policy"].get("value") == "separate"
+    read = run.batch * (run.prompt + run.length - 1)  # tokens that go through the layers
+    states = run.batch * run.length
+    forward = read * shape.body + states * shape.head
+    training_rows = config["ppo"]["microbatch_size"] * int(run.prompt + run.length)
+    rate = multiply_rate(shape, training_rows, device, dtype)
+    decode_rate = multiply_rate(shape, run.batch, device, dtype)
+    bandwidth = memory_rate(device)
+    width = 2 if dtype == "bfloat16" else 4
+    cache = 2 * shape.layers * shape.hidden * (run.prompt + run.length / 2) * run.batch
+    decoded_bytes = run.length * (shape.weights + cache) * width
+    trunk = read * shape.body if separate else 0.0
+    scored = 2 * forward + trunk + (run.batch * (run.prompt + run.length) * shape.body if world.reward else 0.0)
+    return {
+        "multiply_gflops": rate / 1e9,
+        "multiply_decode_gflops": decode_rate / 1e9,
+        "memory_gb_s": bandwidth / 1e9,
+        "rollout_s": max(forward / decode_rate, decoded_bytes / bandwidth),
+        "score_s": scored / rate,
+        "update_s": 3 * run.epochs * (forward + trunk) / rate,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+class Bench:
+    """The parts of the benchmark; each prints a table and returns what goes into the JSON file."""
+
+    def __init__(self, args: argparse.Namespace, place: Path) -> None:
+        self.args, self.place, self.runs = args, place, 0
+
+    def run(self, world: World, config: dict[str, Any]) -> Run:
+        """One run in a folder of its own."""
+        self.runs += 1
+        return measured(config, self.place / f"run-{self.runs}", world)
+
+    def world(self) -> World:
+        """What the comparison is about: the built-in world, on a GPU a GPT-2 small with random weights."""
+        if self.args.device == "cpu":
+            return built_in()
+        return random_world(self.place / "gpt2", Shape(768, 12, 50257), heads=12, prompt=64, response=128)
+
+    def config(self, world: World, value: str = "head", **sections: dict[str, Any]) -> dict[str, Any]:
+        """The config of the comparison's run."""
+        small = self.args.device == "cpu"
+        return config_for(
+            world,
+            batch=64 if small else 256,
+            length=48 if small else 128,
+            updates=self.args.updates,
+            device=self.args.device,
+            dtype=self.args.dtype,
+            policy={"model": str(world.policy), "value": value},
+            **sections,
+        )
+
+    def phases(self) -> list[dict[str, Any]]:
+        """Where the time goes, and how much of it is the machine's."""
+        world, found = self.world(), []
+        worlds = {"natural": world, "full length": endless(world, self.place)} if world.reward else {"random": world}
+        header = f"{'run':<28}{'samples/s':>10}{'tokens/s':>10}{'peak MB':>9}"
+        print(header + "".join(f"{name + ' s':>10}{'floor':>7}{'share':>7}" for name in ("rollout", "score", "update")))
+        for kind, here in worlds.items():
+            for value in ("head", "separate"):
+                config = self.config(here, value)
+                run = self.run(here, config)
+                least = floors(run, here, config, self.args.device, self.args.dtype)
+                shares = {name: least[f"{name}_s"] / getattr(run, f"{name}_s") for name in PHASES}
+                found.append({"lengths": kind, "value": value, **asdict(run), "floors": least, "shares": shares})
+                line = f"{f'{kind}, value: {value}':<28}{run.samples_per_s:>10.1f}{run.tokens_per_s:>10.0f}"
+                line += f"{run.peak_memory_mb:>9.0f}"
+                for name in PHASES:
+                    line += f"{getattr(run, f'{name}_s'):>10.3f}{least[f'{name}_s']:>7.3f}{shares[name]:>7.0%}"
+                print(line, flush=True)
+        last = found[-1]["floors"]
+        print(f"matrix products {last['multiply_gflops']:.0f} GFLOP/s, memory {last['memory_gb_s']:.1f} GB/s\n")
+        return found
+
+    def growth(self) -> list[dict[str, Any]]:
+        """Time and memory against batch, length, model size and vocabulary."""
+        base: dict[str, int] = {"batch": 32, "length": 32, "hidden": 128, "layers": 4, "vocabulary": 1000}
+        cases = [
+            *({"batch": size} for size in (16, 32, 64, 128)),
+            *({"length": size} for size in (16, 32, 64, 128)),
+            *({"hidden": size} for size in (64, 128, 256, 512)),
+            *({"vocabulary": size, "batch": 16, "hidden": 64} for size in (1000, 50_000, 150_000)),
+            {"vocabulary": 50_000, "batch": 64, "hidden": 64},
+        ]
+        if self.args.device == "cuda":
+            base |= {"batch": 256, "length": 64, "hidden": 512, "layers": 8}
+        head = ("batch", "length", "hidden", "vocabulary")
+        print("".join(f"{name:>11}" for name in head) + f"{'us/token':>11}{'peak MB':>9}{'[B,T,V] MB':>12}")
+        found = []
+        for case in cases:
+            sizes = base | case
+            shape = Shape(sizes["hidden"], sizes["layers"], sizes["vocabulary"])
+            folder = self.place / ("world-" + "-".join(map(str, sizes.values())))
+            world = random_world(folder, shape, heads=sizes["hidden"] // 32, prompt=16, response=sizes["length"])
+            run = self.run(
+                world,
+                config_for(
+                    world,
+                    batch=sizes["batch"],
+                    length=sizes["length"],
+                    updates=4,
+                    device=self.args.device,
+                    dtype=self.args.dtype,
+                    rollout={"reference_samples": 16},
+                ),
+            )
+            per_token = run.step_s / (run.batch * run.length) * 1e6
+            logits = run.batch * run.length * shape.vocabulary * 4 / 2**20
+            found.append(sizes | {"us_per_token": per_token, "logits_mb": logits, **asdict(run)})
+            print(
+                "".join(f"{sizes[name]:>11}" for name in head)
+                + f"{per_token:>11.1f}{run.peak_memory_mb:>9.0f}{logits:>12.0f}",
+                flush=True,
+            )
+        print()
+        return found
+
+    def flat(self) -> dict[str, Any]:
+        """The first hundred updates of a long run against its last hundred."""
+        count = self.args.flat_updates
+        config = merged(
+            BARE,
+            {
+                "extends": "smoke.yaml",
+                "run": {"device": self.args.device},
+                "ppo": {"total_episodes": 16 * count, "learning_rate": 1e-5},
+            },
+        )
+        rows = train(config, self.place / "flat")
+        tenth = max(1, len(rows) // 10)
+
+        def per_token(part: Sequence[dict[str, Any]]) -> float:
+            return statistics.median(row["time/step_s"] / row["rollout/response_length"] / 16 for row in part) * 1e6
+
+        def memory(part: Sequence[dict[str, Any]]) -> float:
+            return float(part[-1]["perf/peak_memory_mb"])
+
+        first, last = rows[tenth : 2 * tenth], rows[-tenth:]
+        found = {
+            "updates": len(rows),
+            "us_per_token": {"first": per_token(first), "last": per_token(last)},
+            "peak_memory_mb": {"first": memory(first), "last": memory(last)},
+        }
+        for name, pair in (("us/token", found["us_per_token"]), ("peak MB", found["peak_memory_mb"])):
+            print(
+                f"{len(rows)} updates, {name}: {pair['first']:.1f} in the second tenth, {pair['last']:.1f} in the last"
+            )
+        print()
+        return found
+
+    def peer(self) -> list[dict[str, Any]]:
+        """Pairs of runs, ours and the peer's in turn."""
+        world, found = self.world(), []
+        if world.reward is None:
+            world.reward = random_reward(world, self.place)
+        worlds = {"natural": world}
+        if self.args.device == "cpu":
+            worlds["full length"] = endless(world, self.place)
+        for kind, here in worlds.items():
+            # Scores of responses that may not end are not comparable where nobody can end them.
+            penalty = 1.0 if kind == "natural" else 0.0
+            for pair in range(self.args.pairs):
+                other = self.peer_run(here, penalty, pair)
+                line = {"lengths": kind, "pair": pair, "peer": other}
+                print(f"{kind}, pair {pair + 1}: peer {describe_peer(other)}", flush=True)
+                for value in ("separate", "head"):
+                    config = self.config(here, value, reward={"missing_eos_penalty": penalty}, run={"seed": pair})
+                    run = self.run(here, config)
+                    speed = run.samples_per_s / other["samples_per_s"]
+                    memory = run.peak_memory_mb / other["peak_memory_mb"]
+                    line[value] = {**asdict(run), "speed_ratio": speed, "memory_ratio": memory}
+                    print(
+                        f"    value: {value:<9} {run.samples_per_s:7.1f} samples/s = {speed:.2f}x, "
+                        f"{run.peak_memory_mb:.0f} MB = {memory:.2f}x, length {run.length:.1f}, "
+                        f"score {run.scores:.2f}, KL {run.kl_sequence:.2f}",
+                        flush=True,
+                    )
+                found.append(line)
+        for value in ("separate", "head"):
+            for kind in worlds:
+                ratios = [line[value]["speed_ratio"] for line in found if line["lengths"] == kind]
+                print(f"value: {value}, {kind}: median {statistics.median(ratios):.2f}x the peer's samples/s")
+        print()
+        return found
+
+    def peer_run(self, world: World, penalty: float, seed: int) -> dict[str, Any]:
+        """One run of the peer."""
+        config = self.config(world)
+        options = {
+            "policy": world.policy,
+            "reward": world.reward,
+            "prompts": world.prompts,
+            "updates": self.args.updates,
+            "batch": config["rollout"]["batch_size"],
+            "epochs": config["ppo"]["epochs"],
+            "max-new-tokens": config["rollout"]["max_new_tokens"],
+            "kl-coef": config["kl"]["controller"]["coef"],
+            "missing-eos-penalty": penalty,
+            "device": self.args.device,
+            "seed": seed + 1,
+            "output-dir": self.place / "peer",
+        }
+        command = [self.args.peer_python, self.args.peer_script]
+        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.place, env=environment)
+        result = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if done.returncode or not result:
+            raise SystemExit(f"error: the peer failed:\n{done.stderr[-2000:]}")
+        answer: dict[str, Any] = json.loads(result[-1].removeprefix("RESULT "))
+        curve = answer.pop("curve")
+        last = curve[-max(1, len(curve) // 3) :]
+        answer["samples_per_s"] = config["rollout"]["batch_size"] / answer["median_update_s"]
+        answer["peak_memory_mb"] = answer["peak_cuda_mb"] or answer["peak_rss_mb"]
+        answer["scores"] = statistics.fmean(row["objective/scores"] for row in last)
+        answer["kl_sequence"] = statistics.fmean(row["kl/sequence"] for row in last)
+        return answer
+
+
+PHASES = ("rollout", "score", "update")
+
+
+def describe_peer(run: dict[str, Any]) -> str:
+    """One line about the peer's run."""
+    return (
+        f"{run['samples_per_s']:.1f} samples/s, {run['peak_memory_mb']:.0f} MB, "
+        f"score {run['scores']:.2f}, KL {run['kl_sequence']:.2f}"
+    )
+
+
+def random_reward(world: World, place: Path) -> Path:
+    """A reward model on the policy's own random trunk."""
+    from rlhf_kl.models.load import load_tokenizer, save_model
+    from rlhf_kl.models.scratch import classifier_from_lm
+
+    tokenizer = load_tokenizer(str(world.policy))
+    save_model(classifier_from_lm(str(world.policy), tokenizer, "policy"), tokenizer, place / "reward")
+    return place / "reward"
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures were measured on."""
+    from importlib.metadata import version
+
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "dtype": args.dtype,
+        **{package: version(package) for package in ("torch", "transformers")},
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all that can run")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None, help="bfloat16 on a GPU")
+    parser.add_argument("--updates", type=int, default=12, help="of a run")
+    parser.add_argument("--flat-updates", type=int, default=500)
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each side")
+    parser.add_argument("--peer-python", help="python of an environment with TRL 1.12.0")
+    parser.add_argument("--peer-script", help="the script that runs it")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    args = parser.parse_args()
+    if unknown := sorted(set(args.parts) - set(PARTS)):
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    with_peer = bool(args.peer_python and args.peer_script)
+    if "peer" in args.parts and not with_peer:
+        parser.error("peer: needs --peer-python and --peer-script")
+    args.parts = args.parts or [part for part in PARTS if part != "peer" or with_peer]
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no CUDA device is available here: not measured")
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    return args
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    args = arguments()
+    found: dict[str, Any] = {"machine": machine(args)}
+    print(", ".join(f"{key} {value}" for key, value in found["machine"].items()) + "\n", flush=True)
+    with tempfile.TemporaryDirectory(prefix="rlhf-kl-bench-") as folder:
+        bench = Bench(args, Path(folder))
+        for part in args.parts:
+            found[part] = getattr(bench, part)()
+            args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
