@@ -70,7 +70,14 @@ gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (a GPU and the hub; PYTHO
 gpu-tldr:  ## Pythia on TL;DR: SFT, reward model, PPO (the same)
 gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO (the same)
 
+bench: $(READY)  ## speed and memory here (PEER_PYTHON= and PEER_SCRIPT= add the comparison; minutes)
+	$(PY) scripts/bench.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
+
+bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
+	$(PY) scripts/bench.py --device cuda --out bench-gpu.json \
+		$(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
+
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant test-crash fuzz clean
+.PHONY: gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean

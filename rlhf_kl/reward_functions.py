@@ -16,11 +16,13 @@ from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, pad
+from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.time_limit import TimeLimited, TimeLimitExceeded
 from rlhf_kl.types import RewardFn
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
+SCORING_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,12 @@ class RewardModel:
     def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
         """Scores (B,) float32 on the CPU."""
         rows = self.encode(prompts, responses)
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # near-equal lengths pad little
         scores = torch.zeros(len(rows))
-        for start in range(0, len(order), self.rows):
-            picked = order[start : start + self.rows]
+        device = next(self.model.parameters()).device
+        groups = group_lengths(
+            [len(row) for row in rows], most_rows=self.rows, most_tokens=SCORING_TOKENS, overhead=pass_overhead(device)
+        )
+        for picked in groups:
             scores[picked] = self.forward([rows[i] for i in picked]).float().cpu()
         return scores
 

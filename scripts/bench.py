@@ -116,6 +116,11 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def run_alone(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command as the child of a small shell: a child of ours would inherit *our* peak memory as its own."""
+    return subprocess.run(["sh", "-c", '"$@"; exit $?', "sh", *command], capture_output=True, text=True, **options)
+
+
 def train(config: dict[str, Any], place: Path) -> list[dict[str, Any]]:
     """Run `rlhf-kl train` in a process of its own; its rows."""
     place.mkdir(parents=True, exist_ok=True)
@@ -123,9 +128,7 @@ def train(config: dict[str, Any], place: Path) -> list[dict[str, Any]]:
     (place / "scored.py").write_text(SCRIPT_REWARD, encoding="utf-8")
     out = place / "run"
     command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(place / "bench.yaml")]
-    done = subprocess.run(
-        [*command, "--output-dir", str(out), "--overwrite", "--quiet"], capture_output=True, text=True, check=False
-    )
+    done = run_alone([*command, "--output-dir", str(out), "--overwrite", "--quiet"], check=False)
     if done.returncode:
         raise SystemExit(f"error: the run in {place} failed:\n{done.stderr[-2000:]}")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -248,6 +251,8 @@ def config_for(
             "ppo": {
                 "total_episodes": batch * updates,
                 "epochs": 4,
+                "learning_rate": 2e-4,
+                "lr_schedule": "constant",
                 "minibatch_size": batch,
                 "microbatch_size": micro,
             },
@@ -515,7 +520,7 @@ class Bench:
         command = [self.args.peer_python, self.args.peer_script]
         command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.place, env=environment)
+        done = run_alone(command, check=False, cwd=self.place, env=environment)
         result = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if done.returncode or not result:
             raise SystemExit(f"error: the peer failed:\n{done.stderr[-2000:]}")

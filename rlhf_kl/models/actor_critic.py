@@ -126,11 +126,15 @@ class ActorCritic(nn.Module):
         """`ids` and `mask` (B, L), padded on the right, `states` (N,) of the B * L -> logits (N, V), values (N,)."""
         with recomputing(self.policy):
             logits, hidden = _read_states(self.policy, ids, mask, states)
+        return StateOutput(logits, self.values(ids, states, hidden))
+
+    def values(self, ids: Tensor, states: Tensor, hidden: Tensor) -> Tensor:
+        """Values (N,) at `states`, where the policy's LM head reads `hidden` (N, H)."""
         if self.value_trunk is not None:
             trunk = self.value_trunk(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False)
             hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, states)
-        values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
-        return StateOutput(logits, values.float())
+        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        return values.float()
 
 
 def _zero_head(size: int) -> nn.Linear:

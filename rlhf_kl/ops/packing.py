@@ -12,6 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# What a pass costs whatever its size, in tokens: as long as that is more, padding a row is cheaper.
+PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
+
+
+def pass_overhead(device: torch.device) -> int:
+    """Tokens whose time a further pass takes on this device."""
+    return PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"])
+
 
 class Packed(NamedTuple):
     """Some rows of a batch as one forward pass reads them, and where its N response tokens belong."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from rlhf_kl.models.actor_critic import ActorCritic, state_logits
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
 from rlhf_kl.ops.packing import Layout, Packed
+from rlhf_kl.rollout.decoded import DecodedStates
 from rlhf_kl.rollout.reference import ReferenceLogits, pass_bounds
 from rlhf_kl.rollout.sampling import Sampled, sample_responses
 from rlhf_kl.types import PromptBatch, RolloutBatch
@@ -30,7 +31,14 @@ class Sampling:
     pad_id: int
 
 
-def draw(model: Any, prompts: PromptBatch, uniforms: Tensor, sampling: Sampling, device: Any) -> Sampled:
+def draw(
+    model: Any,
+    prompts: PromptBatch,
+    uniforms: Tensor,
+    sampling: Sampling,
+    device: Any,
+    decoded: DecodedStates | None = None,
+) -> Sampled:
     """Responses of a causal LM to a batch of prompts; `uniforms` (B, max_new_tokens) is the noise."""
     return sample_responses(
         model,
@@ -40,6 +48,7 @@ def draw(model: Any, prompts: PromptBatch, uniforms: Tensor, sampling: Sampling,
         eos_ids=sampling.eos_ids,
         pad_id=sampling.pad_id,
         temperature=sampling.temperature,
+        decoded=decoded,
     )
 
 
@@ -56,26 +65,32 @@ class Measured:
 
 @torch.no_grad()
 def measure(
-    model: Callable[..., Any],
+    model: Any,
     reference: Any,
     prompts: PromptBatch,
     sampled: Sampled,
     temperature: float,
     kept: ReferenceLogits | None = None,
+    decoded: DecodedStates | None = None,
 ) -> Measured:
     """Log-probs under policy and reference, exact KL, entropy and values, row by row in passes of equal length.
 
-    `kept` keeps the reference's logits for later, where it has room.
+    `kept` keeps the reference's logits for later, where it has room; `decoded` spares the policy's own pass.
     """
     device = sampled.ids.device
     ids = torch.cat([prompts.ids.to(device), sampled.ids], 1)
     layout = Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
     reference_logits = kept or ReferenceLogits(reference)
     reference_logits.begin(layout)
+    if decoded is not None:
+        decoded.settle(layout)
     columns = torch.zeros(5, *sampled.ids.shape, device=device)
     flat = columns.flatten(1)
     for packed in scoring_passes(layout, reference_logits.vocabulary):
-        logits, values = model(packed.ids, packed.mask, packed.states)
+        if decoded is not None:
+            logits, values = decoded.output(model, packed)
+        else:
+            logits, values = model(packed.ids, packed.mask, packed.states)
         chosen = sampled.ids.flatten()[packed.places]
         found = compare_distributions(logits, reference_logits(packed), chosen, temperature)
         for row, column in zip(flat, (*found, values), strict=True):

@@ -8,21 +8,16 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.models.actor_critic import state_logits
-from rlhf_kl.ops.packing import Layout, Packed
+from rlhf_kl.ops.packing import Layout, Packed, pass_overhead
 
-KEPT_ELEMENTS = 1 << 25  # logits that are kept from scoring to the end of the update: 128 MiB in float32
+KEPT_ELEMENTS = 1 << 24  # logits of a rollout that are kept to the end of its update: 64 MiB in float32
 PASS_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits in one pass, by device
-# What a pass costs whatever its size, in tokens: as long as it is small, padding a row more is cheaper.
-PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
 
 
 def pass_bounds(device: torch.device, vocabulary: int) -> dict[str, int]:
     """Limits of one forward pass, as `Layout.passes` takes them."""
     elements = PASS_ELEMENTS.get(device.type, PASS_ELEMENTS["cpu"])
-    return {
-        "most_tokens": max(1, elements // vocabulary),
-        "overhead": PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"]),
-    }
+    return {"most_tokens": max(1, elements // vocabulary), "overhead": pass_overhead(device)}
 
 
 class ReferenceLogits:

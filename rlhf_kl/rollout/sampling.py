@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhf_kl.models.actor_critic import position_ids
 from rlhf_kl.rollout.cache import reserve
+from rlhf_kl.rollout.decoded import DecodedStates
 
 STOP_TEST_EVERY = 4  # asking the device which rows are done makes it wait
 COMPACT_BELOW = 0.8  # share of rows still going at which the others leave the batch
@@ -43,12 +44,29 @@ def sample_responses(
     eos_ids: list[int],
     pad_id: int,
     temperature: float,
+    decoded: DecodedStates | None = None,
 ) -> Sampled:
     """Responses of `model` to left-padded prompts (B, P), at most `uniforms.shape[1]` tokens each.
 
     `uniforms` (B, T) holds the sampling noise. A response ends with its first EOS; shapes are trimmed to the
-    longest response.
+    longest response. `decoded` is told what the model said.
     """
+    if decoded is not None:
+        with decoded.listening(model):
+            return _decode(model, prompt_ids, prompt_mask, uniforms, eos_ids, pad_id, temperature, decoded)
+    return _decode(model, prompt_ids, prompt_mask, uniforms, eos_ids, pad_id, temperature, None)
+
+
+def _decode(
+    model: Any,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    uniforms: Tensor,
+    eos_ids: list[int],
+    pad_id: int,
+    temperature: float,
+    decoded: DecodedStates | None,
+) -> Sampled:
     device, limit = prompt_ids.device, uniforms.shape[1]
     stops = torch.tensor(eos_ids, device=device)
     (rows, width), end = prompt_ids.shape, prompt_ids.shape[1] + limit
@@ -76,6 +94,8 @@ def sample_responses(
         if cache is None:
             cache = output.past_key_values
             compact = reserve(cache, end)
+        if decoded is not None:
+            decoded.add(going, output.logits[:, -1])
         token = pick_tokens(output.logits[:, -1], noise[:, step], temperature)
         ids[going, step] = torch.where(alive, token, pad_id)
         mask[going, step] = alive

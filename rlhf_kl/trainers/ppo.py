@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.kl_controllers import KLControl
-from rlhf_kl.models.actor_critic import ActorCritic
+from rlhf_kl.models.actor_critic import ActorCritic, plain_reason
 from rlhf_kl.ops.gae import gae
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
@@ -32,14 +32,16 @@ from rlhf_kl.reward_functions import (
     gold_scores_of,
     response_traits,
 )
-from rlhf_kl.rollout.collect import Sampling, assemble, draw, exact_kl_now, measure, response_texts
-from rlhf_kl.rollout.reference import ReferenceLogits, pass_bounds
+from rlhf_kl.rollout.collect import Measured, Sampling, assemble, draw, exact_kl_now, measure, response_texts
+from rlhf_kl.rollout.decoded import DECODING_AGREES, DecodedStates
+from rlhf_kl.rollout.reference import KEPT_ELEMENTS, ReferenceLogits, pass_bounds
+from rlhf_kl.rollout.sampling import Sampled
 from rlhf_kl.seeding import shuffled, uniforms
 from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
 from rlhf_kl.trainers.guards import Microbatch, all_finite, non_finite_figure
 from rlhf_kl.trainers.metrics import Gathered, rollout_metrics
 from rlhf_kl.trainers.optim import lr_factor, set_learning_rate
-from rlhf_kl.types import RewardFn, RolloutBatch
+from rlhf_kl.types import PromptBatch, RewardFn, RolloutBatch
 
 # What a row says of the epochs.
 LOSSES = (
@@ -100,6 +102,8 @@ class PPOTrainer:
         self.core: ActorCritic = accelerator.unwrap_model(self.model)
         self.reference, self.reward, self.gold = reference, reward, gold
         self.reference_logits = ReferenceLogits(reference, keep=True)
+        self.decoding_agrees: bool | None = None  # not known before the first rollout of this process
+        self.notes: list[str] = []
         self.shaping, self.controller = shaping, controller
         self.prompts, self.tokenizer, self.sampling = prompts, tokenizer, sampling
         self.forecast, self.microbatch = KLForecast(), Microbatch(config.ppo.microbatch_size)
@@ -111,13 +115,14 @@ class PPOTrainer:
 
     def update(self, step: int) -> Update:
         """Update number `step` (from 1). The row describes the policy that sampled its rollout."""
-        cfg, controller = self.config, self.controller
+        cfg, controller, device = self.config, self.controller, self.accelerator.device
         started = time.perf_counter()
         prompts = self.prompts.batch(step, self.rank * self.local_rows, self.local_rows)
         noise = uniforms(cfg.rollout.batch_size, self.sampling.max_new_tokens, cfg.run.seed, "rollout", step)
         mine = noise[self.rank * self.local_rows :][: self.local_rows]
         with self.autocast():
-            sampled = draw(self.core.policy, prompts, mine, self.sampling, self.accelerator.device)  # 1. y ~ pi(.|x)
+            decoded = self.listener(len(prompts))
+            sampled = draw(self.core.policy, prompts, mine, self.sampling, device, decoded)  # 1. y ~ pi(.|x)
         responses = response_texts(self.tokenizer, sampled)
         sampled_at = time.perf_counter()
         scores = self.score(prompts.texts, responses)
@@ -125,9 +130,7 @@ class PPOTrainer:
         traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
         shaped = self.shaping(scores, traits)
         with self.autocast():
-            measured = measure(
-                self.model, self.reference, prompts, sampled, self.sampling.temperature, self.reference_logits
-            )
+            measured = self.measure(prompts, sampled, decoded)
         rollout = assemble(prompts, sampled, measured, scores, shaped)
         scored_at = time.perf_counter()
 
@@ -151,7 +154,8 @@ class PPOTrainer:
             cut = Cut(1.0, kl, math.nan, math.nan)
         controller.observe_update(kl, cut.kl_after, cut.kl_whole)
         alerts = controller.update(kl, cfg.rollout.batch_size)  # 5. move beta toward the target
-        alerts += self.microbatch.alerts()
+        alerts += self.microbatch.alerts() + self.notes
+        self.notes = []
         if skipped is not None:
             alerts.append(f"update-skipped: {skipped} was not finite, nothing was learned from it")
         if lost:
@@ -177,6 +181,31 @@ class PPOTrainer:
             "alerts": alerts,
         }
         return Update(row, prompts.texts, responses, gold, rollout, skipped, lost)
+
+    def listener(self, rows: int) -> DecodedStates | None:
+        """Keeps what the policy says while it samples; None where scoring has to ask it again."""
+        states = rows * self.sampling.max_new_tokens
+        fits = states * self.reference_logits.vocabulary <= KEPT_ELEMENTS
+        exact = self.config.run.dtype == "float32" and plain_reason(self.core.policy) is None
+        return DecodedStates() if fits and exact and self.decoding_agrees is not False else None
+
+    def measure(self, prompts: PromptBatch, sampled: Sampled, decoded: DecodedStates | None) -> Measured:
+        """Policy, reference and values at the sampled tokens; the first time also whether decoding agrees."""
+        temperature, kept = self.sampling.temperature, self.reference_logits
+        if decoded is None:
+            return measure(self.model, self.reference, prompts, sampled, temperature, kept)
+        found = measure(self.core, self.reference, prompts, sampled, temperature, kept, decoded)
+        if self.decoding_agrees is None:
+            whole = measure(self.model, self.reference, prompts, sampled, temperature, kept)
+            gap = self.max_over_processes((found.logprobs - whole.logprobs).abs().max())
+            self.decoding_agrees = bool(gap <= DECODING_AGREES)
+            if not self.decoding_agrees:
+                self.notes.append(
+                    f"slower-scoring: log-probs from sampling differ by {float(gap):.2g} from those of whole rows, "
+                    "so the policy is asked twice from now on"
+                )
+                return whole
+        return found
 
     def score(self, prompts: list[str], responses: list[str]) -> Tensor:
         """Raw scores (B,). A model's may be anything: it spoils this update at most; a function's are checked."""

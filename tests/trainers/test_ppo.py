@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_kl.kl_controllers import KLControl
 from rlhf_kl.reward_functions import ScoreShaping
@@ -153,6 +153,43 @@ def test_the_gradient_is_scaled_down_to_its_largest_norm(rolled: Make) -> None:
 
 def test_before_its_first_step_the_policy_agrees_with_its_rollout(make_trainer: Make) -> None:
     assert make_trainer(rollout={"temperature": 0.7}).update(1).row["policy/logratio_first_max"] < 1e-3
+
+
+# ---- what is kept from sampling ----
+
+
+class _Drifts(nn.Module):
+    """A policy that says something else while it decodes from its cache."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def get_output_embeddings(self) -> Any:
+        return self.inner.get_output_embeddings()
+
+    def forward(self, **arguments: Any) -> Any:
+        output = self.inner(**arguments)
+        if arguments.get("past_key_values") is not None:
+            output.logits = output.logits * 1.01
+        return output
+
+
+def test_a_policy_that_decodes_otherwise_is_asked_again(make_trainer: Make, new_model: Make) -> None:
+    trainer = make_trainer(policy=_Drifts(new_model(seed=3, spread=0.1)))
+    rows = [trainer.update(step).row for step in (1, 2)]
+    assert [[a for a in row["alerts"] if a.startswith("slower-scoring")] != [] for row in rows] == [True, False]
+    assert all(row["policy/logratio_first_max"] < 1e-5 for row in rows)
+
+
+def test_the_policy_is_asked_once_where_sampling_and_training_agree(make_trainer: Make) -> None:
+    trainer = make_trainer(ppo={"epochs": 1, "minibatch_size": 32, "microbatch_size": 32})
+    trainer.update(1)
+    passes = []
+    trainer.core.policy.register_forward_hook(lambda _model, _args, output: passes.append(output.past_key_values))
+    row = trainer.update(2).row
+    assert sum(cache is None for cache in passes) == 1  # the training pass
+    assert row["policy/logratio_first_max"] < 1e-4
 
 
 # ---- one update ----

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from rlhf_kl.config.load import load_config
+
+PATH = Path(__file__).parents[2] / "scripts" / "bench.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("bench", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench"]
+
+
+@pytest.fixture(scope="module")
+def world(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return bench.random_world(
+        tmp_path_factory.mktemp("world"), bench.Shape(32, 2, 50), heads=2, prompt=5, response=4, prompts=8
+    )
+
+
+def test_the_operations_are_those_that_torch_counts(bench: ModuleType, world: Any) -> None:
+    from rlhf_kl.models.load import load_causal_lm
+
+    model = load_causal_lm(str(world.policy))
+    model.set_attn_implementation("eager")
+    rows, length = 3, 4
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.ones(rows, length, dtype=torch.long))
+    attention = 2 * 2 * 2 * rows * length * length * 32  # layers x (scores and mix): what the floor leaves out
+    assert counter.get_total_flops() - attention == rows * length * (world.shape.body + world.shape.head)
+
+
+def test_the_operations_read_the_weights_once(bench: ModuleType, world: Any) -> None:
+    from rlhf_kl.models.load import load_causal_lm
+
+    matrices = [
+        p for name, p in load_causal_lm(str(world.policy)).named_parameters() if p.dim() == 2 and "wpe" not in name
+    ]
+    assert world.shape.weights == sum(p.numel() for p in matrices)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_its_configs_are_valid(bench: ModuleType, world: Any, tmp_path: Path, device: str) -> None:
+    config = bench.config_for(world, batch=12, length=4, updates=3, device=device, dtype="float32")
+    (tmp_path / "scored.py").write_text(bench.SCRIPT_REWARD)
+    (tmp_path / "bench.yaml").write_text(yaml.safe_dump(config))
+    loaded = load_config("train", str(tmp_path / "bench.yaml"), [])
+    assert loaded.kl.ceiling is None
+    assert loaded.updates == 3
+
+
+def test_a_run_is_summed_up(bench: ModuleType, world: Any, tmp_path: Path) -> None:
+    config = bench.config_for(
+        world, batch=4, length=4, updates=4, device="cpu", dtype="float32", rollout={"reference_samples": 8}
+    )
+    run = bench.measured(config, tmp_path, world)
+    assert 3.0 < run.length <= 4.0  # it ends a text once in fifty tokens
+    assert run.samples_per_s == pytest.approx(4 / run.step_s)
+    assert 0 < run.rollout_s + run.score_s + run.update_s <= 1.5 * run.step_s
+    assert run.peak_memory_mb > 100
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["phasess"], "no such part"), (["peer"], "needs --peer-python")])
+def test_bad_arguments(arguments: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, str(PATH), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
