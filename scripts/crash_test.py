@@ -1,18 +1,21 @@
-"""Kills runs and resumes them: `python scripts/crash_test.py [--kills 50] [--seed 0]`.
+"""Kills runs and resumes them: `python scripts/crash_test.py [--kills 50] [--faults 30] [--seed 0]`.
 
 Each trial starts a run in a process of its own, ends that with SIGKILL, resumes, and compares the finished run
 with one that was never interrupted: weights, value function, checkpoints, rows (timings aside), samples,
-TensorBoard points, summary. Exit 1 where one differs. The processes are forked from this one, which has
-imported everything: starting Python anew would take most of the time.
+TensorBoard points, summary. Other faults are tried the same way: a full disk, a disk that fails to sync,
+signals, damaged files of the newest checkpoint. Exit 1 where a run differs. The processes are forked from this
+one, which has imported everything: starting Python anew would take most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -61,6 +64,7 @@ class Fault(NamedTuple):
     run: str
     arm: Callable[[random.Random, dict[str, int]], None] | None  # in the process to be killed; None = by the clock
     build: bool = False  # with an empty cache, so that the run begins with building its world
+    ends: int = -signal.SIGKILL  # the process's exit code
 
 
 # ---- dying from inside, at a chosen operation on the disk ----
@@ -118,6 +122,29 @@ def dying_in_a_row(chance: random.Random, _: dict[str, int]) -> None:
     jsonl.JsonlWriter.write = write  # type: ignore[method-assign]
 
 
+# ---- faults that the process notices itself ----
+
+
+def with_a_full_disk(chance: random.Random, _: dict[str, int]) -> None:
+    """No file may grow beyond some size: the disk is full for large files first."""
+    limit = int(10 ** chance.uniform(3.7, 6.1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def with_a_failing_sync(chance: random.Random, operations: dict[str, int]) -> None:
+    """A random sync of the run fails, and all later ones."""
+    fatal, real, count = chance.randint(1, operations["/checkpoints"] // 2), os.fsync, 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal count
+        count += 1
+        if count >= fatal:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    os.fsync = fsync
+
+
 FAULTS = [
     Fault("anywhere", "train", None),
     Fault("checkpoint write", "train", dying_at("/checkpoints")),
@@ -130,6 +157,45 @@ FAULTS = [
     Fault("building the world", "train", dying_at("/cache/"), build=True),
     Fault("checkpoint write", "reward-model", dying_at("/checkpoints")),
 ]
+
+
+NOTICED = [
+    Fault("full disk", "train", with_a_full_disk, ends=1),
+    Fault("failing sync", "train", with_a_failing_sync, ends=1),
+    Fault("SIGTERM", "train", None, ends=143),
+    Fault("full disk", "sft", with_a_full_disk, ends=1),
+    Fault("SIGINT", "reward-model", None, ends=130),
+    Fault("failing sync", "sft", with_a_failing_sync, ends=1),
+]
+
+
+# ---- damage to a checkpoint ----
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def tear(path: Path, chance: random.Random) -> None:
+    os.truncate(path, chance.randrange(path.stat().st_size))
+
+
+def zero(path: Path, chance: random.Random) -> None:
+    """A page that never reached the disk."""
+    data = bytearray(path.read_bytes())
+    start = chance.randrange(len(data))
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+    path.write_bytes(data)
+
+
+def remove(path: Path, _: random.Random) -> None:
+    path.unlink()
+
+
+DAMAGES = {"bit flipped": flip, "torn": tear, "page of zeros": zero, "removed": remove}
+CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "checksums.json")
 
 
 # ---- processes ----
@@ -163,15 +229,15 @@ def ended(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def kill_at_random(process: int, within: float, after: Path | None, chance: random.Random) -> None:
-    """After a random time, which mostly begins when the file `after` has been written to."""
-    if after is not None and chance.random() < 0.75:
+def send_at_random(number: int, process: int, within: float, after: Path | None, chance: random.Random) -> None:
+    """A signal after a random time, which mostly begins when the file `after` has been written to."""
+    if after is not None and (number != signal.SIGKILL or chance.random() < 0.75):
         while not (after.exists() and after.stat().st_size) and time.sleep(0.01) is None:
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 return
         within /= 2
     time.sleep(chance.uniform(0, within))
-    os.kill(process, signal.SIGKILL)
+    os.kill(process, number)
 
 
 # ---- what a run left ----
@@ -275,10 +341,12 @@ def trial(fault: Fault, whole: Whole, place: Path, chance: random.Random) -> Tri
     process = started(fault.run, folder, cache, prepare)
     if arm is None:
         after = None if fault.build else folder / "metrics.jsonl"
-        kill_at_random(process, whole.seconds * (0.6 if fault.build else 1.0), after, chance)
-    chance.random()  # the child drew from a copy
-    if ended(process) != -signal.SIGKILL:
+        number = -fault.ends if fault.ends < 0 else fault.ends - 128
+        send_at_random(number, process, whole.seconds * (0.6 if fault.build else 1.0), after, chance)
+    if ended(process) != fault.ends:
         return None
+    if fault.ends > 0 and "Traceback" in (place / "log").read_text():
+        return Trial(fault, 0, False, f"a traceback: {(place / 'log').read_text()[-2000:]}")
     lost = updates_lost(folder)
     torn = any(path.name.endswith((".tmp", ".removed", ".replaced")) for path in place.rglob(".*"))
     code = ended(started(fault.run, folder, cache, lambda: None))
@@ -288,28 +356,53 @@ def trial(fault: Fault, whole: Whole, place: Path, chance: random.Random) -> Tri
     return Trial(fault, lost, torn, f"{found} differs" if found else None)
 
 
+def damage_trial(run: str, name: str, how: str, whole: Path, place: Path, chance: random.Random) -> Trial:
+    """A run whose newest checkpoint was damaged after it died."""
+    shutil.copytree(whole, place)
+    folder, fault = place / "run", Fault(f"{name} {how}", run, None)
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "final")
+    newest = checkpoints(folder / "checkpoints")[-1]
+    DAMAGES[how](newest.path / name, chance)
+    code = ended(started(run, folder, None, lambda: None))
+    said = (place / "log").read_text()
+    if code or f"damaged checkpoint {newest.path.name}" not in " ".join(said.split()):
+        return Trial(fault, 0, False, f"--resume ended with {code}: {said[-2000:]}")
+    found = difference(left_behind(whole / "run"), left_behind(folder))
+    return Trial(fault, 2, False, f"{found} differs" if found else None)
+
+
 def table(trials: list[Trial]) -> str:
-    lines = [f"{'killed in':<34}{'kills':>6}{'same':>6}{'half a folder left':>20}{'updates lost at most':>22}"]
+    lines = [f"{'fault':<52}{'tried':>6}{'same':>6}{'half a folder left':>20}{'updates done again':>20}"]
     for name in dict.fromkeys((t.fault.run, t.fault.name) for t in trials):
         mine = [t for t in trials if (t.fault.run, t.fault.name) == name]
         same, torn = sum(t.problem is None for t in mine), sum(t.torn for t in mine)
         lost = max(t.lost for t in mine)
-        lines.append(f"{f'{name[0]}: {name[1]}':<34}{len(mine):>6}{same:>6}{torn:>20}{lost:>22}")
+        lines.append(f"{f'{name[0]}: {name[1]}':<52}{len(mine):>6}{same:>6}{torn:>20}{f'at most {lost}':>20}")
     same = sum(t.problem is None for t in trials)
-    return "\n".join([*lines, f"{'all':<34}{len(trials):>6}{same:>6}"])
+    return "\n".join([*lines, f"{'all':<52}{len(trials):>6}{same:>6}"])
+
+
+def say(found: Trial, number: int, total: int) -> None:
+    words = found.problem or "same"
+    print(f"{number}/{total} {found.fault.run}: {found.fault.name}: {words}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kills runs, resumes them, compares.")
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--faults", type=int, default=30, help="other faults than kills")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance, trials = random.Random(options.seed), []
     wholes: dict[tuple[str, bool], Whole] = {}
     work = Path(tempfile.mkdtemp(prefix="crash-test-")).resolve()
     number = 0
-    while len(trials) < options.kills:
-        fault = FAULTS[len(trials) % len(FAULTS)]
+    damages = [(name, how) for name in CHECKPOINT_FILES for how in DAMAGES][: max(0, options.faults - len(NOTICED))]
+    total = options.kills + options.faults
+    while len(trials) < total - len(damages):
+        count = len(trials) - options.kills
+        fault = FAULTS[len(trials) % len(FAULTS)] if count < 0 else NOTICED[count % len(NOTICED)]
         key = (fault.run, fault.build)
         if key not in wholes:
             wholes[key] = uninterrupted(fault, work)
@@ -320,10 +413,16 @@ def main() -> int:
             shutil.rmtree(place)
             continue
         trials.append(found)
-        words = found.problem or "same"
-        print(f"{len(trials)}/{options.kills} {fault.run}: {fault.name}: {words}", file=sys.stderr, flush=True)
+        say(found, len(trials), total)
         if found.problem is None:
             shutil.rmtree(place)
+    for name, how in damages:
+        if ("train", False) not in wholes:
+            wholes["train", False] = uninterrupted(FAULTS[0], work)
+        place = work / f"damage-{name}-{how}"
+        found = damage_trial("train", name, how, work / "whole-train", place, random.Random(chance.random()))
+        trials.append(found)
+        say(found, len(trials), total)
     print(table(trials))
     failed = [t for t in trials if t.problem]
     if not failed:

@@ -15,8 +15,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_test.py"
 
 def test_killed_runs_end_as_if_nothing_had_been(small_world: World) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--kills", "4", "--seed", "1"], capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), "--kills", "4", "--faults", "2", "--seed", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     words = done.stdout.splitlines()[-1].split()
-    assert words == ["all", "4", "4"]  # killed, and the same in the end
+    assert words == ["all", "6", "6"]  # four killed, a full disk, a failing sync: the same in the end
