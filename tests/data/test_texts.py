@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_kl.data.chat import single_turn
+from rlhf_kl.data.split import split_heldout, without_leaks
+from rlhf_kl.data.texts import (
+    Example,
+    Labelled,
+    Pair,
+    common_beginning,
+    read_examples,
+    read_labels,
+    read_pairs,
+    read_texts,
+)
+from rlhf_kl.errors import InputError
+from rlhf_kl.templates import fill, template_fields
+
+USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
+
+
+def problem(read: Any, *arguments: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        read(*arguments)
+    assert len(caught.value.problems) == 1
+    return str(caught.value)
+
+
+# ---- templates ----
+
+
+def test_a_template_takes_columns_by_name() -> None:
+    assert template_fields("TITLE: {title}\nPOST: {post} {title} {{x}}") == ["title", "post"]
+    assert fill("{title}: {n} {{x}}", {"title": "{T}", "n": 3}, "row 1") == "{T}: 3 {x}"
+
+
+@pytest.mark.parametrize("template", ["plain", "{", "{}", "{0.x}", "{a[b]}", "{a!r}", "{a:>9}", "{{a}}"])
+def test_what_is_no_template(template: str) -> None:
+    with pytest.raises(ValueError, match=r"column|brace|\{"):
+        template_fields(template)
+
+
+def test_a_template_that_does_not_fit_its_row() -> None:
+    assert "no column 'titel'; did you mean title?" in problem(fill, "{titel}", {"title": "T"}, "row 1")
+    assert "title is null, not text" in problem(fill, "{title}", {"title": None}, "row 1")
+    assert "title is list, not text" in problem(fill, "{title}", {"title": []}, "row 1")
+
+
+# ---- texts, examples, pairs, labels ----
+
+
+def test_texts_come_from_a_column_or_a_template() -> None:
+    rows = [{"a": "x", "b": "1"}, {"a": "y", "b": "2"}]
+    assert read_texts(rows, "a", None, "data.texts") == ["x", "y"]
+    assert read_texts(rows, "a", "{b}{a}", "data.texts") == ["1x", "2y"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER], ("why?", None)),
+        ([USER, ASSISTANT], ("why?", "so.")),
+        ([USER, ASSISTANT, USER], None),
+        ([ASSISTANT], None),
+        ([{"role": "system", "content": "x"}, USER], None),
+        ([{"role": "user", "content": [{"type": "image"}]}], None),
+    ],
+)
+def test_a_conversation_of_one_turn(messages: list[dict[str, Any]], expected: Any) -> None:
+    assert single_turn(messages) == expected
+
+
+def test_examples_of_columns_and_of_conversations() -> None:
+    rows = [{"p": "q", "r": "a"}, {"p": "ignored", "r": [USER, ASSISTANT]}, {"p": "x", "r": [USER, ASSISTANT, USER]}]
+    assert read_examples(rows, "p", "r", None, "data.texts") == ([Example("q", "a"), Example("why?", "so.")], 1)
+    assert "has no prompt" in problem(read_examples, rows[:1], None, "r", None, "data.texts")
+    assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", None, "data.texts")
+
+
+def test_pairs_of_columns_conversations_and_whole_texts() -> None:
+    columns = [{"prompt": "q", "c": "good", "r": "bad"}, {"prompt": "q", "c": "same", "r": "same"}]
+    assert read_pairs(columns, "prompt", "c", "r", None, "data.pairs") == ([Pair("q", "good", "bad")], 1)
+    chats = [{"c": [USER, ASSISTANT], "r": [USER, {"role": "assistant", "content": "no."}]}]
+    assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
+    whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}]
+    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == [Pair("Human: why? Assistant: ", "so.", "no.")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"), [("abc", "abd", "ab"), ("ab", "abc", "ab"), ("x", "y", ""), ("", "a", "")]
+)
+def test_what_two_texts_begin_with(one: str, other: str, found: str) -> None:
+    assert common_beginning(one, other) == found
+
+
+def test_labels_are_numbers() -> None:
+    rows = [{"t": "a", "y": 1}, {"t": "b", "y": True}, {"t": "c", "y": "0.5"}]
+    assert read_labels(rows, "t", "y", "data.labels") == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0.5)]
+    for value in ("positive", None, float("nan"), [1]):
+        assert "y is" in problem(read_labels, [{"t": "a", "y": value}], "t", "y", "data.labels")
+
+
+# ---- held-out parts ----
+
+
+def test_every_twentieth_key_is_kept_apart_with_all_its_rows() -> None:
+    rows = [(i % 60, i) for i in range(120)]
+    train, kept = split_heldout(rows, lambda row: row[0], "data.texts")
+    assert {row[0] for row in kept} == {19, 39, 59}
+    assert len(kept) == 6
+    assert sorted(train + kept) == sorted(rows)
+    with pytest.raises(InputError, match="19 different rows are too few"):
+        split_heldout(list(range(19)) * 5, lambda row: row, "data.texts")
+
+
+def test_rows_of_held_out_keys_are_left_out() -> None:
+    assert without_leaks([1, 2, 3, 2], [2], lambda row: row, "x") == [1, 3]
+    with pytest.raises(InputError, match="every row"):
+        without_leaks([2, 2], [2], lambda row: row, "x")

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.hub import hub_name, model_folder
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("ref", "parts"),
+    [
+        ("gpt2", ("gpt2", None, None)),
+        ("owner/name", ("owner/name", None, None)),
+        ("owner/name@v1.0", ("owner/name", None, "v1.0")),
+        ("owner/name:part-1@refs/pr/3", ("owner/name", "part-1", "refs/pr/3")),
+        ("runs/mine/final", None),
+        ("no such thing", None),
+        ("owner/name@", None),
+    ],
+)
+def test_a_hub_id_taken_apart(ref: str, parts: tuple[str | None, ...] | None) -> None:
+    assert hub_name(ref) == parts
+
+
+def test_a_local_folder_comes_before_the_hub(tmp_path: Path) -> None:
+    assert model_folder(str(tmp_path), "policy.model") == str(tmp_path)
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache that holds `owner/name` at one commit, which `main` was when it was downloaded."""
+    import huggingface_hub.constants
+
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return snapshot
+
+
+def test_a_pinned_revision_of_the_cache_needs_no_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi
+
+    def asked(*_: Any, **__: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(HfApi, "repo_info", asked)
+    assert Path(model_folder(f"owner/name@{COMMIT}", "policy.model")) == cached
+
+
+def test_what_was_downloaded_is_found_without_a_network(cached: Path) -> None:
+    assert Path(model_folder("owner/name", "policy.model")) == cached
+    with pytest.raises(InputError, match=r"policy\.model: owner/name@v2: .* its cache does not hold it"):
+        model_folder("owner/name@v2", "policy.model")
+
+
+@pytest.mark.parametrize("ref", ["runs/mine/final", "owner/name:subset", "no such thing"])
+def test_what_is_neither_a_folder_nor_a_model_of_the_hub(ref: str) -> None:
+    with pytest.raises(InputError, match="neither a folder nor a hub id"):
+        model_folder(ref, "policy.model")

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_kl.trainers.reward_figures import calibration, histogram, label_figures, pair_figures, sketch
+
+
+def logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+def test_a_hand_table_of_calibration() -> None:
+    """Four predictions at 0.9 of which three are right, four at 0.62 of which two are: 0.15 and 0.12 off."""
+    odds = torch.tensor([logit(0.9)] * 4 + [-logit(0.62)] * 4)
+    right = torch.tensor([True, True, True, False, True, True, False, False])
+    error, bins = calibration(odds, right)
+    assert error == pytest.approx(0.5 * 0.15 + 0.5 * 0.12, abs=1e-6)
+    assert [(round(part.confidence, 4), part.accuracy, part.size) for part in bins] == [(0.62, 0.5, 4), (0.9, 0.75, 4)]
+
+
+def test_scores_that_are_true_log_odds_are_calibrated() -> None:
+    generator = torch.Generator().manual_seed(0)
+    odds = torch.randn(200_000, generator=generator) * 2
+    label = torch.rand(200_000, generator=generator) < torch.sigmoid(odds)
+    assert calibration(odds, (odds > 0) == label)[0] < 0.01
+    assert calibration(3 * odds, (odds > 0) == label)[0] > 0.05  # too sure of itself
+
+
+def test_figures_of_pairs() -> None:
+    chosen, rejected = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 3.0, 0.0, -1.0])
+    found = pair_figures(chosen, rejected)
+    assert found["eval/accuracy"] == 0.5  # a tie is not right
+    assert found["eval/margin"] == 0.5
+    expected = sum(math.log1p(math.exp(-margin)) for margin in (1, -1, 0, 2)) / 4
+    assert found["eval/loss"] == pytest.approx(expected)
+
+
+def test_figures_of_labels() -> None:
+    scores, labels = torch.tensor([2.0, -1.0, 0.5, -3.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    found = label_figures(scores, labels, binary=True)
+    assert (found["eval/accuracy"], found["eval/majority"]) == (0.5, 0.5)
+    numbers = label_figures(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 5.0, 7.0]), binary=False)
+    assert numbers["eval/correlation"] == pytest.approx(1.0)
+    assert numbers["eval/loss"] == pytest.approx((4 + 9 + 16) / 6)
+    assert label_figures(torch.zeros(3), torch.arange(3.0), binary=False)["eval/correlation"] == 0.0
+
+
+def test_a_histogram_counts_everything_once() -> None:
+    groups = {"a": torch.linspace(-1, 1, 41), "b": torch.tensor([0.0, 1.0])}
+    found = histogram(groups)
+    assert (found["edges"][0], found["edges"][-1], len(found["edges"])) == (-1.0, 1.0, 21)
+    assert (sum(found["a"]), sum(found["b"])) == (41, 2)
+    assert histogram({"a": torch.ones(5)})["edges"][0] < 1.0
+
+
+def test_a_sketch_is_as_high_as_its_counts() -> None:
+    assert sketch([0, 1, 8, 4]) == " ▁█▄"
+    assert sketch([0, 0]) == "  "
