@@ -133,3 +133,28 @@ def test_exact_kl_is_differentiable_in_both_arguments() -> None:
     found = torch.autograd.grad(exact_kl(*pair).sum(), pair)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("elements", [1, 15, 10**6])
+def test_gradients_of_chosen_logprobs_are_those_of_numbers_close_by(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against finite differences in double precision of torch's own cross entropy."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+    noise = torch.Generator().manual_seed(3)
+    logits = (2 * torch.randn(5, 7, generator=noise)).requires_grad_()
+    ids, weights = torch.randint(7, (5,), generator=noise), torch.randn(5, generator=noise)
+    (weights * chosen_logprobs(logits, ids, 0.7)).sum().backward()
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return -(weights.double() * torch.nn.functional.cross_entropy(x / 0.7, ids, reduction="none")).sum()
+
+    step, expected = 1e-6, torch.zeros(5, 7, dtype=torch.float64)
+    for row in range(5):
+        for column in range(7):
+            shift = torch.zeros(5, 7, dtype=torch.float64)
+            shift[row, column] = step
+            plain = logits.detach().double()
+            expected[row, column] = (total(plain + shift) - total(plain - shift)) / (2 * step)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-4, atol=1e-5)

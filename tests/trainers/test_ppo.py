@@ -192,6 +192,41 @@ def test_the_policy_is_asked_once_where_sampling_and_training_agree(make_trainer
     assert row["policy/logratio_first_max"] < 1e-4
 
 
+# ---- memory ----
+
+
+def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_kl.rollout import reference
+
+    monkeypatch.setattr(reference, "PASS_ELEMENTS", {"cpu": 7 * 20})
+    monkeypatch.setattr(reference, "KEPT_ELEMENTS", 0)
+    monkeypatch.setattr("rlhf_kl.trainers.ppo.KEPT_ELEMENTS", 0)
+    trainer = make_trainer()
+    sizes: list[int] = []
+    for model in (trainer.core.policy, trainer.reference):
+        model.lm_head.register_forward_hook(lambda _head, _args, output: sizes.append(output.shape[:-1].numel()))
+    update = trainer.update(1)
+    assert int(update.rollout.mask.sum()) > 5 * 20
+    assert max(sizes) <= max(20, len(update.rollout))  # decoding: one state a row
+    assert sum(size > 20 for size in sizes) <= update.rollout.mask.shape[1]
+
+
+def test_of_the_size_of_the_logits_training_keeps_the_logits_alone(make_trainer: Make) -> None:
+    trainer = make_trainer()
+    rollout = trainer.update(1).rollout
+    packed = rollout.layout.pack(list(range(16)))
+    logits = len(packed.states) * 7
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        trainer.losses(rollout, trainer.targets(rollout, 0.1), packed, 1)
+    assert sum(size == logits for size in kept.values()) == 1
+
+
 # ---- one update ----
 
 
