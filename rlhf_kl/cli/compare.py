@@ -78,7 +78,7 @@ def _train(
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite, display=display)
     comparison = planned_comparison(plan)
     _say(comparison.notes, display)
-    print(write_comparison(comparison, plan.folder, plan.folder.name))
+    print(write_comparison(comparison, plan.folder, plan.name))
     return 1 if failures else 0
 
 

@@ -39,6 +39,7 @@ class PlannedRun:
 class ComparePlan:
     """All runs, variant by variant within each seed: an unfinished grid has whole pairs first."""
 
+    name: str  # of the file
     folder: Path
     runs: list[PlannedRun]
     notes: list[str]  # what a reader of the comparison must know
@@ -81,7 +82,7 @@ def load_compare(
     runs = [
         PlannedRun(name, seed, _placed(by_variant[name], folder, name, seed)) for seed in seeds for name in variants
     ]
-    return ComparePlan(folder, runs, _unpaired(by_variant))
+    return ComparePlan(path.stem, folder, runs, _unpaired(by_variant))
 
 
 def _placed(config: TrainConfig, folder: Path, variant: str, seed: int) -> TrainConfig:
