@@ -64,7 +64,7 @@ def test_seeds_are_paired(compared: tuple[Path, Any]) -> None:
     runs = [read_jsonl(compared[0] / "runs" / name / "samples.jsonl") for name in ("adaptive-s3", "static-s3")]
     first = [[(row["prompt"], row["response"]) for row in rows if row["step"] == 1] for rows in runs]
     assert first[0] == first[1]
-    assert len(first[0]) == 4
+    assert len(first[0]) == 6
 
 
 def test_finished_runs_are_used_again(compared: tuple[Path, Any], compare_file: Path, rlhf_kl: Cli) -> None:
@@ -116,6 +116,8 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # As in a terminal: a background job of a shell starts with SIGINT ignored, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     metrics = out / "runs" / "adaptive-s3" / "metrics.jsonl"
     deadline = time.monotonic() + 120
