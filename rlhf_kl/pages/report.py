@@ -145,8 +145,9 @@ def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
     figures_of = [f"{name} {shown(value)}" for name in ("score", "gold") if (value := number(row, name)) is not None]
     if (kl := number(row, "kl")) is not None:
         figures_of.append(f"KL {shown(kl)} nats")
+    why = ["picked for its large KL"] if row.get("chosen") == "largest kl" else []  # not a usual one
     return {
-        "heading": " · ".join([*figures_of, f"{len(_tokens(row))} tokens"]),
+        "heading": " · ".join([*figures_of, f"{len(_tokens(row))} tokens", *why]),
         "prompt": safe_text(str(row.get("prompt", "")), keep_newlines=True),
         "response": safe_text(str(row["response"]), keep_newlines=True),
         "tokens": [_token(token, hottest) for token in _tokens(row)],
