@@ -84,6 +84,7 @@ FURTHER = {
     "adaptive-target-0.03": Law(ADAPTIVE, ("kl.target=0.03",), all_seeds=True),
     "adaptive-target-0.3": Law(ADAPTIVE, ("kl.target=0.3",), all_seeds=True),
     "adaptive-sequence": Law(ADAPTIVE, ("kl.unit=sequence",), all_seeds=True),
+    "adaptive-head": Law(ADAPTIVE, ("policy.value=head",), all_seeds=True),
     "adaptive-separate": Law(ADAPTIVE, ("policy.value=separate",), all_seeds=True),
     "rao-blackwell": Law(ADAPTIVE, ("kl.placement=rao_blackwell", "kl.estimator=exact"), all_seeds=True),
     # The class's own bounds are [0.01, 1]: what the rule does where they do not hold it.

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from rlhf_kl.commands.parts import feature_trunks
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import has_adapter
+from rlhf_kl.rollout.features import feature_count
 
 FLOAT = 4  # bytes
 # Numbers that one layer keeps for a token until its backward pass, in hidden sizes: inputs and outputs of
@@ -55,6 +57,9 @@ def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstim
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     cache = config.rollout.batch_size * tokens * layers * 2 * width * size
+    if config.policy.value == "features":
+        features = feature_count(parts.reference, feature_trunks(parts))
+        models += config.rollout.batch_size * response * features * FLOAT
     return MemoryEstimate(models, per_row, cache)
 
 

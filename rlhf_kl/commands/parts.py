@@ -14,10 +14,12 @@ from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.actor_critic import ActorCritic, freeze, plain_reason, value_head_from_reward
+from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
 from rlhf_kl.models.lora import AdapterReference, has_adapter
-from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping
+from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, WeightedSum
 from rlhf_kl.rollout.collect import Sampling
+from rlhf_kl.rollout.features import feature_count
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.types import RewardFn
@@ -135,15 +137,19 @@ def prompt_format(data: PromptsSection) -> PromptFormat:
     return PromptFormat(data.chat_template, data.system, data.first_tokens)
 
 
-def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping) -> ActorCritic:
-    """The policy with its value function: a zero head on its trunk, or a trunk of its own.
+def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
+    """The policy with its value function: a critic on features, a zero head on its trunk, or a trunk of its own.
 
     The separate one starts from the reward model where that reads the policy's tokens, else from the policy.
+    `mean` and `std`: of the reference's shaped scores.
     """
+    if config.policy.value == "features":
+        size = feature_count(parts.reference, feature_trunks(parts))
+        return ActorCritic(parts.policy, critic=FeatureCritic(size, mean, std, config.run.seed))
     if config.policy.value == "head":
         return ActorCritic(parts.policy)
     reward = parts.reward
-    if isinstance(reward, RewardModel) and _reads_the_same(reward, parts.tokenizer):
+    if isinstance(reward, RewardModel) and _reads_the_same(reward, parts.tokenizer) and _has_one_output(reward):
         trunk = copy.deepcopy(reward.model.base_model)
         head: nn.Linear | None = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
     else:
@@ -154,6 +160,23 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping) -> Act
     return ActorCritic(parts.policy, trunk, head)
 
 
+def feature_trunks(parts: Parts) -> list[Any]:
+    """The trunks of the reward models that can read the policy's tokens as they come, whole responses of them."""
+    reward = parts.reward
+    every = [term for _, term in reward.terms.values()] if isinstance(reward, WeightedSum) else [reward]
+    return [
+        one.model.base_model
+        for one in every
+        if isinstance(one, RewardModel)
+        and _reads_the_same(one, parts.tokenizer)
+        and (one.limit is None or parts.prompts.longest + parts.sampling.max_new_tokens <= one.limit)
+    ]
+
+
+def _has_one_output(reward: RewardModel) -> bool:
+    return bool(reward.model.score.out_features == 1)
+
+
 def _reads_the_same(reward: RewardModel, tokenizer: Any) -> bool:
-    one_output = not reward.encoder and reward.model.score.out_features == 1
-    return one_output and bool(reward.tokenizer.get_vocab() == tokenizer.get_vocab())
+    """An encoder never does: its states know of later tokens."""
+    return not reward.encoder and bool(reward.tokenizer.get_vocab() == tokenizer.get_vocab())

@@ -44,6 +44,11 @@ class ReferenceScores:
         """Mean shaped score of the reference."""
         return fmean(self.shaped)
 
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the reference's shaped scores."""
+        return pstdev(self.shaped)
+
     def summary(self) -> dict[str, Any]:
         """What `summary.json` keeps: means, and the score gain that KL can buy by tilting and by best of n."""
         return {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_kl.checkpoint import checkpoints, write_folder
 from rlhf_kl.commands.guards import RunGuards
-from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value
+from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value, feature_trunks
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.reference_scores import ReferenceScores
 from rlhf_kl.commands.samples import sample_rows, top_tokens
@@ -115,8 +115,15 @@ class TrainRun:
             self.reference_scores = ReferenceScores(**state["reference_scores"])
             shaping, coef = ScoreShaping(**state["trainer"]["shaping"]), state["starting_coef"]
         self.coef = coef
-        model = build_value(config, parts, shaping).to(accelerator.device)
-        optimizer = adamw(model, config.ppo.learning_rate, config.ppo.weight_decay)
+        scores = self.reference_scores
+        model = build_value(config, parts, shaping, scores.mean, scores.spread).to(accelerator.device)
+        optimizer = adamw(
+            model,
+            config.ppo.learning_rate,
+            config.ppo.weight_decay,
+            model.critic,
+            config.ppo.critic_learning_rate,
+        )
         control = build_control(config, coef)
         adjusts = getattr(control.controller, "adjusts", True)
         self.alerts = KLAlerts(
@@ -141,6 +148,7 @@ class TrainRun:
             parts.tokenizer,
             parts.sampling,
             parts.gold,
+            feature_trunks(parts),
         )
         self.guards = RunGuards(config, self.trainer, recorder.folder, parts.same_start)
         self.start = 1
@@ -432,10 +440,13 @@ class TrainRun:
 
         def write(place: Path) -> None:
             save_model(policy, self.parts.tokenizer, place)
-            tensors = {f"value_head.{k}": v.contiguous() for k, v in core.value_head.state_dict().items()}
-            if core.value_trunk is not None:
-                trunk = core.value_trunk.state_dict()
-                tensors |= {f"value_trunk.{k}": v.clone().contiguous() for k, v in trunk.items()}
+            parts = {"value_head": core.value_head, "value_trunk": core.value_trunk, "critic": core.critic}
+            tensors = {
+                f"{name}.{key}": tensor.clone().contiguous()
+                for name, part in parts.items()
+                if part is not None
+                for key, tensor in part.state_dict().items()
+            }
             save_file(tensors, place / "value.safetensors")
 
         write_folder(self.recorder.folder.final, write)

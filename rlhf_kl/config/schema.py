@@ -194,8 +194,9 @@ class TunedSection(Section):
 class PolicySection(TunedSection):
     model: Source = "builtin:reviews"
     """Starting policy: a local folder, a hub id (owner/name, owner/name@revision), or builtin:NAME."""
-    value: Literal["head", "separate"] = "head"
-    """Value function: a head on the policy, or a model of its own that starts from the reward model."""
+    value: Literal["features", "head", "separate"] = "features"
+    """Value function: a small network on what the reference and the reward model make of a state, a head on the
+    policy, or a model of its own that starts from the reward model."""
     lora: LoraSection | None = None
     """Train a low-rank adapter and leave the weights as they are: `lora: {}` for the defaults."""
 
@@ -347,15 +348,19 @@ class PPOSection(OptimiserSection):
     lam: Unit = 0.95
     """Lambda of generalised advantage estimation."""
     critic_lam: Unit | None = None
-    """Lambda of the value function's targets; null = lam."""
+    """Lambda of the value function's targets; null = lam, and 1 for `features`: the rewards as they came."""
+    critic_epochs: Count = 10
+    """Passes over each batch that fit a value function on `features`."""
+    critic_learning_rate: Positive = 1.0e-3
+    """Learning rate of a value function on `features`."""
     value_warmup: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     """Updates at the start that train the value function only."""
     cliprange: Positive = 0.2
     """Clip of the probability ratio."""
     cliprange_value: Positive = 0.2
-    """Clip of the change of a value."""
+    """Clip of the change of a value; `head` and `separate`."""
     vf_coef: NonNegative = 0.1
-    """Weight of the value loss."""
+    """Weight of the value loss beside the policy's; `head` and `separate`."""
     whiten_rewards: bool = False
     """Scale rewards to spread 1 within a batch."""
     max_update_kl: Positive | None = None

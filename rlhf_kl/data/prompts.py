@@ -98,6 +98,11 @@ class PromptStream:
     def __len__(self) -> int:
         return len(self.texts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(row) for row in self.rows)
+
     def batch(self, step: int, offset: int = 0, rows: int | None = None) -> PromptBatch:
         """Prompts `offset` to `offset + rows` of the global batch of a step (steps count from 1)."""
         start = (step - 1) * self.batch_size + offset

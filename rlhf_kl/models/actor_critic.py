@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.recompute import recomputing
 
 PLAIN = "rlhf_kl_plain"  # attribute of a model: why the short way of `state_logits` does not work with it
@@ -18,7 +19,7 @@ class StateOutput(NamedTuple):
     """Policy logits and values at the states that response tokens were drawn from."""
 
     logits: Tensor  # (N, V)
-    values: Tensor  # (N,) float32
+    values: Tensor | None  # (N,) float32; None where the value function reads features
 
 
 def position_ids(mask: Tensor) -> Tensor:
@@ -46,11 +47,11 @@ def state_logits(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> Tenso
 
     Rows are padded on the right only. Runs the model's own forward.
     """
-    return _read_states(model, ids, mask, states)[0]
+    return read_states(model, ids, mask, states)[0]
 
 
-def _read_states(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) and what the LM head reads (N, H)."""
+def read_states(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) as `state_logits`, and what the LM head reads (N, H)."""
     if plain_reason(model):
         output = model(
             input_ids=ids,
@@ -98,38 +99,46 @@ def choose_way(model: Any) -> None:
     states = torch.tensor([1, 2, 4, 6, 9], device=device)
     setattr(model, PLAIN, None)
     try:
-        short = _read_states(model, ids, mask, states)
+        short = read_states(model, ids, mask, states)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         setattr(model, PLAIN, f"{type(error).__name__}: {error}")
         return
     setattr(model, PLAIN, "being compared")
-    plain = _read_states(model, ids, mask, states)
+    plain = read_states(model, ids, mask, states)
     gap = max(float((a - b).abs().max()) for a, b in zip(short, plain, strict=True))
     agrees = gap <= WAYS_AGREE * max(1.0, float(plain[0].abs().max()))
     setattr(model, PLAIN, None if agrees else f"its logits there differ by {gap:.2g}")
 
 
 class ActorCritic(nn.Module):
-    """A causal LM with a value function: a head on its own trunk, or a trunk of its own.
+    """A causal LM with a value function: a critic on frozen features, a head on its own trunk, or a trunk of its own.
 
     Source: Ziegler et al. 2019 (shared trunk); Ouyang et al. 2022 (separate, from the reward model).
     """
 
-    def __init__(self, policy: Any, value_trunk: Any | None = None, value_head: nn.Linear | None = None) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        value_trunk: Any | None = None,
+        value_head: nn.Linear | None = None,
+        critic: FeatureCritic | None = None,
+    ) -> None:
         super().__init__()
-        self.policy = policy
-        self.value_trunk = value_trunk
-        size = (value_trunk or policy).config.get_text_config().hidden_size
-        self.value_head = value_head if value_head is not None else _zero_head(size)
+        self.policy, self.value_trunk, self.critic = policy, value_trunk, critic
+        if critic is None and value_head is None:
+            value_head = _zero_head((value_trunk or policy).config.get_text_config().hidden_size)
+        self.value_head = value_head
 
     def forward(self, ids: Tensor, mask: Tensor, states: Tensor) -> StateOutput:
         """`ids` and `mask` (B, L), padded on the right, `states` (N,) of the B * L -> logits (N, V), values (N,)."""
         with recomputing(self.policy):
-            logits, hidden = _read_states(self.policy, ids, mask, states)
+            logits, hidden = read_states(self.policy, ids, mask, states)
         return StateOutput(logits, self.values(ids, states, hidden))
 
-    def values(self, ids: Tensor, states: Tensor, hidden: Tensor) -> Tensor:
-        """Values (N,) at `states`, where the policy's LM head reads `hidden` (N, H)."""
+    def values(self, ids: Tensor, states: Tensor, hidden: Tensor) -> Tensor | None:
+        """Values (N,) at `states`, where the policy's LM head reads `hidden` (N, H); None with a critic."""
+        if self.value_head is None:
+            return None
         if self.value_trunk is not None:
             trunk = self.value_trunk(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False)
             hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, states)

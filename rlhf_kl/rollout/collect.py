@@ -14,6 +14,7 @@ from rlhf_kl.models.text import decode_responses
 from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
 from rlhf_kl.ops.packing import Layout, Packed
 from rlhf_kl.rollout.decoded import DecodedStates
+from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceLogits, pass_bounds
 from rlhf_kl.rollout.sampling import Sampled, sample_responses
 from rlhf_kl.types import PromptBatch, RolloutBatch
@@ -72,16 +73,21 @@ def measure(
     temperature: float,
     kept: ReferenceLogits | None = None,
     decoded: DecodedStates | None = None,
+    features: StateFeatures | None = None,
 ) -> Measured:
     """Log-probs under policy and reference, exact KL, entropy and values, row by row in passes of equal length.
 
-    `kept` keeps the reference's logits for later, where it has room; `decoded` spares the policy's own pass.
+    `kept` keeps the reference's logits for later, where it has room; `decoded` spares the policy's own pass;
+    `features` give the values where the model has none of its own; without either they are 0.
     """
     device = sampled.ids.device
     ids = torch.cat([prompts.ids.to(device), sampled.ids], 1)
     layout = Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
     reference_logits = kept or ReferenceLogits(reference)
     reference_logits.begin(layout)
+    if features is not None:
+        features.begin(layout)
+        reference_logits.hear = features.take
     if decoded is not None:
         decoded.settle(layout)
     columns = torch.zeros(5, *sampled.ids.shape, device=device)
@@ -93,8 +99,12 @@ def measure(
             logits, values = model(packed.ids, packed.mask, packed.states)
         chosen = sampled.ids.flatten()[packed.places]
         found = compare_distributions(logits, reference_logits(packed), chosen, temperature)
+        if features is not None:
+            values = features.values(packed)
         for row, column in zip(flat, (*found, values), strict=True):
-            row[packed.places] = column
+            if column is not None:
+                row[packed.places] = column
+    reference_logits.hear = None
     return Measured(*columns.unbind())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.actor_critic import state_logits
+from rlhf_kl.models.actor_critic import read_states
 from rlhf_kl.ops.packing import Layout, Packed, pass_overhead
 
 KEPT_ELEMENTS = 1 << 24  # logits of a rollout that are kept to the end of its update: 64 MiB in float32
@@ -26,6 +27,9 @@ class ReferenceLogits:
     def __init__(self, model: Any, *, keep: bool = False) -> None:
         self.model, self.keep = model, keep
         self.vocabulary: int = model.config.get_text_config().vocab_size
+        self.hear: Callable[[Packed, Tensor], None] | None = (
+            None  # told what the LM head read in a rollout's first pass
+        )
         self.kept: Tensor | None = None  # (tokens, V)
         self.room = self.filled = 0
 
@@ -39,7 +43,9 @@ class ReferenceLogits:
         """Logits (N, V) at the states of a pass over the rollout."""
         if self.kept is not None and self.filled == self.room:
             return self.kept.index_select(0, packed.numbers)
-        logits = state_logits(self.model, packed.ids, packed.mask, packed.states)
+        logits, hidden = read_states(self.model, packed.ids, packed.mask, packed.states)
+        if self.hear is not None:
+            self.hear(packed, hidden)
         if self.room:
             if self.kept is None:
                 self.kept = logits.new_empty(self.room, logits.shape[1])

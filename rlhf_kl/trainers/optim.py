@@ -8,14 +8,28 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+CONSTANT = "constant_rate"  # marks a group of tensors whose learning rate follows no schedule
 
-def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the trainable tensors, eps 1e-5 (Huang et al. 2022, detail 3); no decay on vectors."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+
+def adamw(
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float,
+    critic: nn.Module | None = None,
+    critic_rate: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW over the trainable tensors, eps 1e-5 (Huang et al. 2022, detail 3); no decay on vectors.
+
+    `critic`, a part of the model, keeps the constant learning rate `critic_rate`.
+    """
+    apart = {id(p) for p in critic.parameters()} if critic is not None else set()
+    trainable = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if critic is not None:
+        groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "lr": critic_rate, CONSTANT: True})
     # The foreach path updates all tensors in a few calls and gives the same numbers every time.
     return torch.optim.AdamW(groups, lr=learning_rate, eps=1e-5, foreach=True)
 
@@ -36,9 +50,10 @@ def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """The same learning rate for all groups."""
+    """The same learning rate for all groups but those that keep their own."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        if not group.get(CONSTANT):
+            group["lr"] = learning_rate
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

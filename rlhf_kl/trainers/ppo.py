@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -34,10 +35,12 @@ from rlhf_kl.reward_functions import (
 )
 from rlhf_kl.rollout.collect import Measured, Sampling, assemble, draw, exact_kl_now, measure, response_texts
 from rlhf_kl.rollout.decoded import DECODING_AGREES, DecodedStates
+from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import KEPT_ELEMENTS, ReferenceLogits, pass_bounds
 from rlhf_kl.rollout.sampling import Sampled
 from rlhf_kl.seeding import shuffled, uniforms
 from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
+from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.guards import Microbatch, all_finite, non_finite_figure
 from rlhf_kl.trainers.metrics import Gathered, rollout_metrics
 from rlhf_kl.trainers.optim import lr_factor, set_learning_rate
@@ -96,12 +99,17 @@ class PPOTrainer:
         tokenizer: Any,
         sampling: Sampling,
         gold: GoldScorer | None = None,
+        feature_trunks: Sequence[Any] = (),
     ) -> None:
+        """`feature_trunks`: of reward models whose states the model's critic reads, where it has one."""
         self.config, self.accelerator = config, accelerator
+        keep_from_ddp(model)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.core: ActorCritic = accelerator.unwrap_model(self.model)
         self.reference, self.reward, self.gold = reference, reward, gold
         self.reference_logits = ReferenceLogits(reference, keep=True)
+        critic = self.core.critic
+        self.features = StateFeatures(critic, feature_trunks) if critic is not None else None
         self.decoding_agrees: bool | None = None  # not known before the first rollout of this process
         self.notes: list[str] = []
         self.shaping, self.controller = shaping, controller
@@ -109,7 +117,8 @@ class PPOTrainer:
         self.forecast, self.microbatch = KLForecast(), Microbatch(config.ppo.microbatch_size)
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
         self.local_rows = config.rollout.batch_size // self.world
-        self.trained = [p for p in self.core.parameters() if p.requires_grad]
+        fitted = {id(p) for p in critic.parameters()} if critic is not None else set()
+        self.trained = [p for p in self.core.parameters() if p.requires_grad and id(p) not in fitted]
 
     # ------------------------------------------------------------------ one update
 
@@ -193,10 +202,10 @@ class PPOTrainer:
         """Policy, reference and values at the sampled tokens; the first time also whether decoding agrees."""
         temperature, kept = self.sampling.temperature, self.reference_logits
         if decoded is None:
-            return measure(self.model, self.reference, prompts, sampled, temperature, kept)
-        found = measure(self.core, self.reference, prompts, sampled, temperature, kept, decoded)
+            return measure(self.model, self.reference, prompts, sampled, temperature, kept, features=self.features)
+        found = measure(self.core, self.reference, prompts, sampled, temperature, kept, decoded, self.features)
         if self.decoding_agrees is None:
-            whole = measure(self.model, self.reference, prompts, sampled, temperature, kept)
+            whole = measure(self.model, self.reference, prompts, sampled, temperature, kept, features=self.features)
             gap = self.max_over_processes((found.logprobs - whole.logprobs).abs().max())
             self.decoding_agrees = bool(gap <= DECODING_AGREES)
             if not self.decoding_agrees:
@@ -224,8 +233,9 @@ class PPOTrainer:
         if cfg.whiten_rewards:
             rewards, scale = whiten(rewards, rollout.mask, center=False, reduce=self.sum_over_processes)
         advantages, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
-        if cfg.critic_lam is not None:
-            _, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.critic_lam)
+        critic_lam = 1.0 if cfg.critic_lam is None and self.features is not None else cfg.critic_lam
+        if critic_lam is not None:
+            _, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, critic_lam)
         advantages, std = whiten(advantages, rollout.mask, reduce=self.sum_over_processes)
         # The KL in the loss stands beside advantages that were divided by these: so is its beta.
         weight = 0.0 if self.config.kl.placement == "reward" else coef / float(scale * std)
@@ -253,7 +263,9 @@ class PPOTrainer:
         size = cfg.minibatch_size // self.world
         totals: dict[str, float] = {}
         first_max, skipped, taken, trained = 0.0, None, 0, 0.0
-        for epoch in range(cfg.epochs):
+        learning = self.features is None or step > cfg.value_warmup
+        epochs = cfg.epochs if learning else 0  # a critic needs nothing of the policy's epochs
+        for epoch in range(epochs):
             order = shuffled(len(rollout), self.config.run.seed, "minibatches", step, epoch)
             epoch_kl = 0.0
             for number, rows in enumerate(order.split(size)):
@@ -271,6 +283,9 @@ class PPOTrainer:
             if cfg.max_update_kl is not None and epoch_kl > cfg.max_update_kl:
                 break
         means = {name: value / trained for name, value in totals.items()}
+        if self.features is not None:
+            means["value_loss"], finite = self.fit_critic(self.features, rollout, targets, step)
+            skipped = skipped if finite else "a gradient of the value function"
         return {
             "policy/loss": means.get("policy_loss", math.nan),
             "policy/approx_kl": means.get("approx_kl", math.nan),
@@ -278,11 +293,27 @@ class PPOTrainer:
             "policy/logratio_first_max": first_max,
             "policy/grad_norm": totals["grad_norm"] / taken if taken else math.nan,
             "policy/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "policy/epochs": epoch + 1,
+            "policy/epochs": epoch + 1 if learning else 0,
             "value/loss": means.get("value_loss", math.nan),
             "value/explained_variance": self.explained_variance(rollout, targets),
             "skipped": skipped,
         }
+
+    def fit_critic(
+        self, features: StateFeatures, rollout: RolloutBatch, targets: Targets, step: int
+    ) -> tuple[float, bool]:
+        """Bring the critic towards the returns of this rollout; its loss before that, and whether all was finite."""
+        every = rollout.layout.pack(range(len(rollout)))
+        return fit_critic(
+            features.critic,
+            self.optimizer,
+            features.kept[every.numbers],
+            targets.returns.flatten()[every.places],
+            epochs=self.config.ppo.critic_epochs,
+            seed=self.config.run.seed,
+            step=step,
+            total=self.sum_over_processes,
+        )
 
     def minibatch(
         self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int
@@ -342,7 +373,9 @@ class PPOTrainer:
             logits, values = self.model(packed.ids, packed.mask, packed.states)  # (N, V), (N,)
         logprobs = chosen_logprobs(logits, ids, temperature)
         surrogate, clipped = policy_loss(logprobs, old, advantages, cfg.cliprange)
-        policy_total, value_total = surrogate.sum(), value_loss(values, old_values, returns, cfg.cliprange_value).sum()
+        policy_total, value_total = surrogate.sum(), torch.zeros((), device=ids.device)
+        if values is not None:
+            value_total = value_loss(values, old_values, returns, cfg.cliprange_value).sum()
         loss = cfg.vf_coef * value_total
         if step > cfg.value_warmup:
             loss = loss + policy_total
@@ -413,7 +446,9 @@ class PPOTrainer:
                 logits, values = self.model(packed.ids, packed.mask, packed.states)
                 ref_logits = self.reference_logits(packed)
             kl = exact_kl(logits, ref_logits, self.sampling.temperature).sum()
-            self.accelerator.backward((kl + 0.0 * values.sum()) * (self.world / tokens))
+            if values is not None:
+                kl = kl + 0.0 * values.sum()  # keeps every tensor in the graph for DDP
+            self.accelerator.backward(kl * (self.world / tokens))
         grads = [p.grad for p in self.trained]
         norm = torch.sqrt(sum((g.double().square().sum() for g in grads if g is not None), torch.zeros(()).double()))
         size = torch.sqrt(torch.tensor(float(sum(p.numel() for p in self.trained))))
@@ -503,3 +538,10 @@ class PPOTrainer:
         self.shaping = ScoreShaping(**state["shaping"])
         self.forecast.load_state_dict(state["forecast"])
         self.microbatch.halve_to(state["microbatch"])
+
+
+def keep_from_ddp(model: ActorCritic) -> None:
+    """DDP waits for the gradient of everything it holds; the critic is fitted apart and sums its own."""
+    if model.critic is not None:
+        names = [f"critic.{name}" for name, _ in model.critic.named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

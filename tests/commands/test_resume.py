@@ -66,7 +66,7 @@ def crash(whole: Path, place: Path, kept: int) -> Path:
 # ---- resume ----
 
 
-@pytest.mark.parametrize(("kept", "value"), [(2, "head"), (4, "head"), (4, "separate")])
+@pytest.mark.parametrize(("kept", "value"), [(2, "features"), (4, "features"), (4, "head"), (4, "separate")])
 def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path, kept: int, value: str) -> None:
     """Killed after later rows were written: those are computed again, and nothing is there twice."""
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"

@@ -47,6 +47,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
         policy: Any = None,
         reference: Any = None,
         value_trunk: Any = None,
+        critic: Any = None,
         optimizer: Callable[[Any], Any] | None = None,
         controller: Any = None,
         reward: Any = count_a,
@@ -58,12 +59,14 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
             settings[name] = settings.get(name, {}) | values
         config = TrainConfig.model_validate(settings)
         policy = policy if policy is not None else new_model(seed=3, spread=0.1)
-        model = ActorCritic(policy, value_trunk)
+        model = ActorCritic(policy, value_trunk, critic=critic)
         return PPOTrainer(
             config=config,
             accelerator=Accelerator(cpu=True),
             model=model,
-            optimizer=optimizer(model) if optimizer else adamw(model, config.ppo.learning_rate, 0.0),
+            optimizer=optimizer(model)
+            if optimizer
+            else adamw(model, config.ppo.learning_rate, 0.0, critic, config.ppo.critic_learning_rate),
             reference=freeze(copy.deepcopy(policy) if reference is None else reference),
             reward=reward,
             shaping=shaping or ScoreShaping(mean=1.0, std=1.0),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.reward_functions import ScoreShaping
 from rlhf_kl.trainers.ppo import PPOTrainer, Targets, Update
 
@@ -405,3 +406,64 @@ def test_a_trainer_goes_on_from_its_state(make_trainer: Make) -> None:
             if not key.startswith(("time/", "perf/")):
                 assert a[key] == b[key] or (a[key] != a[key] and b[key] != b[key]), key
     assert torch.equal(weights(one.core), weights(other.core))
+
+
+# ---- a critic on features
+
+
+def with_critic(make_trainer: Make, new_model: Make, **sections: Any) -> Any:
+    """A trainer whose value function reads features of the reference."""
+    critic = FeatureCritic(16, mean=0.0, scale=1.0, seed=0)
+    policy = new_model(seed=3, spread=0.1)
+    return make_trainer(policy=policy, critic=critic, **sections)
+
+
+def test_the_critic_learns_the_returns(make_trainer: Make, new_model: Make) -> None:
+    """As far as sixteen numbers of an untrained model tell the prompt."""
+
+    def of_prompt(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [2.0 * len(prompt) for prompt in prompts]
+
+    shaping = ScoreShaping(mean=4.8, std=2.0)
+    ppo = {"critic_learning_rate": 1e-2}
+    trainer = with_critic(make_trainer, new_model, reward=of_prompt, shaping=shaping, ppo=ppo)
+    explained = [trainer.update(step).row["value/explained_variance"] for step in range(1, 13)]
+    assert explained[0] == pytest.approx(0.0, abs=1e-6)
+    assert sum(explained[-6:]) / 6 > 0.35
+
+
+def test_a_critic_is_fitted_after_its_values_were_used(make_trainer: Make, new_model: Make) -> None:
+    """The first policy step is the same whatever the critic then learns: no advantage knows its own return."""
+    policies = []
+    for rate in (1e-3, 1e-1):
+        trainer = with_critic(make_trainer, new_model, ppo={"critic_learning_rate": rate})
+        before = weights(trainer.core.critic)
+        trainer.update(1)
+        assert not torch.equal(weights(trainer.core.critic), before)
+        policies.append(weights(trainer.core.policy))
+    assert torch.equal(*policies)
+
+
+def test_a_warm_up_trains_the_critic_only(make_trainer: Make, new_model: Make) -> None:
+    trainer = with_critic(make_trainer, new_model, ppo={"value_warmup": 1})
+    policy, value = weights(trainer.core.policy), weights(trainer.core.critic)
+    row = trainer.update(1).row
+    assert row["policy/epochs"] == 0
+    assert math.isfinite(row["value/loss"])
+    assert torch.equal(weights(trainer.core.policy), policy)
+    assert not torch.equal(weights(trainer.core.critic), value)
+    trainer.update(2)
+    assert not torch.equal(weights(trainer.core.policy), policy)
+
+
+def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make, new_model: Make) -> None:
+    """The critic of a run whose every update is cut to next to nothing still learns."""
+    kl = {"target": 1e-7, "ceiling": {"value": 2e-7, "action": "backtrack"}}  # beta is constant
+    trainer = with_critic(make_trainer, new_model, kl=kl, ppo={"learning_rate": 0.1})
+    value = weights(trainer.core.critic)
+    row = trainer.update(1).row
+    assert row["kl/backtrack_factor"] < 0.1
+    free = with_critic(make_trainer, new_model, ppo={"learning_rate": 0.1})
+    free.update(1)
+    assert torch.equal(weights(trainer.core.critic), weights(free.core.critic))
+    assert not torch.equal(weights(trainer.core.critic), value)
