@@ -15,7 +15,8 @@ in band     share of the updates from number 15 on within +-25 % of the target
 cut         share of the second half's updates that the ceiling shortened
 score       mean over the second half of the score that PPO sees (normalised, clipped, less penalties)
 gold, KL    means over the second half
-limit       score gain over that of the tilted reference samples at the same KL, for the last ten updates
+limit       score gain over the most that any policy could have at the same KL, for the last ten updates: that
+            of 24,576 reference samples tilted by exp(score / beta), which errs on the high side by about 1 %
 """
 
 from __future__ import annotations
@@ -23,24 +24,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
+from rlhf_kl.commands.compare import train_grid
 from rlhf_kl.commands.session import finished_summary
+from rlhf_kl.config.compare import ComparePlan, PlannedRun
 from rlhf_kl.config.load import config_diff, load_config
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.results import control
 from rlhf_kl.results.control import BAND, BAND_FROM, ratios
+from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.jsonl import read_jsonl
 from rlhf_kl.tracking.run_folder import RunFolder, write_json
 
@@ -380,90 +379,11 @@ def config_of(run: Run, settings: Settings) -> TrainConfig:
     return config
 
 
-def command(run: Run, settings: Settings) -> list[str]:
-    """The product's own command line for a run."""
-    sets = [word for text in overrides(run, settings) for word in ("--set", text)]
-    return [sys.executable, "-m", "rlhf_kl", "train", "--config", str(CONFIG), *sets, "--resume", "--quiet"]
-
-
-@dataclass
-class Job:
-    """A run that is under way."""
-
-    run: Run
-    process: subprocess.Popen[bytes]
-    log: Path
-    started: float
-
-
-class Grid:
-    """Runs what is not finished yet, `jobs` at a time."""
-
-    def __init__(self, runs: Sequence[Run], settings: Settings) -> None:
-        self.runs, self.settings = runs, settings
-        self.waiting = [run for run in runs if finished_summary(settings.folder(run)) is None]
-        self.todo = list(self.waiting)
-        self.running: list[Job] = []
-        self.before = sum(map(self.done, self.todo))
-        self.begun = time.monotonic()
-
-    def work(self) -> None:
-        """Until all runs have ended. Errors: KeyboardInterrupt, with the runs' checkpoints written."""
-        ready = len(self.runs) - len(self.todo)
-        say(f"runs: {len(self.runs)}, of which {ready} are finished")
-        try:
-            while self.waiting or self.running:
-                while self.waiting and len(self.running) < self.settings.jobs:
-                    self.running.append(self.start(self.waiting.pop(0)))
-                time.sleep(0.5)
-                for job in [job for job in self.running if job.process.poll() is not None]:
-                    self.running.remove(job)
-                    self.report(job)
-        except KeyboardInterrupt:
-            for job in self.running:
-                job.process.send_signal(signal.SIGINT)
-            for job in self.running:
-                job.process.wait()
-            raise
-
-    def start(self, run: Run) -> Job:
-        environment = dict(os.environ)
-        if self.settings.jobs > 1:
-            environment["OMP_NUM_THREADS"] = "1"
-        log = self.settings.out / f"{run.name}.log"
-        with log.open("wb") as out:
-            # A session of its own: Ctrl-C comes through us, once, and the run ends with a checkpoint.
-            process = subprocess.Popen(
-                command(run, self.settings),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-        return Job(run, process, log, time.monotonic())
-
-    def report(self, job: Job) -> None:
-        ended = len(self.runs) - len(self.waiting) - len(self.running)
-        text = f"[{ended}/{len(self.runs)}] {job.run.name}: "
-        if job.process.returncode:
-            last = job.log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            text += f"FAILED, exit {job.process.returncode}: {last[0]}"
-        else:
-            text += "done"
-        say(f"{text} ({time.monotonic() - job.started:.0f} s){self.time_left()}")
-
-    def time_left(self) -> str:
-        done = sum(map(self.done, self.todo)) - self.before
-        ahead = [*self.waiting, *(job.run for job in self.running)]
-        missing = sum(self.settings.updates - self.done(run) for run in ahead)
-        if not done or not missing:
-            return ""
-        minutes = (time.monotonic() - self.begun) / done * missing / 60
-        return f"; about {minutes:.0f} min left"
-
-    def done(self, run: Run) -> int:
-        return len(updates_of(read_jsonl(self.settings.folder(run).metrics)))
+def train_missing(runs: Sequence[Run], settings: Settings) -> bool:
+    """Train what is not finished yet, as `rlhf-kl compare` does; False where a run failed."""
+    planned = [PlannedRun(run.row, run.seed, config_of(run, settings)) for run in runs]
+    grid = ComparePlan(settings.out.name, settings.out, planned, [])
+    return not train_grid(grid, jobs=settings.jobs, overwrite=False, display=TrainingDisplay())
 
 
 def say(text: str) -> None:
@@ -489,7 +409,6 @@ def measure_frozen(folder: RunFolder) -> list[float]:
     from rlhf_kl.models.load import load_causal_lm
     from rlhf_kl.rollout.collect import draw, measure
     from rlhf_kl.seeding import uniforms
-    from rlhf_kl.tracking.display import TrainingDisplay
 
     config = load_config("train", folder.config)
     accelerator = make_accelerator(config.run)
@@ -523,6 +442,63 @@ def noise_floor(runs: Sequence[Run], settings: Settings) -> dict[str, Any] | Non
         write_json(file, found)
         return found
     return None
+
+
+# ---------------------------------------------------------------------------------------------- limit
+
+LIMIT_PROMPTS, LIMIT_SAMPLES = 128, 192  # a run's own 1024 samples would make its limit uncertain by 4 %
+
+
+class Reference(NamedTuple):
+    """Many samples of the frozen reference: raw scores, what penalties look at, and the prompt of each."""
+
+    scores: list[float]
+    traits: list[list[float]]
+    prompts: list[int]
+
+    def share(self, folder: RunFolder) -> float | None:
+        """The score gain of a finished run's last updates over the limit at their KL."""
+        from torch import tensor
+
+        from rlhf_kl.checkpoint import checkpoints
+        from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl
+        from rlhf_kl.reward_functions import ResponseTraits, ScoreShaping
+
+        kept = checkpoints(folder.checkpoints)
+        if not kept:
+            return None
+        shaping = ScoreShaping(**kept[-1].state()["trainer"]["shaping"])
+        ended, lengths, repeated = (tensor(column) for column in self.traits)
+        shaped = shaping(tensor(self.scores), ResponseTraits(ended.bool(), lengths, repeated)).tolist()
+        last = control.end(updates_of(read_jsonl(folder.metrics)))
+        limit = gain_at_kl(centre_groups(shaped, self.prompts), mean_of(last, "kl/sequence"))
+        return (mean_of(last, "objective/scores_shaped") - statistics.fmean(shaped)) / limit if limit else None
+
+
+def reference(runs: Sequence[Run], settings: Settings) -> Reference | None:
+    """Sampled once, with the models of the first finished run, into its own file."""
+    file = settings.out / "reference.json"
+    if file.exists():
+        return Reference(**json.loads(file.read_text()))
+    finished = [settings.folder(run) for run in runs if finished_summary(settings.folder(run)) is not None]
+    if not finished:
+        return None
+    from rlhf_kl.commands.parts import build_parts
+    from rlhf_kl.commands.session import make_accelerator
+    from rlhf_kl.commands.train import reference_samples
+    from rlhf_kl.seeding import shuffled
+
+    config = load_config("train", finished[0].config)
+    accelerator = make_accelerator(config.run)
+    parts = build_parts(config, accelerator, TrainingDisplay(quiet=True))
+    chosen = shuffled(len(parts.prompts), 0, "limit")[:LIMIT_PROMPTS].tolist()
+    prompts = [prompt for prompt in chosen for _ in range(LIMIT_SAMPLES)]
+    say(f"sampling {len(prompts)} responses of the reference")
+    found = list(reference_samples(config, parts, accelerator, prompts))
+    scores = [score for batch in found for score in batch.scores.tolist()]
+    traits = [[float(x) for batch in found for x in batch.traits[i].tolist()] for i in range(3)]
+    write_json(file, {"scores": scores, "traits": traits, "prompts": prompts})
+    return Reference(scores, traits, prompts)
 
 
 # ---------------------------------------------------------------------------------------------- picture
@@ -603,6 +579,7 @@ class Results:
 def read_results(runs: Sequence[Run], settings: Settings) -> Results:
     """What the run folders hold."""
     found = Results({run.row: {} for run in runs}, [], [], set())
+    limit = reference(runs, settings)
     for run in runs:
         folder = settings.folder(run)
         try:
@@ -617,7 +594,9 @@ def read_results(runs: Sequence[Run], settings: Settings) -> Results:
         except (InvalidError, InputError) as reason:
             found.invalid.append(f"{run.name}: {reason}")
         else:
-            found.figures[run.row][run] = Figures(**asdict(figures) | {"of_limit": summary.get("tilt_share")})
+            found.figures[run.row][run] = Figures(
+                **asdict(figures) | {"of_limit": limit.share(folder) if limit is not None else None}
+            )
             found.revisions.add(str(summary.get("git")))
     return found
 
@@ -718,15 +697,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and show the grid; returns the exit code."""
     asked = parse_arguments(arguments)
-    signal.signal(signal.SIGTERM, interrupt)
     try:
         if asked.updates < 2 or asked.jobs < 1:
             raise InputError("--updates must be at least 2 and --jobs at least 1")
@@ -737,14 +710,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs:  # a mistake is told before the first minute is spent
             config_of(run, settings)
         settings.out.mkdir(parents=True, exist_ok=True)
-        if not asked.table_only:
-            Grid(runs, settings).work()
-        return show(runs, settings)
+        whole = asked.table_only or train_missing(runs, settings)
+        return show(runs, settings) or int(not whole)
     except InputError as error:
         for problem in error.problems:
             say(f"error: {problem}")
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         say("interrupted; the same command goes on from the last checkpoints")
         return 130
 

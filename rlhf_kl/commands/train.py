@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -87,6 +87,32 @@ def build_control(config: TrainConfig, coef: float) -> KLControl:
         return KLControl(found(**controller_arguments(found, config.kl, config.ppo, config.rollout, coef)))
     except (ValueError, TypeError) as error:
         raise InputError(f"kl.controller: {error}") from error
+
+
+class ReferenceSamples(NamedTuple):
+    """Responses of the reference to a batch of prompts, and what the reward says of them."""
+
+    prompts: PromptBatch
+    noise: Tensor  # (B, max_new_tokens) that they were drawn with
+    responses: list[str]
+    scores: Tensor  # (B,) raw
+    traits: ResponseTraits
+
+
+def reference_samples(
+    config: TrainConfig, parts: Parts, accelerator: Any, indices: Sequence[int]
+) -> Iterator[ReferenceSamples]:
+    """One response of the reference to each of these prompts, batch by batch."""
+    width, device = parts.sampling.max_new_tokens, accelerator.device
+    for start in range(0, len(indices), SAMPLING_ROWS):
+        batch = parts.prompts.pick(indices[start : start + SAMPLING_ROWS])
+        noise = uniforms(len(batch), width, config.run.seed, "reference samples", start)
+        with accelerator.autocast():
+            sampled = draw(parts.reference, batch, noise, parts.sampling, device)
+        responses = response_texts(parts.tokenizer, sampled)
+        scores = checked_scores(parts.reward, batch.texts, responses, config.reward.kind)
+        traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
+        yield ReferenceSamples(batch, noise, responses, scores, traits)
 
 
 class TrainRun:
@@ -175,18 +201,13 @@ class TrainRun:
         indices = [i for i in chosen for _ in range(each)]
         scores, golds, traits = [], [], []
         with self.display.progress("sampling the reference", len(indices)) as advance:
-            for start in range(0, len(indices), SAMPLING_ROWS):
-                batch = parts.prompts.pick(indices[start : start + SAMPLING_ROWS])
-                noise = uniforms(len(batch), parts.sampling.max_new_tokens, config.run.seed, "reference samples", start)
-                with self.accelerator.autocast():
-                    sampled = draw(parts.reference, batch, noise, parts.sampling, self.accelerator.device)
-                responses = response_texts(parts.tokenizer, sampled)
-                scores.append(checked_scores(parts.reward, batch.texts, responses, config.reward.kind))
-                golds += gold_scores_of(parts.gold, batch.texts, responses) or []
-                traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
-                if start == 0:
-                    self.check_start(batch, noise)
-                advance(len(batch))
+            for found in reference_samples(config, parts, self.accelerator, indices):
+                scores.append(found.scores)
+                golds += gold_scores_of(parts.gold, found.prompts.texts, found.responses) or []
+                traits.append(found.traits)
+                if len(scores) == 1:
+                    self.check_start(found.prompts, found.noise)
+                advance(len(found.prompts))
         raw = torch.cat(scores)
         section = config.reward
         unscaled = ScoreShaping(
