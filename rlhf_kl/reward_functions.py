@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
@@ -23,6 +24,7 @@ from rlhf_kl.types import RewardFn
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
 SCORING_TOKENS = 1 << 16
+SHORT_AGREES = 1e-4  # largest difference of a score over the largest, where only its own place is computed
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class RewardModel:
         self.output = names.index(label) if label is not None else 0
         self.encoder = not hasattr(model, "score")  # it reads its first token and not the last
         self.limit = context_length(model)
+        if not self.encoder:
+            text_config = model.config.get_text_config()
+            pad_id = text_config.pad_token_id
+            try_last_mlp(model, lambda: self.forward([[1, 2, 3, 1], [3, 2]]), SHORT_AGREES)
+            text_config.pad_token_id = pad_id
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """One score per response, in the model's own unit."""
@@ -109,7 +116,13 @@ class RewardModel:
         filler = self.filler(rows)
         ids, mask = pad(rows, filler, left=False)
         device = next(self.model.parameters()).device
-        logits: Tensor = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        ids, mask = ids.to(device), mask.to(device)
+        if self.encoder:
+            logits: Tensor = self.model(input_ids=ids, attention_mask=mask).logits
+        else:  # causal, so nothing behind the last token, where it reads, needs hiding
+            last = torch.arange(len(rows), device=device) * ids.shape[1] + mask.sum(1) - 1
+            with last_mlp_at(self.model, last):
+                logits = self.model(input_ids=ids, attention_mask=torch.ones_like(mask)).logits
         if logits.shape[1] == 1:
             return logits[:, 0]
         others = [i for i in range(logits.shape[1]) if i != self.output]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.models.critic import FeatureCritic
+from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
 from rlhf_kl.models.recompute import recomputing
 
 PLAIN = "rlhf_kl_plain"  # attribute of a model: why the short way of `state_logits` does not work with it
@@ -68,11 +69,11 @@ def read_states(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> tuple[
         read.append(args[0].flatten(0, 1).index_select(0, states))
         return (read[0].unsqueeze(0), *args[1:])
 
-    with model.get_output_embeddings().register_forward_pre_hook(pick_states):
+    with model.get_output_embeddings().register_forward_pre_hook(pick_states), last_mlp_at(model, states):
         logits: Tensor = model(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False).logits
     if not read or logits.shape[:-1] != (1, len(states)):
         raise RuntimeError("its logits are not what its LM head computes")
-    return logits[0], read[0]
+    return logits.flatten(0, 1), read[0]  # flatten, since the gradient of an index is a whole tensor of zeros first
 
 
 def _nothing_hidden(ids: Tensor) -> Tensor:
@@ -108,6 +109,8 @@ def choose_way(model: Any) -> None:
     gap = max(float((a - b).abs().max()) for a, b in zip(short, plain, strict=True))
     agrees = gap <= WAYS_AGREE * max(1.0, float(plain[0].abs().max()))
     setattr(model, PLAIN, None if agrees else f"its logits there differ by {gap:.2g}")
+    if agrees:
+        try_last_mlp(model, lambda: read_states(model, ids, mask, states)[0], WAYS_AGREE)
 
 
 class ActorCritic(nn.Module):
@@ -140,7 +143,8 @@ class ActorCritic(nn.Module):
         if self.value_head is None:
             return None
         if self.value_trunk is not None:
-            trunk = self.value_trunk(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False)
+            with last_mlp_at(self.value_trunk, states):
+                trunk = self.value_trunk(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False)
             hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, states)
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values.float()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from rlhf_kl.models.critic import FeatureCritic
+from rlhf_kl.models.last_layer import last_mlp_at
 from rlhf_kl.ops.packing import Layout, Packed
 
 
@@ -36,7 +37,8 @@ class StateFeatures:
         for trunk in self.reward_trunks:
             # Padding stands on the right of causal models, so no mask is needed; ones keep them from guessing it.
             ones = torch.ones_like(packed.ids)
-            seen = trunk(input_ids=packed.ids, attention_mask=ones, use_cache=False).last_hidden_state
+            with last_mlp_at(trunk, packed.states):
+                seen = trunk(input_ids=packed.ids, attention_mask=ones, use_cache=False).last_hidden_state
             parts.append(seen.flatten(0, 1).index_select(0, packed.states))
         # Hidden states differ in scale from model to model, and some have a few huge channels.
         scaled = [layer_norm(part.float(), part.shape[-1:]) for part in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from rlhf_kl.models.actor_critic import position_ids
 from rlhf_kl.rollout.cache import reserve
 from rlhf_kl.rollout.decoded import DecodedStates
+from rlhf_kl.rollout.gpt2_step import GPT2Step, gpt2_step
 
 STOP_TEST_EVERY = 4  # asking the device which rows are done makes it wait
 COMPACT_BELOW = 0.8  # share of rows still going at which the others leave the batch
@@ -51,14 +53,14 @@ def sample_responses(
     `uniforms` (B, T) holds the sampling noise. A response ends with its first EOS; shapes are trimmed to the
     longest response. `decoded` is told what the model said.
     """
-    if decoded is not None:
-        with decoded.listening(model):
-            return _decode(model, prompt_ids, prompt_mask, uniforms, eos_ids, pad_id, temperature, decoded)
-    return _decode(model, prompt_ids, prompt_mask, uniforms, eos_ids, pad_id, temperature, None)
+    quick = gpt2_step(model)
+    with decoded.listening(model) if decoded is not None else nullcontext():
+        return _decode(model, quick, prompt_ids, prompt_mask, uniforms, eos_ids, pad_id, temperature, decoded)
 
 
 def _decode(
     model: Any,
+    quick: GPT2Step | None,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     uniforms: Tensor,
@@ -83,20 +85,26 @@ def _decode(
     inputs, cache, compact = prompt_ids, None, False
     for step in range(limit):
         seen = width + step
-        output = model(
-            input_ids=inputs,
-            attention_mask=attention[:, :seen],
-            position_ids=positions[:, seen - inputs.shape[1] : seen],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        if cache is None:
-            cache = output.past_key_values
-            compact = reserve(cache, end)
+        if quick is not None and compact:
+            logits, hidden = quick(inputs[:, 0], positions[:, seen - 1], attention[:, None, None, :seen], cache)
+            if decoded is not None:
+                decoded.hidden.append(hidden)
+        else:
+            output = model(
+                input_ids=inputs,
+                attention_mask=attention[:, :seen],
+                position_ids=positions[:, seen - inputs.shape[1] : seen],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits = output.logits[:, -1]
+            if cache is None:
+                cache = output.past_key_values
+                compact = reserve(cache, end)
         if decoded is not None:
-            decoded.add(going, output.logits[:, -1])
-        token = pick_tokens(output.logits[:, -1], noise[:, step], temperature)
+            decoded.add(going, logits)
+        token = pick_tokens(logits, noise[:, step], temperature)
         ids[going, step] = torch.where(alive, token, pad_id)
         mask[going, step] = alive
         stopped = alive & torch.isin(token, stops)

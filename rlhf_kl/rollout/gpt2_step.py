@@ -1,0 +1,124 @@
+"""One decoding step of a GPT-2 in its plain operations.
+
+At one token a row, most of the time of the model's own forward goes into what surrounds them: masks that are built
+anew, configs that are read, wrappers. The operations are the model's, in its order, on its own tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_kl.models.actor_critic import position_ids
+from rlhf_kl.rollout.cache import reserve
+
+AGREES = "rlhf_kl_step"  # attribute of a model: whether the step says what its own forward says
+STEPS_AGREE = 1e-4  # largest difference of a logit over the largest logit
+
+
+class _Layer(NamedTuple):
+    """What a layer multiplies by; (bias, weight) of each product."""
+
+    norm: nn.LayerNorm
+    qkv: tuple[Tensor, Tensor]
+    scaling: float
+    out: tuple[Tensor, Tensor]
+    norm_2: nn.LayerNorm
+    up: tuple[Tensor, Tensor]
+    act: nn.Module
+    down: tuple[Tensor, Tensor]
+
+
+class GPT2Step:
+    """Made for one rollout: it holds the model's tensors and asks the model nothing any more."""
+
+    def __init__(self, model: Any) -> None:
+        self.body, self.head, self.heads = model.transformer, model.lm_head.weight, model.config.n_head
+        self.layers = [
+            _Layer(
+                block.ln_1,
+                _product(block.attn.c_attn),
+                block.attn.scaling,
+                _product(block.attn.c_proj),
+                block.ln_2,
+                _product(block.mlp.c_fc),
+                block.mlp.act,
+                _product(block.mlp.c_proj),
+            )
+            for block in self.body.h
+        ]
+
+    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        """One token (b,) a row at its position (b,); `mask` (b, 1, 1, seen) is True where it may look.
+
+        Returns logits (b, V) and what the LM head reads (b, H); the cache grows by one token.
+        """
+        x = F.embedding(tokens, self.body.wte.weight) + F.embedding(positions, self.body.wpe.weight)
+        rows, size = x.shape
+        for layer, kept in zip(self.layers, cache.layers, strict=True):
+            qkv = torch.addmm(layer.qkv[0], _normed(layer.norm, x), layer.qkv[1])
+            query, key, value = qkv.view(rows, 3, self.heads, 1, -1).unbind(1)
+            keys, values = kept.update(key, value)
+            seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scaling)
+            x = torch.addmm(layer.out[0], seen.reshape(rows, size), layer.out[1]) + x
+            wide = layer.act(torch.addmm(layer.up[0], _normed(layer.norm_2, x), layer.up[1]))
+            x = x + torch.addmm(layer.down[0], wide, layer.down[1])
+        hidden = _normed(self.body.ln_f, x)
+        return F.linear(hidden, self.head), hidden
+
+
+def _product(module: Any) -> tuple[Tensor, Tensor]:
+    return module.bias, module.weight
+
+
+def _normed(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+
+def gpt2_step(model: Any) -> GPT2Step | None:
+    """A step for this model; None where it is no GPT-2 as transformers makes it, or the two do not agree.
+
+    Whether they agree is tried once for a model.
+    """
+    if type(model) is not GPT2LMHeadModel or model.config.add_cross_attention or model.config.reorder_and_upcast_attn:
+        return None
+    for block in model.transformer.h:
+        products = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
+        if not all(type(product) is Conv1D for product in products):  # an adapter
+            return None
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return None
+    step = GPT2Step(model)
+    if getattr(model, AGREES, None) is None:
+        setattr(model, AGREES, _agrees(model, step))
+    return step if getattr(model, AGREES) else None
+
+
+@torch.no_grad()
+def _agrees(model: Any, step: GPT2Step) -> bool:
+    """Both continue a small batch, one row of which is padded on the left, by one token."""
+    device = model.lm_head.weight.device
+    ids = (torch.arange(8, device=device).view(2, 4) * 7 + 1) % model.config.vocab_size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :2] = False
+    positions = position_ids(mask)
+    caches = []
+    for _ in range(2):
+        first = model(input_ids=ids[:, :3], attention_mask=mask[:, :3], position_ids=positions[:, :3], use_cache=True)
+        caches.append(first.past_key_values)
+    if not reserve(caches[1], 4):
+        return False
+    own = model(
+        input_ids=ids[:, 3:],
+        attention_mask=mask,
+        position_ids=positions[:, 3:],
+        past_key_values=caches[0],
+        use_cache=True,
+    ).logits[:, -1]
+    found, _ = step(ids[:, 3], positions[:, 3], mask[:, None, None], caches[1])
+    return bool((found - own).abs().max() <= STEPS_AGREE * own.abs().max().clamp_min(1.0))
