@@ -8,6 +8,7 @@ phases    samples/s, tokens/s and peak memory of the default and of `value: sepa
           both measured in the same minutes
 growth    how time and memory go with batch, response length, model size and vocabulary
 flat      whether they stay the same over many updates
+agree     whether the fast ways of computing learn what the plain ones do: runs of both, the same seeds
 peer      against TRL's PPO, alternating, with --peer-python (an environment that holds it) and --peer-script
           (run with --policy DIR --reward DIR --prompts FILE ..., it prints `RESULT {json}`)
 """
@@ -31,11 +32,29 @@ from typing import Any
 import torch
 import yaml
 
-PARTS = ("phases", "growth", "flat", "peer")
+PARTS = ("phases", "growth", "flat", "agree", "peer")
 SCRIPT_REWARD = '''def count(prompts, responses):
     """Something to score where no reward model is needed."""
     return [float(sum(map(ord, response)) % 101) for response in responses]
 '''
+# The command line with every short cut off: transformers' own forward and cache at every step and position, padded
+# rows, the policy and the reference asked again for every figure.
+PLAIN_WAYS = """
+from rlhf_kl import reward_functions
+from rlhf_kl.models import actor_critic, load
+from rlhf_kl.rollout import reference, sampling
+from rlhf_kl.trainers import ppo
+
+load.choose_way = lambda model: setattr(model, actor_critic.PLAIN, "asked for")
+reward_functions.try_last_mlp = lambda *_: None
+sampling.gpt2_step = sampling.reserve = lambda *_: None
+reference.KEPT_ELEMENTS = 0
+ppo.PPOTrainer.listener = lambda *_: None
+
+from rlhf_kl.cli import main
+
+main()
+"""
 # What an update costs without what the peer does not do: no ceiling, no controller, no evaluation in between.
 BARE: dict[str, Any] = {
     "extends": "ppo_adaptive.yaml",
@@ -121,13 +140,14 @@ def run_alone(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
     return subprocess.run(["sh", "-c", '"$@"; exit $?', "sh", *command], capture_output=True, text=True, **options)
 
 
-def train(config: dict[str, Any], place: Path) -> list[dict[str, Any]]:
-    """Run `rlhf-kl train` in a process of its own; its rows."""
+def train(config: dict[str, Any], place: Path, *, plain: bool = False) -> list[dict[str, Any]]:
+    """Run `rlhf-kl train` in a process of its own; its rows. plain: without any short cut."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "bench.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     (place / "scored.py").write_text(SCRIPT_REWARD, encoding="utf-8")
     out = place / "run"
-    command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(place / "bench.yaml")]
+    program = ["-c", PLAIN_WAYS] if plain else ["-m", "rlhf_kl"]
+    command = [sys.executable, *program, "train", "--config", str(place / "bench.yaml")]
     done = run_alone([*command, "--output-dir", str(out), "--overwrite", "--quiet"], check=False)
     if done.returncode:
         raise SystemExit(f"error: the run in {place} failed:\n{done.stderr[-2000:]}")
@@ -464,6 +484,38 @@ class Bench:
             )
         print()
         return found
+
+    def agree(self) -> dict[str, Any]:
+        """Fast and plain runs of the same seeds: how far apart they end, against the spread over seeds."""
+        keys = ("objective/scores", "kl/sequence")
+        ends: dict[str, list[list[float]]] = {"fast": [], "plain": []}
+        first: list[float] = []
+        for seed in range(self.args.pairs):
+            curves = []
+            for way, found in ends.items():
+                config = {
+                    "extends": "smoke.yaml",
+                    "run": {"device": self.args.device, "seed": seed},
+                    "rollout": {"batch_size": 32},
+                    "ppo": {"minibatch_size": 32, "total_episodes": 32 * self.args.updates},
+                    "eval": {"every": 100000},
+                }
+                rows = train(config, self.place / f"{way}-{seed}", plain=way == "plain")
+                last = rows[-max(1, len(rows) // 3) :]
+                found.append([statistics.fmean(row[key] for row in last) for key in keys])
+                curves.append(rows)
+            first.append(max(abs(a - b) for key in keys for a, b in [(rows[0][key] for rows in curves)]))
+        print(f"{'seed':<6}" + "".join(f"{f'{key}, {way}':>26}" for key in keys for way in ends))
+        for seed in range(self.args.pairs):
+            print(f"{seed:<6}" + "".join(f"{ends[way][seed][k]:>26.5f}" for k in range(len(keys)) for way in ends))
+        gaps, spreads = {}, {}
+        for k, key in enumerate(keys):
+            fast, plain = ([run[k] for run in ends[way]] for way in ("fast", "plain"))
+            gaps[key] = max(abs(a - b) for a, b in zip(fast, plain, strict=True))
+            spreads[key] = statistics.stdev(plain) if len(plain) > 1 else float("nan")
+            print(f"{key}: at most {gaps[key]:.2g} apart, spread over seeds {spreads[key]:.2g}")
+        print(f"in the first update at most {max(first):.2g} apart\n")
+        return {"keys": keys, "ends": ends, "gaps": gaps, "spreads": spreads, "first_update": first}
 
     def peer(self) -> list[dict[str, Any]]:
         """Pairs of runs, ours and the peer's in turn."""
