@@ -2,7 +2,7 @@
 
 Every figure comes from runs of the command line, each in a process of its own, and from their metrics.jsonl:
 
-phases    samples/s, tokens/s and peak memory of the default and of `value: separate`, split into rollout, scoring
+phases    samples/s, tokens/s and peak memory of the three kinds of value function, split into rollout, scoring
           and update, beside the floor: the operations that the job must do over the rate at which this machine
           multiplies matrices of these shapes, and the bytes that decoding must read over its memory's rate,
           both measured in the same minutes
@@ -33,6 +33,7 @@ import torch
 import yaml
 
 PARTS = ("phases", "growth", "flat", "agree", "peer")
+VALUES = ("features", "head", "separate")  # value functions, the default first
 SCRIPT_REWARD = '''def count(prompts, responses):
     """Something to score where no reward model is needed."""
     return [float(sum(map(ord, response)) % 101) for response in responses]
@@ -373,7 +374,7 @@ class Bench:
             return built_in()
         return random_world(self.place / "gpt2", Shape(768, 12, 50257), heads=12, prompt=64, response=128)
 
-    def config(self, world: World, value: str = "head", **sections: dict[str, Any]) -> dict[str, Any]:
+    def config(self, world: World, value: str = VALUES[0], **sections: dict[str, Any]) -> dict[str, Any]:
         """The config of the comparison's run."""
         small = self.args.device == "cpu"
         return config_for(
@@ -394,7 +395,7 @@ class Bench:
         header = f"{'run':<28}{'samples/s':>10}{'tokens/s':>10}{'peak MB':>9}"
         print(header + "".join(f"{name + ' s':>10}{'floor':>7}{'share':>7}" for name in ("rollout", "score", "update")))
         for kind, here in worlds.items():
-            for value in ("head", "separate"):
+            for value in VALUES:
                 config = self.config(here, value)
                 run = self.run(here, config)
                 least = floors(run, here, config, self.args.device, self.args.dtype)
@@ -532,7 +533,7 @@ class Bench:
                 other = self.peer_run(here, penalty, pair)
                 line = {"lengths": kind, "pair": pair, "peer": other}
                 print(f"{kind}, pair {pair + 1}: peer {describe_peer(other)}", flush=True)
-                for value in ("separate", "head"):
+                for value in VALUES:
                     config = self.config(here, value, reward={"missing_eos_penalty": penalty}, run={"seed": pair})
                     run = self.run(here, config)
                     speed = run.samples_per_s / other["samples_per_s"]
@@ -545,7 +546,7 @@ class Bench:
                         flush=True,
                     )
                 found.append(line)
-        for value in ("separate", "head"):
+        for value in VALUES:
             for kind in worlds:
                 ratios = [line[value]["speed_ratio"] for line in found if line["lengths"] == kind]
                 print(f"value: {value}, {kind}: median {statistics.median(ratios):.2f}x the peer's samples/s")
