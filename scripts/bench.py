@@ -33,6 +33,7 @@ import torch
 import yaml
 
 PARTS = ("phases", "growth", "flat", "agree", "peer")
+AXES = ("batch", "length", "hidden", "vocabulary")  # of growth
 VALUES = ("features", "head", "separate")  # value functions, the default first
 SCRIPT_REWARD = '''def count(prompts, responses):
     """Something to score where no reward model is needed."""
@@ -80,6 +81,11 @@ class Shape:
     def body(self) -> float:
         """Operations for one token on its way through the layers, attention left out (it is small here)."""
         return 2 * 12 * self.layers * self.hidden**2
+
+    @property
+    def mlp(self) -> float:
+        """Of these, the operations of one layer's MLP."""
+        return 2.0 * 8 * self.hidden**2
 
     @property
     def head(self) -> float:
@@ -331,10 +337,13 @@ def memory_rate(device: str) -> float:
 
 def floors(run: Run, world: World, config: dict[str, Any], device: str, dtype: str) -> dict[str, float]:
     """Least seconds of each phase: operations over the measured rate; decoding also bytes over the memory's."""
-    shape, separate = world.shape, config["policy"].get("value") == "separate"
-    read = run.batch * (run.prompt + run.length - 1)  # tokens that go through the layers
-    states = run.batch * run.length
-    forward = read * shape.body + states * shape.head
+    shape, value = world.shape, config["policy"].get("value")
+    # Nobody reads what the last MLP says of a prompt, or a reward model's of anything but the end of a text.
+    states, before = run.batch * run.length, run.batch * (run.prompt - 1)
+    trunk = (states + before) * shape.body - before * shape.mlp
+    forward = trunk + states * shape.head
+    texts = run.batch * (run.prompt + run.length)
+    reward = texts * shape.body - (before if value == "features" else texts - run.batch) * shape.mlp
     training_rows = config["ppo"]["microbatch_size"] * int(run.prompt + run.length)
     rate = multiply_rate(shape, training_rows, device, dtype)
     decode_rate = multiply_rate(shape, run.batch, device, dtype)
@@ -342,15 +351,15 @@ def floors(run: Run, world: World, config: dict[str, Any], device: str, dtype: s
     width = 2 if dtype == "bfloat16" else 4
     cache = 2 * shape.layers * shape.hidden * (run.prompt + run.length / 2) * run.batch
     decoded_bytes = run.length * (shape.weights + cache) * width
-    trunk = read * shape.body if separate else 0.0
-    scored = 2 * forward + trunk + (run.batch * (run.prompt + run.length) * shape.body if world.reward else 0.0)
+    beside = trunk if value == "separate" else 0.0
+    scored = forward + beside + (reward if world.reward else 0.0)  # the policy's own log-probs come with its samples
     return {
         "multiply_gflops": rate / 1e9,
         "multiply_decode_gflops": decode_rate / 1e9,
         "memory_gb_s": bandwidth / 1e9,
         "rollout_s": max(forward / decode_rate, decoded_bytes / bandwidth),
         "score_s": scored / rate,
-        "update_s": 3 * run.epochs * (forward + trunk) / rate,
+        "update_s": 3 * run.epochs * (forward + beside) / rate,
     }
 
 
@@ -413,17 +422,19 @@ class Bench:
     def growth(self) -> list[dict[str, Any]]:
         """Time and memory against batch, length, model size and vocabulary."""
         base: dict[str, int] = {"batch": 32, "length": 32, "hidden": 128, "layers": 4, "vocabulary": 1000}
-        cases = [
-            *({"batch": size} for size in (16, 32, 64, 128)),
-            *({"length": size} for size in (16, 32, 64, 128)),
-            *({"hidden": size} for size in (64, 128, 256, 512)),
-            *({"vocabulary": size, "batch": 16, "hidden": 64} for size in (1000, 50_000, 150_000)),
-            {"vocabulary": 50_000, "batch": 64, "hidden": 64},
-        ]
+        axes: dict[str, list[dict[str, int]]] = {
+            "batch": [{"batch": size} for size in (16, 32, 64, 128)],
+            "length": [{"length": size} for size in (16, 32, 64, 128)],
+            "hidden": [{"hidden": size} for size in (64, 128, 256, 512)],
+            "vocabulary": [
+                {"vocabulary": vocabulary, "batch": batch, "hidden": 64}
+                for vocabulary, batch in ((1000, 16), (50_000, 16), (50_000, 64), (150_000, 16), (150_000, 64))
+            ],
+        }
+        cases = [case for axis in self.args.axes for case in axes[axis]]
         if self.args.device == "cuda":
             base |= {"batch": 256, "length": 64, "hidden": 512, "layers": 8}
-        head = ("batch", "length", "hidden", "vocabulary")
-        print("".join(f"{name:>11}" for name in head) + f"{'us/token':>11}{'peak MB':>9}{'[B,T,V] MB':>12}")
+        print("".join(f"{name:>11}" for name in AXES) + f"{'us/token':>11}{'peak MB':>9}{'[B,T,V] MB':>12}")
         found = []
         for case in cases:
             sizes = base | case
@@ -436,7 +447,7 @@ class Bench:
                     world,
                     batch=sizes["batch"],
                     length=sizes["length"],
-                    updates=4,
+                    updates=self.args.growth_updates,
                     device=self.args.device,
                     dtype=self.args.dtype,
                     rollout={"reference_samples": 16},
@@ -446,7 +457,7 @@ class Bench:
             logits = run.batch * run.length * shape.vocabulary * 4 / 2**20
             found.append(sizes | {"us_per_token": per_token, "logits_mb": logits, **asdict(run)})
             print(
-                "".join(f"{sizes[name]:>11}" for name in head)
+                "".join(f"{sizes[name]:>11}" for name in AXES)
                 + f"{per_token:>11.1f}{run.peak_memory_mb:>9.0f}{logits:>12.0f}",
                 flush=True,
             )
@@ -629,6 +640,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None, help="bfloat16 on a GPU")
     parser.add_argument("--updates", type=int, default=12, help="of a run")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="what grows")
+    parser.add_argument("--growth-updates", type=int, default=4)
     parser.add_argument("--flat-updates", type=int, default=500)
     parser.add_argument("--pairs", type=int, default=3, help="runs of each side")
     parser.add_argument("--peer-python", help="python of an environment with TRL 1.12.0")
