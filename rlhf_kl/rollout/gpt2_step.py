@@ -91,7 +91,10 @@ def gpt2_step(model: Any) -> GPT2Step | None:
         products = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
         if not all(type(product) is Conv1D for product in products):  # an adapter
             return None
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    hooks = (
+        hook for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values()
+    )
+    if not all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):  # its own only listen
         return None
     step = GPT2Step(model)
     if getattr(model, AGREES, None) is None:
