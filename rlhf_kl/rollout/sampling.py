@@ -82,7 +82,8 @@ def _decode(
     noise = uniforms.to(device)
     attention = torch.cat([prompt_mask, torch.ones((rows, limit), dtype=torch.bool, device=device)], 1)
     positions = position_ids(attention)
-    inputs, cache, compact = prompt_ids, None, False
+    cache: Any = None
+    inputs, compact = prompt_ids, False
     for step in range(limit):
         seen = width + step
         if quick is not None and compact:

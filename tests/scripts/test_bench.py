@@ -84,3 +84,22 @@ def test_bad_arguments(arguments: list[str], said: str) -> None:
     done = subprocess.run([sys.executable, str(PATH), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_the_floor_counts_what_a_pass_over_a_rollout_computes(bench: ModuleType, world: Any) -> None:
+    from rlhf_kl.models.actor_critic import read_states
+    from rlhf_kl.models.load import load_causal_lm
+
+    model = load_causal_lm(str(world.policy))
+    model.set_attn_implementation("eager")
+    rows, prompt, response = 3, 5, 4
+    length = prompt + response - 1  # the last token is chosen but never read
+    ids = torch.ones(rows, length, dtype=torch.long)
+    states = torch.cat([torch.arange(prompt - 1, length) + row * length for row in range(rows)])
+    with FlopCounterMode(display=False) as counter:
+        read_states(model, ids, torch.ones_like(ids), states)[0].sum().backward()
+    attention = 3 * 2 * 2 * 2 * rows * length * length * 32
+    run = bench.Run(0, 0, 0, 0, 0, 0, response, prompt, rows, 1, 0, 0, 0)
+    config = bench.config_for(world, batch=rows, length=response, updates=1, device="cpu", dtype="float32")
+    found = bench.floors(run, world, config, "cpu", "float32")
+    assert found["update_s"] * found["multiply_gflops"] * 1e9 == pytest.approx(counter.get_total_flops() - attention)
