@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -48,6 +49,13 @@ def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None
     )
 
 
+class ReadText(NamedTuple):
+    """A text as a reward model read it."""
+
+    ids: list[int]
+    states: Tensor  # (at least as many, H): last hidden states
+
+
 class RewardModel:
     """A sequence classifier as a reward function; texts are re-encoded with its own tokenizer.
 
@@ -70,6 +78,7 @@ class RewardModel:
         self.output = names.index(label) if label is not None else 0
         self.encoder = not hasattr(model, "score")  # it reads its first token and not the last
         self.limit = context_length(model)
+        self.read: list[ReadText] | None = None  # of the last batch, where somebody wants them: see `keep_states`
         if not self.encoder:
             text_config = model.config.get_text_config()
             pad_id = text_config.pad_token_id
@@ -89,9 +98,36 @@ class RewardModel:
         groups = group_lengths(
             [len(row) for row in rows], most_rows=self.rows, most_tokens=SCORING_TOKENS, overhead=pass_overhead(device)
         )
+        if self.read is not None:
+            self.read = [ReadText(row, torch.empty(0)) for row in rows]
         for picked in groups:
-            scores[picked] = self.forward([rows[i] for i in picked]).float().cpu()
+            with self.listening(picked):
+                scores[picked] = self.forward([rows[i] for i in picked]).float().cpu()
         return scores
+
+    def keep_states(self) -> None:
+        """From now on `read` holds the texts of the last batch that was scored, with the states of each."""
+        self.read = []
+
+    @contextlib.contextmanager
+    def listening(self, picked: Sequence[int]) -> Iterator[None]:
+        """Keep the last hidden states of one pass, which scores the texts `picked`."""
+        read = self.read
+        if read is None:
+            yield
+            return
+
+        def keep(_trunk: Any, _args: Any, output: Any) -> None:
+            for i, states in zip(picked, output.last_hidden_state, strict=True):
+                read[i] = ReadText(read[i].ids, states)
+
+        with self.trunk.register_forward_hook(keep):
+            yield
+
+    @property
+    def trunk(self) -> Any:
+        """The model below its head."""
+        return self.model.base_model
 
     def encode(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[int]]:
         """bos, prompt, response, eos, or the chat template's words; a text too long loses its beginning."""
@@ -121,7 +157,7 @@ class RewardModel:
             logits: Tensor = self.model(input_ids=ids, attention_mask=mask).logits
         else:  # causal, so nothing behind the last token, where it reads, needs hiding
             last = torch.arange(len(rows), device=device) * ids.shape[1] + mask.sum(1) - 1
-            with last_mlp_at(self.model, last):
+            with last_mlp_at(self.model, last) if self.read is None else contextlib.nullcontext():
                 logits = self.model(input_ids=ids, attention_mask=torch.ones_like(mask)).logits
         if logits.shape[1] == 1:
             return logits[:, 0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.commands.parts import feature_trunks
+from rlhf_kl.commands.parts import feature_rewards
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import has_adapter
@@ -58,7 +58,7 @@ def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstim
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     cache = config.rollout.batch_size * tokens * layers * 2 * width * size
     if config.policy.value == "features":
-        features = feature_count(parts.reference, feature_trunks(parts))
+        features = feature_count(parts.reference, feature_rewards(parts))
         models += config.rollout.batch_size * response * features * FLOAT
     return MemoryEstimate(models, per_row, cache)
 

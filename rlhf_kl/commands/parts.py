@@ -144,7 +144,7 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
     `mean` and `std`: of the reference's shaped scores.
     """
     if config.policy.value == "features":
-        size = feature_count(parts.reference, feature_trunks(parts))
+        size = feature_count(parts.reference, feature_rewards(parts))
         return ActorCritic(parts.policy, critic=FeatureCritic(size, mean, std, config.run.seed))
     if config.policy.value == "head":
         return ActorCritic(parts.policy)
@@ -160,12 +160,12 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
     return ActorCritic(parts.policy, trunk, head)
 
 
-def feature_trunks(parts: Parts) -> list[Any]:
-    """The trunks of the reward models that can read the policy's tokens as they come, whole responses of them."""
+def feature_rewards(parts: Parts) -> list[RewardModel]:
+    """The reward models that can read the policy's tokens as they come, whole responses of them."""
     reward = parts.reward
     every = [term for _, term in reward.terms.values()] if isinstance(reward, WeightedSum) else [reward]
     return [
-        one.model.base_model
+        one
         for one in every
         if isinstance(one, RewardModel)
         and _reads_the_same(one, parts.tokenizer)

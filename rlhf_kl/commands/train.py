@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_kl.checkpoint import checkpoints, write_folder
 from rlhf_kl.commands.guards import RunGuards
-from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value, feature_trunks
+from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value, feature_rewards
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.reference_scores import ReferenceScores
 from rlhf_kl.commands.samples import sample_rows, top_tokens
@@ -174,7 +174,7 @@ class TrainRun:
             parts.tokenizer,
             parts.sampling,
             parts.gold,
-            feature_trunks(parts),
+            feature_rewards(parts),
         )
         self.guards = RunGuards(config, self.trainer, recorder.folder, parts.same_start)
         self.start = 1

@@ -12,37 +12,47 @@ from torch.nn.functional import layer_norm
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.last_layer import last_mlp_at
 from rlhf_kl.ops.packing import Layout, Packed
+from rlhf_kl.reward_functions import ReadText, RewardModel
 
 
 class StateFeatures:
     """What frozen models make of a rollout's states, computed once.
 
-    Last hidden states of the reference, which reads them anyway, and of reward models that read the same tokens.
-
+    Last hidden states of the reference, which reads them anyway, and of reward models that know the same tokens:
+    those that they had when they scored, where they read a response in the tokens that the policy wrote.
     They are causal, so a state's features know nothing of the tokens still to come.
     """
 
-    def __init__(self, critic: FeatureCritic, reward_trunks: Sequence[Any] = ()) -> None:
-        self.critic, self.reward_trunks = critic, list(reward_trunks)
+    def __init__(self, critic: FeatureCritic, rewards: Sequence[RewardModel] = ()) -> None:
+        self.critic, self.rewards = critic, list(rewards)
         self.kept = torch.empty(0)  # (tokens, F) float32
+        self.missing = [torch.empty(0) for _ in self.rewards]  # (tokens,) bool, True = not read when it was scored
+        for reward in self.rewards:
+            reward.keep_states()
 
     def begin(self, layout: Layout) -> None:
-        """A new rollout; forgets the last one."""
+        """A new rollout, whose responses were scored last; forgets the one before."""
         self.kept = torch.zeros(layout.tokens, self.critic.size, device=layout.ids.device)
+        end = self.critic.size
+        for number, reward in reversed(list(enumerate(self.rewards))):
+            size = int(reward.trunk.config.get_text_config().hidden_size)
+            self.missing[number] = _recall(layout, reward.read or [], self.kept[:, end - size : end])
+            end -= size
 
     @torch.no_grad()
     def take(self, packed: Packed, hidden: Tensor) -> None:
         """Keep the features of a pass, where the reference's LM head reads `hidden` (N, H)."""
-        parts = [hidden]
-        for trunk in self.reward_trunks:
-            # Padding stands on the right of causal models, so no mask is needed; ones keep them from guessing it.
-            ones = torch.ones_like(packed.ids)
-            with last_mlp_at(trunk, packed.states):
-                seen = trunk(input_ids=packed.ids, attention_mask=ones, use_cache=False).last_hidden_state
-            parts.append(seen.flatten(0, 1).index_select(0, packed.states))
-        # Hidden states differ in scale from model to model, and some have a few huge channels.
-        scaled = [layer_norm(part.float(), part.shape[-1:]) for part in parts]
-        self.kept[packed.numbers] = torch.cat(scaled, -1)
+        self.kept[packed.numbers, : hidden.shape[-1]] = _scaled(hidden)
+        start = hidden.shape[-1]
+        for reward, missing in zip(self.rewards, self.missing, strict=True):
+            end = start + int(reward.trunk.config.get_text_config().hidden_size)
+            if bool(missing[packed.numbers].any()):
+                # Padding stands on the right of causal models, so no mask is needed; ones keep them from guessing it.
+                ones = torch.ones_like(packed.ids)
+                with last_mlp_at(reward.trunk, packed.states):
+                    seen = reward.trunk(input_ids=packed.ids, attention_mask=ones, use_cache=False).last_hidden_state
+                self.kept[packed.numbers, start:end] = _scaled(seen.flatten(0, 1).index_select(0, packed.states))
+            start = end
 
     @torch.no_grad()
     def values(self, packed: Packed) -> Tensor:
@@ -53,6 +63,28 @@ class StateFeatures:
         return values
 
 
-def feature_count(reference: Any, reward_trunks: Sequence[Any]) -> int:
+def _recall(layout: Layout, read: Sequence[ReadText], into: Tensor) -> Tensor:
+    """Write the states of texts that were read in the policy's tokens `into` (tokens, H); True where there are none."""
+    missing = torch.ones(layout.tokens, dtype=torch.bool)
+    if len(read) != len(layout.lengths):
+        return missing
+    ids = layout.ids.tolist()
+    for row, text in enumerate(read):
+        prompt, response = int(layout.prompts[row]), int(layout.responses[row])
+        start = layout.prompt_width - prompt
+        if response and text.ids[: layout.lengths[row]] == ids[row][start : start + layout.lengths[row]]:
+            places = slice(int(layout.first[row]), int(layout.first[row]) + response)
+            into[places] = _scaled(text.states[prompt - 1 : prompt - 1 + response].to(into.device))
+            missing[places] = False
+    return missing
+
+
+def _scaled(states: Tensor) -> Tensor:
+    """Hidden states differ in scale from model to model, and some have a few huge channels."""
+    return layer_norm(states.float(), states.shape[-1:])
+
+
+def feature_count(reference: Any, rewards: Sequence[RewardModel]) -> int:
     """Features of a state."""
-    return sum(int(model.config.get_text_config().hidden_size) for model in (reference, *reward_trunks))
+    models = (reference, *(reward.trunk for reward in rewards))
+    return sum(int(model.config.get_text_config().hidden_size) for model in models)

@@ -99,9 +99,9 @@ class PPOTrainer:
         tokenizer: Any,
         sampling: Sampling,
         gold: GoldScorer | None = None,
-        feature_trunks: Sequence[Any] = (),
+        feature_rewards: Sequence[RewardModel] = (),
     ) -> None:
-        """`feature_trunks`: of reward models whose states the model's critic reads, where it has one."""
+        """`feature_rewards`: reward models whose states the model's critic reads, where it has one."""
         self.config, self.accelerator = config, accelerator
         keep_from_ddp(model)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -109,7 +109,7 @@ class PPOTrainer:
         self.reference, self.reward, self.gold = reference, reward, gold
         self.reference_logits = ReferenceLogits(reference, keep=True)
         critic = self.core.critic
-        self.features = StateFeatures(critic, feature_trunks) if critic is not None else None
+        self.features = StateFeatures(critic, feature_rewards) if critic is not None else None
         self.decoding_agrees: bool | None = None  # not known before the first rollout of this process
         self.notes: list[str] = []
         self.shaping, self.controller = shaping, controller
