@@ -186,10 +186,19 @@ class WeightedSum:
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """One score per response."""
-        total = torch.zeros(len(responses), dtype=torch.float64)
-        for name, (weight, reward) in self.terms.items():
-            total += weight * checked_scores(reward, prompts, responses, name).double()
-        return total.tolist()
+        return self.score(prompts, responses)[0].tolist()
+
+    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scores (B,), and what each term adds to them: (B,) by name, its weight included."""
+        parts = {
+            name: weight * checked_scores(reward, prompts, responses, name).double()
+            for name, (weight, reward) in self.terms.items()
+        }
+        total = sum(parts.values(), torch.zeros(len(responses), dtype=torch.float64)).float()
+        if not bool(torch.isfinite(total).all()):
+            sizes = ", ".join(f"{name} {float(part.abs().max()):g}" for name, part in parts.items())
+            raise InputError(f"reward sum: beyond the range of float32; the largest of its terms: {sizes}")
+        return total, parts
 
 
 def bind_reward(attribute: Any, options: dict[str, Any], time_limit: float | None = None) -> RewardFn:

@@ -29,6 +29,7 @@ from rlhf_kl.reward_functions import (
     GoldScorer,
     RewardModel,
     ScoreShaping,
+    WeightedSum,
     checked_scores,
     gold_scores_of,
     response_traits,
@@ -134,7 +135,7 @@ class PPOTrainer:
             sampled = draw(self.core.policy, prompts, mine, self.sampling, device, decoded)  # 1. y ~ pi(.|x)
         responses = response_texts(self.tokenizer, sampled)
         sampled_at = time.perf_counter()
-        scores = self.score(prompts.texts, responses)
+        scores, terms = self.score(prompts.texts, responses)
         gold = gold_scores_of(self.gold, prompts.texts, responses)
         traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
         shaped = self.shaping(scores, traits)
@@ -171,8 +172,11 @@ class PPOTrainer:
             alerts.append("weights-lost: a weight is not finite any more")
         row |= losses
         row |= {
-            f"penalty/{name}": float(self.sum_over_processes(penalty.mean().to(rollout.mask.device)) / self.world)
-            for name, penalty in self.shaping.penalties(traits).items()
+            name: float(self.sum_over_processes(part.mean().to(rollout.mask.device)) / self.world)
+            for name, part in {
+                **{f"reward/{name}": part for name, part in terms.items()},
+                **{f"penalty/{name}": part for name, part in self.shaping.penalties(traits).items()},
+            }.items()
         }
         row |= {
             "step": step,
@@ -216,11 +220,16 @@ class PPOTrainer:
                 return whole
         return found
 
-    def score(self, prompts: list[str], responses: list[str]) -> Tensor:
-        """Raw scores (B,). A model's may be anything: it spoils this update at most; a function's are checked."""
+    def score(self, prompts: list[str], responses: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Raw scores (B,), and of a sum what each term adds to them.
+
+        A model's may be anything: it spoils this update at most; a function's are checked.
+        """
         if isinstance(self.reward, RewardModel):
+            return self.reward.score(prompts, responses), {}
+        if isinstance(self.reward, WeightedSum):
             return self.reward.score(prompts, responses)
-        return checked_scores(self.reward, prompts, responses, self.config.reward.kind)
+        return checked_scores(self.reward, prompts, responses, self.config.reward.kind), {}
 
     # ------------------------------------------------------------------ rewards and advantages
 

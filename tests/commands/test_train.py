@@ -199,3 +199,16 @@ def test_the_program_leaves_signals_and_folder_as_they_were(train: Train, tmp_pa
     train(tmp_path / "run", "ppo.total_episodes=16")
     assert os.getcwd() == here
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_the_terms_of_a_sum_are_logged_one_by_one(train: Train, tmp_path: Path, tiny_data: Any) -> None:
+    (tmp_path / "one.py").write_text("def one(prompts, responses):\n    return [1.0] * len(responses)\n")
+    terms = f"a: {{kind: '{tiny_data.reward}', weight: 2.0}}, one: {{kind: '{tmp_path}/one.py:one', weight: -0.25}}"
+    train(tmp_path / "run", f"reward={{kind: sum, terms: {{{terms}}}}}", "tracking.samples_every=1")
+    for row in rows(tmp_path / "run")[:-1]:
+        assert row["reward/one"] == -0.25
+        assert row["reward/a"] + row["reward/one"] == pytest.approx(row["objective/scores"], abs=1e-6)
+    sampled = [row for row in rows(tmp_path / "run", "samples.jsonl") if row["step"] == 1]
+    assert sampled
+    for sample in sampled:
+        assert sample["score"] == pytest.approx(2.0 * sample["response"].count("a") / 8 - 0.25)
