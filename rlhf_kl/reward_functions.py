@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
-from rlhf_kl.models.load import context_length
+from rlhf_kl.models.load import context_length, save_model
+from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.time_limit import TimeLimited, TimeLimitExceeded
@@ -37,6 +40,7 @@ class TextFormat:
 
 
 FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
+FORMAT_FILE = "rlhf_kl_format.json"  # beside an adapter, which has no config.json
 
 
 def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None = None) -> TextFormat:
@@ -54,6 +58,17 @@ class ReadText(NamedTuple):
 
     ids: list[int]
     states: Tensor  # (at least as many, H): last hidden states
+
+
+def remember_format(model: Any, folder: str | Path) -> None:
+    """What the folder of an adapter says of the format, where its model's config would say it."""
+    file = Path(folder) / FORMAT_FILE
+    if not file.is_file():
+        return  # made elsewhere
+    try:
+        setattr(model.config, FORMAT_KEY, json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from error
 
 
 class RewardModel:
@@ -176,6 +191,15 @@ class RewardModel:
             pad_id = pad_id if pad_id not in ends else next(i for i in range(len(ends) + 1) if i not in ends)
             self.model.config.get_text_config().pad_token_id = pad_id
         return pad_id
+
+
+def save_reward_model(reward: RewardModel, folder: Path) -> None:
+    """A folder that plain transformers loads, or peft where the model has an adapter; it remembers the format."""
+    setattr(reward.model.config, FORMAT_KEY, asdict(reward.form))
+    reward.model.config.pad_token_id = reward.tokenizer.pad_token_id
+    save_model(reward.model, reward.tokenizer, folder)
+    if has_adapter(reward.model):
+        (folder / FORMAT_FILE).write_text(json.dumps(asdict(reward.form)) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_kl.cli.options import Config, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
+from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
 
 
 def reward_model(
@@ -12,6 +12,7 @@ def reward_model(
     seed: Seed = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    merge: Merge = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a reward model from preference pairs (Bradley-Terry)."""
@@ -21,10 +22,15 @@ def reward_model(
         "reward-model", config, overrides(set_, output_dir, seed)
     )  # a mistake is told before torch is imported
     from rlhf_kl.commands.closing import supervised_closing
+    from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.reward_model import run_reward_model
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.tracking.display import TrainingDisplay
 
     display = TrainingDisplay(quiet)
+    if merge:
+        require_adapter(settings)
     summary = train_command(run_reward_model, settings, resume=resume, overwrite=overwrite, display=display)
+    if merge:
+        merge_final(settings, display)
     display.summary(*supervised_closing(summary))

@@ -15,9 +15,26 @@ from rlhf_kl.commands.sources import Sources
 from rlhf_kl.components import suggestion
 from rlhf_kl.config.schema import LoraSection, TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer
-from rlhf_kl.models.lora import adapter_base, add_adapter, checkpointed, is_adapter, load_adapter, merge
+from rlhf_kl.models.load import (
+    Access,
+    check_label,
+    is_classifier,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+)
+from rlhf_kl.models.lora import (
+    adapter_base,
+    add_adapter,
+    checkpointed,
+    is_adapter,
+    load_adapter,
+    merge,
+    require_classifier_adapter,
+)
 from rlhf_kl.models.recompute import enable_recompute
+from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.reward_functions import remember_format
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.tracking.run_folder import RunFolder
 
@@ -40,11 +57,43 @@ def load_language_model(sources: Sources, ref: str, what: str, *, keep_adapter: 
     folder, access = sources.policy(ref, what), sources.access
     if not is_adapter(folder):
         return Loaded(load_causal_lm(folder, what, access), load_tokenizer(folder, what, access), folder, False)
-    base = sources.policy(adapter_base(folder, what), what)
-    model = load_adapter(load_causal_lm(base, what, access), folder, what)
-    has_tokenizer = (Path(folder) / "tokenizer_config.json").is_file()
-    tokenizer = load_tokenizer(folder if has_tokenizer else base, what, access)
+    base = load_language_model(sources, adapter_base(folder, what), what)  # which may itself be an adapter
+    model = load_adapter(base.model, folder, what)
+    tokenizer = _own_tokenizer(folder, base, what, access)
     return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
+
+
+def load_classifier_adapter(sources: Sources, folder: str, what: str, label: str | None) -> tuple[Any, Any]:
+    """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model.
+
+    Errors: InputError with the reason.
+    """
+    require_classifier_adapter(folder, what)
+    ref = adapter_base(folder, what)
+    base, access = sources.policy(ref, what), sources.access
+    if is_classifier(base, what):
+        tokenizer = load_tokenizer(base, what, access)
+        model = load_reward_model(base, what, access, label)
+        loaded = Loaded(model, tokenizer, base, False)
+    else:
+        lm = load_language_model(sources, ref, what)
+        model = classifier_from_lm(lm.model, lm.tokenizer, what, access)  # its head comes with the adapter
+        loaded = Loaded(model, lm.tokenizer, lm.folder, False)
+        check_label(model, folder, what, label)
+    merged = merge(load_adapter(loaded.model, folder, what))
+    remember_format(merged, folder)
+    return merged, _own_tokenizer(folder, loaded, what, access)
+
+
+def _own_tokenizer(folder: str, base: Loaded, what: str, access: Access) -> Any:
+    """The tokenizer beside an adapter, else that of its base."""
+    has_one = (Path(folder) / "tokenizer_config.json").is_file()
+    return load_tokenizer(folder, what, access) if has_one else base.tokenizer
+
+
+def adapter_ref(ref: str, loaded: Loaded) -> str:
+    """What a fresh adapter's config says of its base: the folder of a local or built-in model, else the hub id."""
+    return loaded.folder if is_builtin(ref) or Path(ref).is_dir() else ref
 
 
 def load_trained_model(
@@ -61,7 +110,7 @@ def load_trained_model(
             r=lora.r,
             alpha=lora.alpha,
             target_modules=lora.target_modules,
-            ref=loaded.folder if is_builtin(ref) or Path(ref).is_dir() else ref,
+            ref=adapter_ref(ref, loaded),
             what=what.replace("model", "lora"),
             seed=seed,
         )

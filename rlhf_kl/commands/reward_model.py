@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 
 from rlhf_kl.checkpoint import write_folder
-from rlhf_kl.commands.models import load_language_model
+from rlhf_kl.commands.models import adapter_ref, load_language_model
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import pick_device
 from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
 from rlhf_kl.models.fingerprint import texts_fingerprint
-from rlhf_kl.models.load import check_vocabulary, parameter_count, save_model
+from rlhf_kl.models.load import check_vocabulary, parameter_count
+from rlhf_kl.models.lora import CLASSIFIER, add_adapter
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.reward_functions import FORMAT_KEY, RewardModel, TextFormat
+from rlhf_kl.reward_functions import RewardModel, TextFormat, save_reward_model
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.run_folder import RunFolder
@@ -48,9 +48,7 @@ def run_reward_model(
     try:
         recorder.begin()
         last = run_supervised(recorder, trainer, model, evaluate, display, title)
-        setattr(model.config, FORMAT_KEY, asdict(reward.form))
-        model.config.pad_token_id = reward.tokenizer.pad_token_id
-        write_folder(folder.final, lambda place: save_model(model, reward.tokenizer, place))
+        write_folder(folder.final, lambda place: save_reward_model(reward, place))
         return recorder.summary(steps=trainer.steps, final=last, heldout=distribution(), stopped_by=None)
     finally:
         recorder.close()
@@ -60,6 +58,17 @@ def _new_reward_model(config: RewardModelConfig, sources: Sources) -> RewardMode
     loaded = load_language_model(sources, config.policy.model, "policy.model")
     model = classifier_from_lm(loaded.model, loaded.tokenizer, "policy.model", sources.access)
     initialise_head(model.score, derive_seed(config.run.seed, "head"))
+    if (lora := config.policy.lora) is not None:
+        model = add_adapter(
+            model,
+            r=lora.r,
+            alpha=lora.alpha,
+            target_modules=lora.target_modules,
+            ref=adapter_ref(config.policy.model, loaded),
+            what="policy.lora",
+            seed=derive_seed(config.run.seed, "adapter"),
+            task=CLASSIFIER,
+        )
     if config.policy.gradient_checkpointing:
         enable_recompute(model, "policy.gradient_checkpointing")
     form = TextFormat(chat=config.data.chat_template)

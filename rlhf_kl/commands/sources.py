@@ -25,6 +25,7 @@ from rlhf_kl.data.texts import Example, Labelled, Pair, read_examples, read_labe
 from rlhf_kl.hub import model_folder
 from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import SAFE, Access, load_reward_model, load_tokenizer
+from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.reward_functions import GoldScorer, RewardModel, WeightedSum, bind_reward, text_format
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.types import RewardFn
@@ -234,26 +235,33 @@ class Sources:
         if section.kind != "model":
             return bind_reward(load_attribute(section.kind, search=[Path.cwd()]), section.options, limit)
         assert section.model is not None
-        return self._reward_model(section.model, f"{where}.model", section)
+        return self.reward_model(section.model, f"{where}.model", section)
 
     def gold(self, section: RewardSection, *others: str) -> GoldScorer | None:
         """The scorer that is only logged; the built-in worlds bring their own."""
         if section.gold is not None and not is_builtin(section.gold):
             if is_reference(section.gold):
                 return bind_reward(load_attribute(section.gold, search=[Path.cwd()]), {}, section.time_limit)
-            return self._reward_model(section.gold, "reward.gold", ScorerSection())
+            return self.reward_model(section.gold, "reward.gold", ScorerSection())
         if section.gold is not None or any(is_builtin(ref) for ref in others):
             return gold_scores
         return None
 
-    def _reward_model(self, ref: str, what: str, section: ScorerSection) -> RewardModel:
+    def reward_model(self, ref: str, what: str, section: ScorerSection) -> RewardModel:
+        """A sequence classifier as a scorer; an adapter is merged into its base."""
+        from rlhf_kl.commands.models import load_classifier_adapter  # which finds models by this class
+
         if is_builtin(ref):
             path = str(self.world(ref).reward_model())
         else:
             path = model_folder(ref, what, pickled=self.access.pickle)
-        model = freeze(load_reward_model(path, what, self.access, section.label)).to(self.device)
+        if is_adapter(path):
+            model, tokenizer = load_classifier_adapter(self, path, what, section.label)
+        else:
+            model = load_reward_model(path, what, self.access, section.label)
+            tokenizer = load_tokenizer(path, what, self.access)
         form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
-        return RewardModel(model, load_tokenizer(path, what, self.access), form=form, label=section.label)
+        return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label)
 
 
 def _user_turn(row: Row, column: str) -> Row | None:

@@ -620,6 +620,8 @@ class SFTConfig(Section):
 class TrunkSection(TunedSection):
     model: Source = "builtin:reviews"
     """Language model that the reward model starts from."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter and the head, and leave the other weights as they are: `lora: {}` for the defaults."""
 
 
 class PairsSection(Section):

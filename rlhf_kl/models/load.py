@@ -32,6 +32,7 @@ class Access:
 
 
 SAFE = Access()
+CLASSIFIES = "SequenceClassification"  # in the names of architectures
 
 
 @contextlib.contextmanager
@@ -118,7 +119,8 @@ def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
         if hasattr(model, "peft_config"):
             # The adapter alone; peft would look on the hub whether the vocabulary has grown.
             model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
-            model.generation_config.save_pretrained(folder)
+            if getattr(model, "generation_config", None) is not None:  # a classifier has none
+                model.generation_config.save_pretrained(folder)
             (folder / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
         else:
             model.save_pretrained(folder)
@@ -137,26 +139,40 @@ def load_reward_model(ref: str, what: str = "reward.model", access: Access = SAF
 
     Errors: InputError where the head would be random (a causal LM's folder), or which output counts is not said.
     """
-    folder = Path(ref)
-    if folder.is_dir() and (folder / "config.json").is_file():
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            architectures = config.get("architectures") or []
-        except (ValueError, AttributeError) as error:
-            raise InputError(f"{what} {ref}: cannot be loaded: config.json: {first_line(error)}") from error
-        if architectures and not any("SequenceClassification" in name for name in architectures):
-            raise InputError(
-                f"{what} {ref}: is a {architectures[0]}, not a sequence classifier: "
-                "its reward head would be random; train one with `rlhf-kl reward-model`"
-            )
+    architectures = _architectures(ref, what)
+    if architectures and not any(CLASSIFIES in name for name in architectures):
+        raise InputError(
+            f"{what} {ref}: is a {architectures[0]}, not a sequence classifier: "
+            "its reward head would be random; train one with `rlhf-kl reward-model`"
+        )
     model = _load(AutoModelForSequenceClassification, ref, what, access)
+    check_label(model, ref, what, label)
+    return model
+
+
+def is_classifier(folder: str, what: str) -> bool:
+    """Whether the config of a local folder names a sequence classifier."""
+    return any(CLASSIFIES in name for name in _architectures(folder, what))
+
+
+def _architectures(ref: str, what: str) -> list[str]:
+    file = Path(ref) / "config.json"
+    if not file.is_file():
+        return []
+    try:
+        return [str(name) for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or []]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"{what} {ref}: cannot be loaded: config.json: {first_line(error)}") from error
+
+
+def check_label(model: Model, ref: str, what: str, label: str | None) -> None:
+    """Errors: InputError where it is not said which of several outputs counts, or said where there is one."""
     names = [str(name) for name in model.config.id2label.values()]
     if model.config.num_labels != 1 and label not in names:
         given = "reward.label names none of them" if label is None else f"none of them is {label!r}"
         raise InputError(f"{what} {ref}: has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
     if model.config.num_labels == 1 and label is not None:
         raise InputError(f"{what} {ref}: has one output, so reward.label ({label!r}) has nothing to choose")
-    return model
 
 
 def load_tokenizer(ref: str, what: str = "model", access: Access = SAFE) -> Any:

@@ -11,7 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from rlhf_kl.models.load import switch_dropout_off
 
 TRAINED, KEPT = "default", "start"  # names of the adapter that learns, and of its frozen beginning
 ADAPTER_CONFIG = "adapter_config.json"
+LANGUAGE_MODEL: Literal["CAUSAL_LM"] = "CAUSAL_LM"  # peft's names of what an adapter sits on
+CLASSIFIER: Literal["SEQ_CLS"] = "SEQ_CLS"
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -40,20 +42,47 @@ def adapter_base(folder: str | Path, what: str) -> str:
 
     Errors: InputError where the adapter does not say.
     """
-    try:
-        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        base, revision = config["base_model_name_or_path"], config.get("revision")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
+    config = _adapter_config(folder, what)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
         raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} names no base_model_name_or_path")
     return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
 
 
+def require_classifier_adapter(folder: str | Path, what: str) -> None:
+    """Errors: InputError for the adapter of a language model, which brings no reward head."""
+    task = _adapter_config(folder, what).get("task_type")
+    if task != CLASSIFIER:
+        raise InputError(
+            f"{what} {folder}: is the adapter of another kind of model (task_type {task}), not of a sequence "
+            "classifier: its reward head would be random; train one with `rlhf-kl reward-model`"
+        )
+
+
+def _adapter_config(folder: str | Path, what: str) -> dict[str, Any]:
+    try:
+        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: it is no mapping")
+    return config
+
+
 def add_adapter(
-    model: Any, *, r: int, alpha: float, target_modules: list[str] | None, ref: str, what: str, seed: int
+    model: Any,
+    *,
+    r: int,
+    alpha: float,
+    target_modules: list[str] | None,
+    ref: str,
+    what: str,
+    seed: int,
+    task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL,
 ) -> Any:
     """A fresh adapter on a model whose own weights freeze; it changes nothing until it is trained.
+
+    The head of a classifier is trained as a whole and belongs to its adapter.
 
     `target_modules`: names of the layers that get one; None = every linear layer but the head. `ref`: what the
     adapter's config says of its base. Deterministic for a seed, so that a resumed run has the same start.
@@ -67,7 +96,7 @@ def add_adapter(
         lora_dropout=0.0,  # it would make the log-probs of one and the same policy differ
         target_modules=target_modules or "all-linear",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 keeps weights transposed
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
     try:
         with _peft_warnings(), torch.random.fork_rng(devices=[]):

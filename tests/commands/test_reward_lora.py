@@ -1,0 +1,160 @@
+"""A reward model's adapter: trained, loaded by `train` and by plain peft, merged."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rlhf_kl.commands.sources import Sources
+from rlhf_kl.config.schema import ScorerSection
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import load_causal_lm
+from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.tracking.jsonl import read_jsonl
+
+TEXTS = ["abc", "dd", "a", "bcdabcd"]
+Cli = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A classifier of words with an `a`, as an adapter."""
+    folder = tmp_path_factory.mktemp("reward-lora")
+    texts = ["".join(word) for word in itertools.product("abcd", repeat=3)]
+    rows = [{"text": text, "label": int("a" in text)} for text in texts]
+    (folder / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "run": {"device": "cpu"},
+        "policy": {"model": str(tiny_folder), "lora": {"r": 4}},
+        "data": {"labels": str(folder / "l.jsonl")},
+        "reward_model": {"epochs": 12, "batch_size": 8, "microbatch_size": 4, "learning_rate": 2e-2},
+        "checkpoint": {"every": 20, "keep": 10},
+        "tracking": {"tensorboard": False},
+    }
+    (folder / "reward.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "reward.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(config: Path, rlhf_kl: Cli) -> Path:
+    """A finished run with its merged model; not to be written to."""
+    folder = config.parent / "run"
+    outcome = rlhf_kl("reward-model", "--config", config, "--output-dir", folder, "--quiet", "--merge")
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "time/step_s"} for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def scores(folder: Path) -> torch.Tensor:
+    reward = Sources(TrainingDisplay(quiet=True)).reward_model(str(folder), "reward.model", ScorerSection())
+    return reward.score([""] * len(TEXTS), TEXTS)
+
+
+def test_it_learns_and_stores_the_adapter_and_the_head_alone(run: Path) -> None:
+    assert rows(run)[-1]["eval/loss"] < 0.5 * rows(run)[0]["eval/loss"]
+    assert not (run / "final" / "model.safetensors").exists()
+    names = list(load_file(run / "final" / "adapter_model.safetensors"))
+    assert all("lora" in name or "score" in name for name in names)
+    assert any("score" in name for name in names)
+    kept = load_file(next((run / "checkpoints").iterdir()) / "model.safetensors")
+    assert all("lora" in name or "score" in name for name in kept)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+def test_plain_peft_and_transformers_score_the_same(run: Path, tiny_folder: Path, letters: Any) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    found = scores(run / "final")
+    assert float(found.std()) > 0.1
+    base = AutoModelForSequenceClassification.from_pretrained(str(tiny_folder), num_labels=1, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(run / "final")).eval()
+    merged = AutoModelForSequenceClassification.from_pretrained(str(run / "merged"), dtype=torch.float32).eval()
+    for text, score in zip(TEXTS, found.tolist(), strict=True):
+        ids = torch.tensor([[1, *letters(text, add_special_tokens=False)["input_ids"], 2]])
+        with torch.no_grad():
+            for model in (adapted, merged):
+                assert float(model(input_ids=ids).logits) == pytest.approx(score, abs=1e-4)
+
+
+def test_train_takes_it_as_its_reward_model(run: Path, tiny_settings: dict[str, Any], rlhf_kl: Cli) -> None:
+    file = run.parent / "ppo.yaml"
+    reward = {"kind": "model", "model": str(run / "final")}
+    value = tiny_settings["policy"] | {"value": "separate"}  # which starts from the reward model
+    file.write_text(yaml.safe_dump(tiny_settings | {"reward": reward, "policy": value}))
+    outcome = rlhf_kl("train", "--config", file, "--output-dir", run.parent / "ppo", "--quiet")
+    assert outcome.code == 0, outcome.err
+    assert rows(run.parent / "ppo")[-2]["objective/scores"] > rows(run.parent / "ppo")[0]["objective/scores"]
+
+
+def test_a_crashed_run_goes_on_as_if_nothing_had_been(run: Path, config: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
+    crashed = Path(shutil.copytree(run, tmp_path / "crashed"))
+    (crashed / "summary.json").unlink()
+    shutil.rmtree(crashed / "final")
+    for checkpoint in (crashed / "checkpoints").iterdir():
+        if checkpoint.name != "step-000040":
+            shutil.rmtree(checkpoint)
+    assert rlhf_kl("reward-model", "--config", config, "--output-dir", crashed, "--quiet", "--resume").code == 0
+    assert rows(crashed) == rows(run)
+    first, second = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (run, crashed))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_folder_remembers_its_text_format(run: Path, tmp_path: Path) -> None:
+    silent = Path(shutil.copytree(run / "final", tmp_path / "final"))
+    file = silent / "rlhf_kl_format.json"
+    assert json.loads(file.read_text()) == {"chat": False, "append_eos": True}
+    file.write_text('{"chat": false, "append_eos": false}')
+    assert not torch.allclose(scores(silent), scores(run / "final"), atol=1e-3)
+    file.write_text("{")
+    with pytest.raises(InputError, match="rlhf_kl_format"):
+        scores(silent)
+
+
+def test_an_adapter_on_an_adapter_is_found_down_to_the_base(
+    run: Path, config: Path, tiny_folder: Path, rlhf_kl: Cli, tmp_path: Path
+) -> None:
+    from rlhf_kl.models.load import load_tokenizer, save_model
+    from rlhf_kl.models.lora import add_adapter
+
+    model = add_adapter(
+        load_causal_lm(str(tiny_folder)),
+        r=2,
+        alpha=4.0,
+        target_modules=None,
+        ref=str(tiny_folder),
+        what="policy.lora",
+        seed=0,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    save_model(model, load_tokenizer(str(tiny_folder)), tmp_path / "adapter")
+    start = ("--set", f"policy.model='{tmp_path}/adapter'", "--set", "reward_model.epochs=1")
+    options = ("--config", config, "--output-dir", tmp_path / "run", "--quiet", "--merge")
+    outcome = rlhf_kl("reward-model", *options, *start)
+    assert outcome.code == 0, outcome.err
+    assert torch.allclose(scores(tmp_path / "run" / "final"), scores(tmp_path / "run" / "merged"), atol=1e-4)
+    with pytest.raises(InputError, match=r"task_type CAUSAL_LM.*would be random"):
+        scores(tmp_path / "adapter")
+
+
+def test_merge_without_an_adapter_is_refused(config: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
+    outcome = rlhf_kl(
+        "reward-model", "--config", config, "--output-dir", tmp_path, "--set", "policy.lora=null", "--merge"
+    )
+    assert outcome.code == 2
+    assert "policy.lora" in outcome.err
