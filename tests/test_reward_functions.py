@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.data.chat import Conversation
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
@@ -268,6 +269,14 @@ def test_the_format_is_what_is_asked_for_then_what_the_folder_says(model: Reward
     model.model.config.rlhf_kl_format = {"chat": True, "append_eos": False}
     assert text_format(model.model) == TextFormat(chat=True, append_eos=False)
     assert text_format(model.model, chat=False, append_eos=True) == TextFormat(chat=False, append_eos=True)
+
+
+def test_a_chat_format_reads_every_turn(tiny_reward_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_reward_folder))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    scorer = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer, form=TextFormat(chat=True))
+    said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    assert scorer.encode([said, "d"], ["ab", "a"]) == [[1, 3, 2, 4, 2, 5, 2, 3, 4, 2], [1, 6, 2, 3, 2]]
 
 
 def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, letters: Any) -> None:

@@ -152,7 +152,7 @@ def _reward_model(config: TrainConfig, parts: Parts, sources: Sources, pairs: st
     ref = config.reward.model or ""
     accuracy: float | None = None
     if pairs is not None or is_builtin(ref):
-        section = PairsSection(pairs=pairs or ref, eval_pairs=pairs)
+        section = PairsSection(pairs=pairs or ref, eval_pairs=pairs, chat_template=parts.reward.form.chat)
         held = (sources.pairs(section)[1] if pairs is None else sources.all_pairs(section))[:PAIRS]
         prompts = [pair.prompt for pair in held]
         chosen = parts.reward.score(prompts, [pair.chosen for pair in held])

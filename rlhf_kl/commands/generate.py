@@ -17,7 +17,7 @@ from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
-from rlhf_kl.data.texts import read_texts
+from rlhf_kl.data.texts import UNUSABLE, read_prompts
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.actor_critic import ActorCritic, freeze
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
@@ -105,7 +105,7 @@ class _Writer:
     """The models and prompts of one command."""
 
     def __init__(self, request: GenerateRequest, config: TrainConfig, sources: Sources) -> None:
-        self.request, self.device = request, sources.device
+        self.request, self.device, self.display = request, sources.device, sources.display
         self.reference: Any = None
         if request.model is not None:
             loaded = load_language_model(sources, located(request.model), "--model")
@@ -138,7 +138,10 @@ class _Writer:
         if request.file is not None:
             where, ref = "--prompts", located(request.file)
             rows = load_rows(ref, "test", where)
-            texts = read_texts(rows, text_column(ref, request.column or "prompt"), None, f"{where}: {ref}")
+            column = text_column(ref, request.column or "prompt")
+            texts, skipped = read_prompts(rows, column, None, f"{where}: {ref}", chat=form.chat)
+            if skipped:
+                self.display.message(f"{where}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
         context = context_length(policy)
         room = None if context is None else context - self.sampling.max_new_tokens
         prompts = prepare_prompts(texts, self.tokenizer, room, where, form)

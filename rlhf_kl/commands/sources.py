@@ -19,9 +19,19 @@ from rlhf_kl.config.schema import (
     ScorerSection,
     SFTDataSection,
 )
-from rlhf_kl.data.files import Row, load_rows, text_column
+from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.split import HELDOUT_SHARE, split_heldout, without_leaks
-from rlhf_kl.data.texts import Example, Labelled, Pair, read_examples, read_labels, read_pairs, read_texts
+from rlhf_kl.data.texts import (
+    UNUSABLE,
+    Example,
+    Labelled,
+    Pair,
+    read_examples,
+    read_labels,
+    read_pairs,
+    read_prompts,
+    read_texts,
+)
 from rlhf_kl.hub import model_folder
 from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import SAFE, Access, load_reward_model, load_tokenizer
@@ -104,14 +114,13 @@ class Sources:
         )
 
     def _prompt_texts(self, ref: str, split: str, data: PromptsSection, what: str) -> list[str]:
-        rows, column = load_rows(ref, split, what), text_column(ref, data.column)
-        flat = [_user_turn(row, column) for row in rows] if data.template is None else rows
-        usable = [row for row in flat if row is not None]
-        if len(usable) < len(rows):
-            self.display.message(
-                f"{what}: {len(rows) - len(usable)} of {len(rows)} conversations left out: several turns"
-            )
-        return read_texts(usable, column, data.template, f"{what}: {ref}")
+        rows, where = load_rows(ref, split, what), f"{what}: {ref}"
+        found, skipped = read_prompts(
+            rows, text_column(ref, data.column), data.template, where, chat=data.chat_template
+        )
+        if skipped:
+            self.display.message(f"{what}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
+        return found
 
     # ------------------------------------------------------------------ supervised data
 
@@ -145,7 +154,8 @@ class Sources:
         def read(ref: str, split: str, what: str) -> list[Example]:
             rows = load_rows(self._named(ref), split, what)[: data.max_documents]
             where = f"{what}: {ref}"
-            found, skipped = read_examples(rows, data.prompt_column, data.response_column or "", data.template, where)
+            names = (data.prompt_column, data.response_column or "")
+            found, skipped = read_examples(rows, *names, data.template, where, chat=data.chat_template)
             self._say_skipped(skipped, len(rows), where)
             return found
 
@@ -165,7 +175,7 @@ class Sources:
                 return read_pairs(rows, "prompt", "chosen", "rejected", None, what)[0]
             rows, where = load_rows(ref, split, what), f"{what}: {ref}"
             names = (data.prompt_column, data.chosen_column, data.rejected_column)
-            found, skipped = read_pairs(rows, *names, data.template, where)
+            found, skipped = read_pairs(rows, *names, data.template, where, chat=data.chat_template)
             self._say_skipped(skipped, len(rows), where)
             return found
 
@@ -180,7 +190,7 @@ class Sources:
         assert data.pairs is not None
         rows = load_rows(data.pairs, data.split, "--pairs")
         names = (data.prompt_column, data.chosen_column, data.rejected_column)
-        return read_pairs(rows, *names, data.template, f"--pairs: {data.pairs}")[0]
+        return read_pairs(rows, *names, data.template, f"--pairs: {data.pairs}", chat=data.chat_template)[0]
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
         """Labelled texts, and held-out ones, none of which is among the former."""
@@ -215,7 +225,7 @@ class Sources:
 
     def _say_skipped(self, count: int, total: int, where: str) -> None:
         if count:
-            self.display.message(f"{where}: {count} of {total} rows left out: several turns, or no difference")
+            self.display.message(f"{where}: {count} of {total} rows left out: {UNUSABLE}, or no difference")
 
     # ------------------------------------------------------------------ scorers
 
@@ -262,17 +272,6 @@ class Sources:
             tokenizer = load_tokenizer(path, what, self.access)
         form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
         return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label)
-
-
-def _user_turn(row: Row, column: str) -> Row | None:
-    """The row with the user's words in place of a conversation; None for one of several turns."""
-    from rlhf_kl.data.chat import is_conversation, single_turn
-
-    value = row.get(column)
-    if not is_conversation(value):
-        return row
-    turn = single_turn(list(value or []))
-    return None if turn is None else {**row, column: turn[0]}
 
 
 def _prompt(row: Any) -> Hashable:

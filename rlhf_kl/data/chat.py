@@ -15,19 +15,45 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
-def single_turn(messages: Messages) -> tuple[str, str | None] | None:
-    """What the user says and what the assistant answers (None = nothing yet).
+class Conversation(str):
+    """A prompt of several turns. As a text, which reward functions see, it is one paragraph a turn: "user: ..."."""
 
-    None for a conversation of any other shape: several turns, a system message, content that is no text.
+    messages: tuple[tuple[str, str], ...]  # (role, content), for chat templates
+
+    def __new__(cls, messages: Sequence[tuple[str, str]]) -> Conversation:
+        made = super().__new__(cls, "\n\n".join(f"{role}: {content}" for role, content in messages))
+        made.messages = tuple(messages)
+        return made
+
+    def __getnewargs__(self) -> tuple[Any]:  # type: ignore[override]
+        return (self.messages,)  # what a copy is made from
+
+
+def split_conversation(messages: Messages) -> tuple[str | None, str | None] | None:
+    """What stands before the last answer, and that answer; each None where there is none.
+
+    The words of a user alone stay a plain text, anything longer is a `Conversation`: a system message, perhaps,
+    then user and assistant in turn. None for any other shape, and for content that is no text.
     """
-    roles, contents = [m.get("role") for m in messages], [m.get("content") for m in messages]
-    if roles not in (["user"], ["user", "assistant"]) or not all(isinstance(c, str) for c in contents):
+    turns = [(m.get("role"), m.get("content")) for m in messages]
+    if not all(isinstance(role, str) and isinstance(content, str) for role, content in turns):
         return None
-    return str(contents[0]), str(contents[1]) if len(contents) > 1 else None
+    spoken = [role for role, _ in turns[turns[0][0] == "system" :]]
+    in_turn = spoken == ["user" if i % 2 == 0 else "assistant" for i in range(len(spoken))]
+    if not spoken or not (in_turn or [role for role, _ in turns] == ["assistant"]):
+        return None
+    answer = str(turns[-1][1]) if spoken[-1] == "assistant" else None
+    before = [(str(role), str(content)) for role, content in turns[: len(turns) - (answer is not None)]]
+    if not before:
+        return None, answer
+    return before[0][1] if [role for role, _ in before] == ["user"] else Conversation(before), answer
 
 
 def chat_prompt(tokenizer: Any, prompt: str, system: str | None = None) -> str:
-    """A prompt as the tokenizer's chat template writes it, up to where the answer begins."""
+    """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
+
+    `system` goes in front, unless a `Conversation` brings a system message of its own.
+    """
     return _apply(tokenizer, _turns(prompt, system), answer=True)
 
 
@@ -43,8 +69,9 @@ def require_chat_template(tokenizer: Any, where: str) -> None:
 
 
 def _turns(prompt: str, system: str | None) -> list[dict[str, str]]:
-    turns = [{"role": "user", "content": prompt}]
-    return turns if system is None else [{"role": "system", "content": system}, *turns]
+    messages = prompt.messages if isinstance(prompt, Conversation) else (("user", prompt),)
+    turns = [{"role": role, "content": content} for role, content in messages]
+    return turns if system is None or turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, str]], *, answer: bool) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_kl.data.chat import chat_prompt, require_chat_template
+from rlhf_kl.data.chat import Conversation, chat_prompt, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
@@ -53,6 +53,8 @@ def prepare_prompts(
     limit = None if room is None or form.first_tokens is not None else room * CHARACTERS_PER_TOKEN
     sane = [text for text in full if limit is None or len(text) <= limit]
     if form.first_tokens is not None:
+        if any(isinstance(text, Conversation) for text in sane):
+            raise InputError(f"{where}: data.first_tokens cannot cut conversations of several turns")
         sane = _beginnings(sane, tokenizer, form.first_tokens)
     written = [chat_prompt(tokenizer, text, form.system) for text in sane] if form.chat else sane
     rows = encode_all(tokenizer, written)

@@ -104,7 +104,10 @@ def test_what_is_held_out_by_name_is_not_trained_on(sources: Sources, tmp_path: 
 def test_prompts_in_the_form_of_conversations_and_of_columns(sources: Sources, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
     rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
-    assert sources.prompts(prompts(jsonl(tmp_path / "c.jsonl", rows)), EvalSection())[0] == ["why?", "plain"]
+    file = jsonl(tmp_path / "c.jsonl", rows)
+    assert sources.prompts(prompts(file), EvalSection())[0] == ["why?", "plain"]
+    chat = PromptsSection(prompts=file, column="q", chat_template=True)
+    assert [getattr(p, "messages", None) is not None for p in sources.prompts(chat, EvalSection())[0]] == [0, 1, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
     assert sources.prompts(section, EvalSection())[0] == ["{T} P {x}\nTL;DR:"]

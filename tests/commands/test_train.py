@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.commands.train import gradient_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
+from rlhf_kl.models.load import load_causal_lm, save_model
 from rlhf_kl.tracking.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
@@ -212,3 +215,22 @@ def test_the_terms_of_a_sum_are_logged_one_by_one(train: Train, tmp_path: Path, 
     assert sampled
     for sample in sampled:
         assert sample["score"] == pytest.approx(2.0 * sample["response"].count("a") / 8 - 0.25)
+
+
+def test_conversations_of_several_turns_are_prompts(
+    train: Train, tmp_path: Path, tiny_folder: Path, letters: Any
+) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    save_model(load_causal_lm(str(tiny_folder)), chatty, tmp_path / "chatty")
+    turns = [
+        [{"role": role, "content": content} for role, content in zip(("user", "assistant", "user"), abc, strict=True)]
+        for abc in itertools.product("abcd", repeat=3)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in turns))
+    settings = (f"policy.model='{tmp_path}/chatty'", f"data={{prompts: '{tmp_path}/chats.jsonl', chat_template: true}}")
+    train(tmp_path / "run", *settings, "ppo.total_episodes=16")
+    sample = rows(tmp_path / "run", "samples.jsonl")[0]
+    assert re.fullmatch(r"user: [abcd]\n\nassistant: [abcd]\n\nuser: [abcd]", sample["prompt"])
+    with pytest.raises(InputError, match=r"none of 64 rows can be used: several turns without data\.chat_template"):
+        train(tmp_path / "other", *settings, "data.chat_template=false")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.prompts import PromptFormat, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
 
@@ -101,6 +102,18 @@ def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     assert "no chat template" in problem(["ab"], letters, 10, PromptFormat(chat=True))
     chatty.chat_template = "{{ raise_exception('no system') }}"
     assert "no system" in problem(["ab"], chatty, 10, PromptFormat(chat=True))
+
+
+def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = CHAT
+    said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    own = Conversation([("system", "d"), ("user", "a")])
+    found = prepare_prompts([said, own], chatty, 20, "data.prompts", PromptFormat(chat=True, system="c"))
+    assert found.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
+    # bos, the configured system message, three turns, the answer's beginning; then one that has its own
+    assert found.rows == [[1, 5, 2, 3, 2, 4, 2, 5, 2, 6], [1, 6, 2, 3, 2, 6]]
+    assert "first_tokens" in problem([said], chatty, 20, PromptFormat(chat=True, first_tokens=2))
 
 
 def test_the_stream_takes_the_rows_it_is_given(letters: Any) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 
-from rlhf_kl.data.chat import single_turn
+from rlhf_kl.data.chat import Conversation, split_conversation
 from rlhf_kl.data.split import split_heldout, without_leaks
 from rlhf_kl.data.texts import (
     Example,
@@ -14,17 +16,19 @@ from rlhf_kl.data.texts import (
     read_examples,
     read_labels,
     read_pairs,
+    read_prompts,
     read_texts,
 )
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
 
 USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
+SYSTEM = {"role": "system", "content": "be brief"}
 
 
-def problem(read: Any, *arguments: Any) -> str:
+def problem(read: Any, *arguments: Any, **options: Any) -> str:
     with pytest.raises(InputError) as caught:
-        read(*arguments)
+        read(*arguments, **options)
     assert len(caught.value.problems) == 1
     return str(caught.value)
 
@@ -63,14 +67,48 @@ def test_texts_come_from_a_column_or_a_template() -> None:
     [
         ([USER], ("why?", None)),
         ([USER, ASSISTANT], ("why?", "so.")),
-        ([USER, ASSISTANT, USER], None),
-        ([ASSISTANT], None),
-        ([{"role": "system", "content": "x"}, USER], None),
+        ([ASSISTANT], (None, "so.")),
+        ([USER, USER], None),
+        ([USER, ASSISTANT, ASSISTANT], None),
+        ([SYSTEM], None),
+        ([SYSTEM, ASSISTANT], None),
+        ([USER, SYSTEM], None),
+        ([{"role": "tool", "content": "x"}, ASSISTANT], None),
         ([{"role": "user", "content": [{"type": "image"}]}], None),
+        ([USER, ASSISTANT, USER], ([USER, ASSISTANT, USER], None)),
+        ([USER, ASSISTANT, USER, ASSISTANT], ([USER, ASSISTANT, USER], "so.")),
+        ([SYSTEM, USER], ([SYSTEM, USER], None)),
+        ([SYSTEM, USER, ASSISTANT], ([SYSTEM, USER], "so.")),
     ],
 )
-def test_a_conversation_of_one_turn(messages: list[dict[str, Any]], expected: Any) -> None:
-    assert single_turn(messages) == expected
+def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str, Any]], expected: Any) -> None:
+    found = split_conversation(messages)
+    if expected is None or not isinstance(expected[0], list):
+        assert found == expected
+        assert found is None or not isinstance(found[0], Conversation)
+        return
+    assert found is not None
+    assert isinstance(found[0], Conversation)
+    assert found[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
+    assert found[1] == expected[1]
+
+
+def test_a_conversation_is_a_text_too() -> None:
+    said = Conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
+    assert said == "user: why?\n\nassistant: so.\n\nuser: no"
+    assert len({said, str(said)}) == 1
+    assert copy.deepcopy(said).messages == pickle.loads(pickle.dumps(said)).messages == said.messages
+
+
+def test_prompts_of_several_turns_need_a_chat_template() -> None:
+    rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
+    assert read_prompts(rows, "p", None, "data.prompts", chat=False) == (["q", "why?"], 2)
+    found, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
+    assert (len(found), skipped) == (3, 1)
+    assert isinstance(found[2], Conversation)
+    assert "none of 2 rows can be used: several turns" in problem(
+        read_prompts, rows[2:], "p", None, "data.prompts", chat=False
+    )
 
 
 def test_examples_of_columns_and_of_conversations() -> None:
@@ -78,6 +116,16 @@ def test_examples_of_columns_and_of_conversations() -> None:
     assert read_examples(rows, "p", "r", None, "data.texts") == ([Example("q", "a"), Example("why?", "so.")], 1)
     assert "has no prompt" in problem(read_examples, rows[:1], None, "r", None, "data.texts")
     assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", None, "data.texts")
+    several = [
+        {"p": [USER, ASSISTANT, USER], "r": "a"},
+        {"p": [USER], "r": [ASSISTANT]},
+        {"r": [SYSTEM, USER, ASSISTANT]},
+    ]
+    found, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
+    assert [example.response for example in found] == ["a", "so."]
+    assert (len(found[0].prompt.messages), found[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
+    assert read_examples(several[:2], "p", "r", None, "data.texts") == ([Example("why?", "so.")], 1)
+    assert read_examples(several[2:], None, "r", None, "data.texts", chat=True)[0][0].response == "so."
 
 
 def test_pairs_of_columns_conversations_and_whole_texts() -> None:
@@ -85,6 +133,14 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     assert read_pairs(columns, "prompt", "c", "r", None, "data.pairs") == ([Pair("q", "good", "bad")], 1)
     chats = [{"c": [USER, ASSISTANT], "r": [USER, {"role": "assistant", "content": "no."}]}]
     assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
+    other = {"role": "user", "content": "how?"}
+    longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
+    found, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
+    assert found == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
+    assert skipped == 0
+    assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
+    unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
+    assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", None, "data.pairs", chat=True)
     whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}]
     assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == [Pair("Human: why? Assistant: ", "so.", "no.")]
 

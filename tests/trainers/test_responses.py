@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.texts import Example
 from rlhf_kl.errors import InputError
 from rlhf_kl.trainers.responses import ResponseObjective
@@ -49,6 +50,15 @@ def test_a_turn_of_a_chat_ends_with_its_first_eos(new_model: Make, letters: Any)
     # (it leaves out the c here), the response follows the prompt as a rollout has it.
     assert objective.rows == [[1, 3, 2, 6, 5, 4, 2]]
     assert objective.starts == [5]
+
+
+def test_of_several_turns_the_last_answer_is_learned(new_model: Make, letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    objective = ResponseObjective(new_model(), chatty, [Example(said, "d")], 32, [2], chat=True)
+    assert objective.rows == [[1, 3, 2, 4, 2, 5, 2, 6, 2]]
+    assert objective.starts == [7]
 
 
 def test_the_prompts_tokens_are_those_of_a_rollout(new_model: Make) -> None:
