@@ -25,7 +25,7 @@ class Conversation(str):
         made.messages = tuple(messages)
         return made
 
-    def __getnewargs__(self) -> tuple[Any]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[Any]:
         return (self.messages,)  # what a copy is made from
 
 
