@@ -132,9 +132,12 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     size = sum(p.numel() for p in model.parameters())
     parts = SimpleNamespace(policy=model, reference=model, reward=None, gold=None)
     whole = estimate_memory(config, parts, tokens=10)
-    # Policy, reference, gradients, two moments and the copy for the ceiling, in float32.
-    assert whole.models == 6 * size * 4
+    # Policy, reference, gradients, two moments and the copy for the ceiling, in float32; the critic's 16 features.
+    features = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10) * 16
+    assert whole.models == (6 * size + features) * 4
     adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
-    less = estimate_memory(config, SimpleNamespace(policy=adapted, reference=None, reward=None, gold=None), tokens=10)
+    less = estimate_memory(
+        config, SimpleNamespace(policy=adapted, reference=adapted, reward=None, gold=None), tokens=10
+    )
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert less.models == 4 * (size + trained + 4 * trained)
+    assert less.models == 4 * (size + trained + 4 * trained + features)
