@@ -349,9 +349,9 @@ class PPOSection(OptimiserSection):
     """Lambda of generalised advantage estimation."""
     critic_lam: Unit | None = None
     """Lambda of the value function's targets; null = lam, and 1 for `features`: the rewards as they came."""
-    critic_epochs: Count = 10
+    critic_epochs: Count = 5
     """Passes over each batch that fit a value function on `features`."""
-    critic_learning_rate: Positive = 1.0e-3
+    critic_learning_rate: Positive = 2.0e-3
     """Learning rate of a value function on `features`."""
     value_warmup: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     """Updates at the start that train the value function only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -26,29 +27,26 @@ def fit_critic(
 ) -> tuple[float, bool]:
     """Least squares of returns (N,) on features (N, F) of this process; `total` sums over processes.
 
-    Returns the mean loss of the first epoch, and whether every gradient was finite; a step whose gradient is not
-    is left out.
+    Returns the mean loss of the first epoch, and whether every loss was finite; a step whose loss is not is left out.
     """
     first = torch.zeros(2, dtype=torch.float64, device=features.device)
     finite = True
     for epoch in range(epochs):
         order = shuffled(len(features), seed, "critic", step, epoch).to(features.device)
-        for picked in order.tensor_split(MINIBATCHES):
-            losses = critic.loss(features[picked], returns[picked])
-            count = total(torch.tensor(float(len(picked)), device=features.device))
-            if not count:
-                continue
-            optimizer.zero_grad()
-            (losses.sum() / count).backward()
-            for parameter in critic.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = total(parameter.grad)
-            if all(bool(torch.isfinite(p.grad).all()) for p in critic.parameters() if p.grad is not None):
-                optimizer.step()
-            else:
-                finite = False
+        pieces = zip(features[order].tensor_split(MINIBATCHES), returns[order].tensor_split(MINIBATCHES), strict=True)
+        for some_features, some_returns in pieces:
+            loss = critic.loss(some_features, some_returns).sum()
+            here = torch.stack([loss.detach().double(), torch.full_like(loss, len(some_returns)).double()])
+            whole, count = total(here).tolist()
             if epoch == 0:
-                first += torch.stack([losses.detach().double().sum(), torch.tensor(float(len(picked))).double()])
-    optimizer.zero_grad()
-    loss, count = total(first).tolist()
-    return loss / max(count, 1.0), finite
+                first += here
+            if not math.isfinite(whole):
+                finite = False
+            elif count:
+                (loss / count).backward()
+                for parameter in critic.parameters():
+                    parameter.grad = None if parameter.grad is None else total(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+    summed, tokens = total(first).tolist()
+    return summed / max(tokens, 1.0), finite

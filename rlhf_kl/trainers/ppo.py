@@ -294,7 +294,7 @@ class PPOTrainer:
         means = {name: value / trained for name, value in totals.items()}
         if self.features is not None:
             means["value_loss"], finite = self.fit_critic(self.features, rollout, targets, step)
-            skipped = skipped if finite else "a gradient of the value function"
+            skipped = skipped if finite else "the loss of the value function"
         return {
             "policy/loss": means.get("policy_loss", math.nan),
             "policy/approx_kl": means.get("approx_kl", math.nan),

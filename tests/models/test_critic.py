@@ -44,7 +44,7 @@ def test_it_explains_what_least_squares_explains() -> None:
     assert error < 1.1 * float((torch.from_numpy(solved) - returns).var())
 
 
-def test_a_gradient_that_is_not_finite_is_left_out() -> None:
+def test_a_loss_that_is_not_finite_is_left_out() -> None:
     critic = FeatureCritic(3, 0.0, 1.0, seed=0)
     before = [p.detach().clone() for p in critic.parameters()]
     _, finite = fit(critic, torch.randn(16, 3), torch.full((16,), torch.inf))
