@@ -19,6 +19,7 @@ from rlhf_kl.models.load import (
     load_reward_model,
     load_tokenizer,
     parameter_count,
+    save_model,
 )
 
 
@@ -164,3 +165,20 @@ def _reward_problem(folder: Path) -> str:
     with pytest.raises(InputError) as caught:
         load_reward_model(str(folder))
     return str(caught.value)
+
+
+def test_a_gelu_of_seven_operations_becomes_one(copied: Path, tmp_path: Path) -> None:
+    """As published GPT-2 checkpoints name it; what is saved names it as before, and plain transformers agrees."""
+    from transformers import AutoModelForCausalLM
+    from transformers.activations import NewGELUActivation
+
+    edit(copied, lambda config: config.update(activation_function="gelu_new"))
+    plain, ids = AutoModelForCausalLM.from_pretrained(copied).eval(), torch.tensor([[1, 3, 4, 5, 6, 3]])
+    model = load_causal_lm(str(copied))
+    assert any(type(module) is NewGELUActivation for module in plain.modules())
+    assert not any(type(module) is NewGELUActivation for module in model.modules())
+    torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    save_model(model, load_tokenizer(str(copied), "x"), tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["activation_function"] == "gelu_new"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(again(input_ids=ids).logits, plain(input_ids=ids).logits)
