@@ -32,11 +32,11 @@ def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             now[0] = step
             return update(self, step)
 
-        def spoilt(self: PPOTrainer, prompts: list[str], responses: list[str]) -> torch.Tensor:
-            scores = score(self, prompts, responses)
+        def spoilt(self: PPOTrainer, prompts: list[str], responses: list[str]) -> Any:
+            scores, terms = score(self, prompts, responses)
             if now[0] in steps:
                 scores[1] = torch.nan
-            return scores
+            return scores, terms
 
         monkeypatch.setattr(PPOTrainer, "update", noting)
         monkeypatch.setattr(PPOTrainer, "score", spoilt)
