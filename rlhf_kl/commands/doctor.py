@@ -20,7 +20,7 @@ from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.sources import Sources, access_of
-from rlhf_kl.commands.train import TrainRun, fingerprints, gradient_notes
+from rlhf_kl.commands.train import TrainRun, fingerprints, gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import context_length, load_tokenizer
@@ -240,7 +240,7 @@ def _scores(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
 def _beta(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
     control, batch = run.trainer.controller, config.rollout.batch_size
     low, high = control.reach(config.updates, batch)
-    warnings = [*control.start_warnings(config.updates, batch), *gradient_notes(config)]
+    warnings = [*control.start_warnings(config.updates, batch), *gradient_notes(config), *unused_notes(config)]
     for warning in warnings:
         yield Finding("doubtful", "beta", warning)
     if not warnings:

@@ -21,7 +21,7 @@ from rlhf_kl.commands.samples import sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.config.plugins import controller_arguments, controller_class
-from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema import PPOSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.kl_controllers import KLControl
@@ -281,6 +281,7 @@ class TrainRun:
         for warning in [
             *control.start_warnings(config.updates, config.rollout.batch_size),
             *gradient_notes(config),
+            *unused_notes(config),
         ]:
             self.display.alert(warning)
 
@@ -495,6 +496,18 @@ def gradient_notes(config: TrainConfig) -> list[str]:
     if kl.placement == "loss" and kl.estimator == "k3":
         notes.append("kl.estimator k3 in the loss: has the gradient of KL(reference || policy), the other direction")
     return [f"kl-gradient: {note}" for note in notes]
+
+
+def unused_notes(config: TrainConfig) -> list[str]:
+    """Settings of a kind of value function that the run does not have, said once."""
+    features = config.policy.value == "features"
+    names = ("vf_coef", "cliprange_value") if features else ("critic_epochs", "critic_learning_rate")
+    defaults = PPOSection()
+    return [
+        f"ppo.{name} is not used: policy.value is {config.policy.value}"
+        for name in names
+        if getattr(config.ppo, name) != getattr(defaults, name)
+    ]
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_kl.checkpoint import checkpoints
-from rlhf_kl.commands.train import gradient_notes
+from rlhf_kl.commands.train import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import load_causal_lm, save_model
@@ -234,3 +234,21 @@ def test_conversations_of_several_turns_are_prompts(
     assert re.fullmatch(r"user: [abcd]\n\nassistant: [abcd]\n\nuser: [abcd]", sample["prompt"])
     with pytest.raises(InputError, match=r"none of 64 rows can be used: several turns without data\.chat_template"):
         train(tmp_path / "other", *settings, "data.chat_template=false")
+
+
+@pytest.mark.parametrize(
+    ("value", "ppo", "unused"),
+    [
+        ("features", {}, []),
+        ("features", {"vf_coef": 0.5, "critic_epochs": 2}, ["vf_coef"]),
+        ("features", {"cliprange_value": 0.5}, ["cliprange_value"]),
+        ("head", {"vf_coef": 0.5}, []),
+        ("separate", {"critic_epochs": 2, "critic_learning_rate": 0.1}, ["critic_epochs", "critic_learning_rate"]),
+    ],
+)
+def test_a_setting_of_another_value_function_is_said_to_be_unused(
+    value: str, ppo: dict[str, Any], unused: list[str]
+) -> None:
+    notes = unused_notes(TrainConfig.model_validate({"policy": {"value": value}, "ppo": ppo}))
+    assert [note.split(" ")[0] for note in notes] == [f"ppo.{name}" for name in unused]
+    assert all(note.endswith(value) for note in notes)

@@ -2,6 +2,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -228,3 +229,18 @@ def test_mistakes_are_told_before_anything_runs(bench, tmp_path, capsys):
     assert "kl.target" in capsys.readouterr().err
     assert bench.main(["--out", str(out), "--rows", "none"]) == 2
     assert not out.exists()
+
+
+def test_the_limit_of_gaussian_scores_is_their_closed_form(bench, tmp_path):
+    """Spread 1 buys sqrt(2 KL); scores are normalised as the run did it, and its mean is that of the samples."""
+    spread = [statistics.NormalDist().inv_cdf((i + 0.5) / 4000) for i in range(4000)]
+    samples = bench.Reference([3.0 + 2.0 * x for x in spread], [[1.0] * 4000, [5.0] * 4000, [0.0] * 4000], [0] * 4000)
+    folder = bench.RunFolder(tmp_path)
+    rows = [row | {"kl/sequence": 0.5, "objective/scores_shaped": 0.25 + 0.8} for row in rows_of([1.0] * 60)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert samples.share(folder) is None  # nothing says how the run normalised its scores
+    checkpoint = folder.checkpoints / "step-000060"
+    checkpoint.mkdir(parents=True)
+    shaping = {"mean": 2.5, "std": 2.0, "clip": None, "missing_eos_penalty": 9.0}
+    (checkpoint / "state.json").write_text(json.dumps({"trainer": {"shaping": shaping}}))
+    assert samples.share(folder) == pytest.approx(0.8, rel=0.01)
