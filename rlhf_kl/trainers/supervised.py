@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.config.schema import EpochsSection
+from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.trainers.guards import Microbatch
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
@@ -37,7 +38,7 @@ class Objective(Protocol):
 
 
 class SupervisedTrainer:
-    """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches."""
+    """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches of near-equal length."""
 
     def __init__(self, model: nn.Module, objective: Objective, settings: EpochsSection, seed: int) -> None:
         self.model, self.objective, self.settings, self.seed = model, objective, settings, seed
@@ -63,16 +64,18 @@ class SupervisedTrainer:
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step."""
         settings = self.settings
-        rows = sorted(self.batch(step), key=self.objective.size)
+        rows = self.batch(step)
+        lengths = [self.objective.size(row) for row in rows]
         # Half a step in, so that the first step of a warm-up is not taken at rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
         weight = sum(self.objective.weight(row) for row in rows)
+        overhead = pass_overhead(next(self.model.parameters()).device)
 
         def accumulate(size: int) -> dict[str, float]:
             totals: dict[str, float] = {}
-            for i in range(0, len(rows), size):
-                loss, sums = self.objective.loss(rows[i : i + size])
+            for group in group_lengths(lengths, most_rows=size, most_tokens=size * max(lengths), overhead=overhead):
+                loss, sums = self.objective.loss([rows[i] for i in group])
                 (loss / weight).backward()
                 for name, value in {"train/loss": float(loss.detach()), **sums}.items():
                     totals[name] = totals.get(name, 0.0) + value

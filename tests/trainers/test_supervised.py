@@ -127,3 +127,13 @@ class _Poisoned:
     def loss(self, rows: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
         total, sums = self.objective.loss(rows)
         return total * torch.nan, sums
+
+
+def test_a_long_row_does_not_stretch_the_short_ones(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_kl.trainers.supervised.pass_overhead", lambda _device: 5)
+    trainer = make(["a", "b" * 20, "c", "ab"], microbatch_size=4)
+    passes: list[list[int]] = []
+    learn = trainer.objective.loss
+    monkeypatch.setattr(trainer.objective, "loss", lambda rows: (passes.append(sorted(rows)), learn(rows))[1])
+    trainer.step(1)
+    assert passes == [[0, 2, 3], [1]]
