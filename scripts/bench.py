@@ -33,6 +33,7 @@ import torch
 import yaml
 
 PARTS = ("phases", "growth", "flat", "agree", "peer")
+END_LOGIT = 40.0  # below zero: of the end of a text in a policy that never ends one
 AXES = ("batch", "length", "hidden", "vocabulary")  # of growth
 VALUES = ("features", "head", "separate")  # value functions, the default first
 SCRIPT_REWARD = '''def count(prompts, responses):
@@ -216,16 +217,28 @@ def built_in() -> World:
 
 
 def endless(world: World, place: Path) -> World:
-    """The same policy, told to end a text with a token that it never writes: every response has full length."""
+    """The same policy with an end that it never draws: every response has full length.
+
+    The embedding of the end, which is also its row in the LM head, is made to have a very low logit at every state.
+    """
+    from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
+
+    tokenizer, model = load_tokenizer(str(world.policy)), load_causal_lm(str(world.policy))
+    lines = world.prompts.read_text(encoding="utf-8").splitlines()[:64]
+    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    with torch.no_grad():
+        texts = [model.generate(torch.tensor([ids]), do_sample=True, max_new_tokens=32)[0] for ids in prompts]
+        states = torch.cat([model.transformer(ids[None]).last_hidden_state[0] for ids in texts])
+        end = model.lm_head.weight[tokenizer.eos_token_id]
+        damping = 1e-3 * states.T @ states / len(states) + 1e-6 * torch.eye(states.shape[1])
+        square = states.T @ states / len(states) + damping
+        end.copy_(torch.linalg.solve(square, -END_LOGIT * states.mean(0)))  # least squares: the same logit everywhere
+        highest = float((model.lm_head(states).softmax(-1)[:, tokenizer.eos_token_id]).max())
+    if highest > 1e-6:
+        raise SystemExit(f"error: a policy that should never end a text would, with probability {highest:.1g}")
     folder = place / "endless"
-    shutil.copytree(world.policy, folder, dirs_exist_ok=True)
-    for name, changes in (
-        ("tokenizer_config.json", {"eos_token": "<bos>"}),
-        ("generation_config.json", {"eos_token_id": 1}),
-        ("config.json", {"eos_token_id": 1}),
-    ):
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-        (folder / name).write_text(json.dumps(content | changes), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(model, tokenizer, folder)
     return World(folder, world.prompts, world.shape, world.prompt_tokens, world.reward)
 
 

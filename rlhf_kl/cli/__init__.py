@@ -12,6 +12,7 @@ import typer
 
 from rlhf_kl.cli import compare, config, doctor, evaluate, generate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
+from rlhf_kl.heap import keep_freed_memory
 from rlhf_kl.tracking.text import safe_text
 
 app = typer.Typer(
@@ -54,6 +55,7 @@ def _root(
 
 def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
+    keep_freed_memory()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -15,7 +15,7 @@ from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
 from rlhf_kl.ops.packing import Layout, Packed
 from rlhf_kl.rollout.decoded import DecodedStates
 from rlhf_kl.rollout.features import StateFeatures
-from rlhf_kl.rollout.reference import ReferenceLogits, pass_bounds
+from rlhf_kl.rollout.reference import ReferenceLogits
 from rlhf_kl.rollout.sampling import Sampled, sample_responses
 from rlhf_kl.types import PromptBatch, RolloutBatch
 
@@ -92,7 +92,7 @@ def measure(
         decoded.settle(layout)
     columns = torch.zeros(5, *sampled.ids.shape, device=device)
     flat = columns.flatten(1)
-    for packed in scoring_passes(layout, reference_logits.vocabulary):
+    for packed in scoring_passes(layout, reference_logits):
         if decoded is not None:
             logits, values = decoded.output(model, packed)
         else:
@@ -108,9 +108,9 @@ def measure(
     return Measured(*columns.unbind())
 
 
-def scoring_passes(layout: Layout, vocabulary: int) -> Iterator[Packed]:
+def scoring_passes(layout: Layout, reference: ReferenceLogits) -> Iterator[Packed]:
     """All rows of a batch in passes without gradients."""
-    bounds = pass_bounds(layout.ids.device, vocabulary)
+    bounds = reference.pass_bounds(layout.ids.device)
     return layout.passes(range(len(layout.lengths)), most_rows=SCORING_ROWS, **bounds)
 
 
@@ -139,7 +139,7 @@ def assemble(
 def exact_kl_now(model: ActorCritic, reference: ReferenceLogits, rollout: RolloutBatch, temperature: float) -> Tensor:
     """Exact KL (B, T) of the model as it is now, at the states of an earlier rollout."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for packed in scoring_passes(rollout.layout, reference.vocabulary):
+    for packed in scoring_passes(rollout.layout, reference):
         logits = state_logits(model.policy, packed.ids, packed.mask, packed.states)
         kl.view(-1)[packed.places] = exact_kl(logits, reference(packed), temperature)
     return kl

@@ -12,13 +12,7 @@ from rlhf_kl.models.actor_critic import read_states
 from rlhf_kl.ops.packing import Layout, Packed, pass_overhead
 
 KEPT_ELEMENTS = 1 << 24  # logits of a rollout that are kept to the end of its update: 64 MiB in float32
-PASS_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits in one pass, by device
-
-
-def pass_bounds(device: torch.device, vocabulary: int) -> dict[str, int]:
-    """Limits of one forward pass, as `Layout.passes` takes them."""
-    elements = PASS_ELEMENTS.get(device.type, PASS_ELEMENTS["cpu"])
-    return {"most_tokens": max(1, elements // vocabulary), "overhead": pass_overhead(device)}
+PASS_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits in one pass, by device; more where the LM head has more
 
 
 class ReferenceLogits:
@@ -26,12 +20,22 @@ class ReferenceLogits:
 
     def __init__(self, model: Any, *, keep: bool = False) -> None:
         self.model, self.keep = model, keep
-        self.vocabulary: int = model.config.get_text_config().vocab_size
+        shape = model.config.get_text_config()
+        self.vocabulary: int = shape.vocab_size
+        self.head_elements: int = shape.vocab_size * shape.hidden_size
         self.hear: Callable[[Packed, Tensor], None] | None = (
             None  # told what the LM head read in a rollout's first pass
         )
         self.kept: Tensor | None = None  # (tokens, V)
         self.room = self.filled = 0
+
+    def pass_bounds(self, device: torch.device) -> dict[str, int]:
+        """Limits of one pass over a rollout, as `Layout.passes` takes them.
+
+        A pass reads the LM head's weights whatever its size, so its logits may be as many as those.
+        """
+        elements = max(PASS_ELEMENTS.get(device.type, PASS_ELEMENTS["cpu"]), self.head_elements)
+        return {"most_tokens": max(1, elements // self.vocabulary), "overhead": pass_overhead(device)}
 
     def begin(self, layout: Layout) -> None:
         """A new rollout; forgets the last one."""

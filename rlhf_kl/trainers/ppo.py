@@ -37,7 +37,7 @@ from rlhf_kl.reward_functions import (
 from rlhf_kl.rollout.collect import Measured, Sampling, assemble, draw, exact_kl_now, measure, response_texts
 from rlhf_kl.rollout.decoded import DECODING_AGREES, DecodedStates
 from rlhf_kl.rollout.features import StateFeatures
-from rlhf_kl.rollout.reference import KEPT_ELEMENTS, ReferenceLogits, pass_bounds
+from rlhf_kl.rollout.reference import KEPT_ELEMENTS, ReferenceLogits
 from rlhf_kl.rollout.sampling import Sampled
 from rlhf_kl.seeding import shuffled, uniforms
 from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
@@ -359,7 +359,7 @@ class PPOTrainer:
 
     def training_passes(self, rollout: RolloutBatch, rows: Tensor, size: int) -> Iterator[Packed]:
         """The rows of a minibatch in microbatches of at most `size` rows and near-equal length."""
-        bounds = pass_bounds(rollout.mask.device, self.reference_logits.vocabulary)
+        bounds = self.reference_logits.pass_bounds(rollout.mask.device)
         return rollout.layout.passes(rows.tolist(), most_rows=size, **bounds)
 
     def losses(

@@ -75,7 +75,9 @@ def test_the_size_of_a_pass_changes_nothing(parts: tuple[Any, ...], monkeypatch:
     model, reference, prompts, sampled = parts
     whole = vars(measure(model, reference, prompts, sampled, 0.8))
     monkeypatch.setattr(reference_module, "PASS_ELEMENTS", {"cpu": 1})
-    for name, tensor in vars(measure(model, reference, prompts, sampled, 0.8)).items():
+    logits = ReferenceLogits(reference)
+    logits.head_elements = 1
+    for name, tensor in vars(measure(model, reference, prompts, sampled, 0.8, logits)).items():
         torch.testing.assert_close(tensor, whole[name], **CLOSE)
 
 

@@ -203,6 +203,7 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
     monkeypatch.setattr(reference, "KEPT_ELEMENTS", 0)
     monkeypatch.setattr("rlhf_kl.trainers.ppo.KEPT_ELEMENTS", 0)
     trainer = make_trainer()
+    trainer.reference_logits.head_elements = 0
     sizes: list[int] = []
     for model in (trainer.core.policy, trainer.reference):
         model.lm_head.register_forward_hook(lambda _head, _args, output: sizes.append(output.shape[:-1].numel()))
