@@ -32,6 +32,7 @@ import torch
 import yaml
 
 PARTS = ("phases", "growth", "flat", "agree", "peer")
+FLOOR_ROWS = 32  # of the products whose rate makes the floor of training
 END_LOGIT = 40.0  # below zero: of the end of a text in a policy that never ends one
 AXES = ("batch", "length", "hidden", "vocabulary")  # of growth
 VALUES = ("features", "head", "separate")  # value functions, the default first
@@ -278,7 +279,6 @@ def config_for(
     reward: dict[str, Any] = (
         {"kind": "model", "model": str(world.reward)} if world.reward else {"kind": "scored.py:count", "model": None}
     )
-    micro = next(size for size in (16, 8, 4, 2, 1) if batch % size == 0) if device == "cpu" else min(batch, 64)
     return merged(
         BARE,
         {
@@ -293,7 +293,6 @@ def config_for(
                 "learning_rate": 2e-4,
                 "lr_schedule": "constant",
                 "minibatch_size": batch,
-                "microbatch_size": micro,
             },
             "eval": {"texts": str(world.prompts), "column": "prompt"},
         },
@@ -356,7 +355,7 @@ def floors(run: Run, world: World, config: dict[str, Any], device: str, dtype: s
     forward = trunk + states * shape.head
     texts = run.batch * (run.prompt + run.length)
     reward = texts * shape.body - (before if value == "features" else texts - run.batch) * shape.mlp
-    training_rows = config["ppo"]["microbatch_size"] * int(run.prompt + run.length)
+    training_rows = FLOOR_ROWS * int(run.prompt + run.length)
     rate = multiply_rate(shape, training_rows, device, dtype)
     decode_rate = multiply_rate(shape, run.batch, device, dtype)
     bandwidth = memory_rate(device)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch
+from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import make_accelerator
@@ -174,12 +174,10 @@ def _reward_model(config: TrainConfig, parts: Parts, sources: Sources, pairs: st
 def _memory(config: TrainConfig, parts: Parts, device: torch.device) -> Iterator[Finding]:
     tokens = max(len(row) for row in parts.prompts.rows) + config.rollout.max_new_tokens
     estimate, room = estimate_memory(config, parts, tokens), int(SHARE * free_memory(device))
-    ppo = config.ppo
-    need = estimate.total(ppo.microbatch_size)
-    words = (
-        f"about {need / 2**30:.2f} GiB with ppo.microbatch_size {ppo.microbatch_size}, {room / 2**30:.1f} GiB to use"
-    )
-    most = largest_microbatch(estimate, ppo.minibatch_size, room)
+    rows = microbatch_rows(config, parts.policy, device, tokens)
+    need = estimate.total(rows)
+    words = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
+    most = largest_microbatch(estimate, config.ppo.minibatch_size, room)
     if need <= room:
         yield Finding("fine", "memory", f"{words}; up to {most} fit")
     elif most is not None:

@@ -9,14 +9,12 @@ import torch
 
 from rlhf_kl.commands.parts import feature_rewards
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.rollout.features import feature_count
 
 FLOAT = 4  # bytes
-# Numbers that one layer keeps for a token until its backward pass, in hidden sizes: inputs and outputs of
-# attention and the feed-forward part with its inner width of four, and the two norms.
-KEPT_PER_LAYER = 18
 LOGIT_COPIES = 3  # logits, their float32 log-softmax, its gradient
 SHARE = 0.85  # of the free memory that may be planned with
 
@@ -49,11 +47,8 @@ def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstim
     copies = 3 + (config.kl.ceiling is not None)  # gradients, two moments, what a shortened update goes back to
     models = FLOAT * (weights + value + reference + scorers + copies * trained)
     layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
-    kept = layers * hidden * (1 if config.policy.gradient_checkpointing else KEPT_PER_LAYER)
-    if config.policy.gradient_checkpointing:
-        kept += KEPT_PER_LAYER * hidden  # the one layer that is being computed again
     response = min(config.rollout.max_new_tokens, tokens)
-    per_row = tokens * kept * size + response * int(shape.vocab_size) * LOGIT_COPIES * FLOAT
+    per_row = tokens * kept_per_token(policy) * size + response * int(shape.vocab_size) * LOGIT_COPIES * FLOAT
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     cache = config.rollout.batch_size * tokens * layers * 2 * width * size
@@ -77,6 +72,14 @@ def free_memory(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+
+
+def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, tokens: int) -> int:
+    """Responses in a training pass, where each has `tokens` tokens with its prompt."""
+    if config.ppo.microbatch_size is not None:
+        return config.ppo.microbatch_size
+    kept = kept_per_token(policy) * (2 if config.policy.value == "separate" else 1)
+    return max(1, min(config.ppo.minibatch_size, tokens_of_a_pass(kept, device, config.run.dtype) // tokens))
 
 
 def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:

@@ -264,7 +264,7 @@ class TrainRun:
                 "prompts": len(self.parts.prompts),
                 "rollout batch": config.rollout.batch_size,
                 "minibatch": config.ppo.minibatch_size,
-                "microbatch": config.ppo.microbatch_size,
+                "microbatch": config.ppo.microbatch_size or "automatic",
                 "epochs": config.ppo.epochs,
                 "updates": config.updates,
                 "episodes": config.updates * config.rollout.batch_size,

@@ -335,8 +335,11 @@ class PPOSection(OptimiserSection):
     """Passes over each batch."""
     minibatch_size: Count = 64
     """Responses per optimiser step; divides rollout.batch_size."""
-    microbatch_size: Count = 16
-    """Responses per forward pass; divides minibatch_size, changes memory and not the result."""
+    microbatch_size: Count | None = None
+    """Most responses in a training pass; divides minibatch_size, changes memory and not the result.
+
+    null = as many as the activations of a pass leave room for: about 1 GiB on a CPU, 8 GiB on a GPU.
+    """
     learning_rate: Positive = 2.0e-4
     """Peak learning rate of Adam."""
     lr_schedule: Schedule = "linear"
@@ -368,9 +371,8 @@ class PPOSection(OptimiserSection):
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
-        _refuse(
-            *_require_divides("ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size)
-        )
+        small, large = self.microbatch_size or 1, self.minibatch_size
+        _refuse(*_require_divides("ppo.microbatch_size", small, "ppo.minibatch_size", large))
         return self
 
 

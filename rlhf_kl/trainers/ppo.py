@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.actor_critic import ActorCritic, plain_reason
 from rlhf_kl.ops.gae import gae
 from rlhf_kl.ops.kl import ESTIMATORS
@@ -115,7 +116,9 @@ class PPOTrainer:
         self.notes: list[str] = []
         self.shaping, self.controller = shaping, controller
         self.prompts, self.tokenizer, self.sampling = prompts, tokenizer, sampling
-        self.forecast, self.microbatch = KLForecast(), Microbatch(config.ppo.microbatch_size)
+        self.forecast = KLForecast()
+        self.microbatch = Microbatch(config.ppo.microbatch_size or config.ppo.minibatch_size)
+        self.pass_tokens = most_tokens_of_a_pass(config, self.core, accelerator.device)
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
         self.local_rows = config.rollout.batch_size // self.world
         fitted = {id(p) for p in critic.parameters()} if critic is not None else set()
@@ -360,6 +363,8 @@ class PPOTrainer:
     def training_passes(self, rollout: RolloutBatch, rows: Tensor, size: int) -> Iterator[Packed]:
         """The rows of a minibatch in microbatches of at most `size` rows and near-equal length."""
         bounds = self.reference_logits.pass_bounds(rollout.mask.device)
+        if self.pass_tokens is not None:
+            bounds["most_tokens"] = min(bounds["most_tokens"], self.pass_tokens)
         return rollout.layout.passes(rows.tolist(), most_rows=size, **bounds)
 
     def losses(
@@ -547,6 +552,14 @@ class PPOTrainer:
         self.shaping = ScoreShaping(**state["shaping"])
         self.forecast.load_state_dict(state["forecast"])
         self.microbatch.halve_to(state["microbatch"])
+
+
+def most_tokens_of_a_pass(config: TrainConfig, model: ActorCritic, device: torch.device) -> int | None:
+    """Tokens in a training pass, at most, where the config leaves open how many rows it has; else None."""
+    if config.ppo.microbatch_size is not None:
+        return None
+    trunks = [trunk for trunk in (model.policy, model.value_trunk) if trunk is not None]
+    return tokens_of_a_pass(sum(map(kept_per_token, trunks)), device, config.run.dtype)
 
 
 def keep_from_ddp(model: ActorCritic) -> None:

@@ -115,6 +115,20 @@ def test_the_size_of_a_microbatch_is_no_part_of_the_result(rolled: Make) -> None
         torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-5)
 
 
+def test_passes_of_their_own_size_have_room_and_change_nothing(rolled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(16)
+    whole, narrow = [], []
+    for room, passes in ((1 << 30, whole), (4 * 60 * 1000, narrow)):
+        monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": room})
+        monkeypatch.setattr("rlhf_kl.trainers.ppo.kept_per_token", lambda _model: 1000)
+        trainer, update, targets = rolled(microbatch_size=None)
+        passes += [trainer.training_passes(update.rollout, rows, 16), step_taken(trainer, update, targets, rows)]
+    sizes, narrow_sizes = ([packed.ids.numel() for packed in passes[0]] for passes in (whole, narrow))
+    assert max(narrow_sizes) <= 60 < sum(sizes)
+    assert len(sizes) < len(narrow_sizes)
+    torch.testing.assert_close(narrow[1], whole[1], rtol=1e-3, atol=1e-5)
+
+
 def test_a_token_counts_the_same_in_every_row(rolled: Make) -> None:
     """The gradient of two rows is theirs weighted by length, and not the mean of their means."""
     trainer, update, targets = rolled(microbatch_size=1)
