@@ -555,7 +555,8 @@ class Bench:
                 other = self.peer_run(here, penalty, pair)
                 line = {"lengths": kind, "pair": pair, "peer": other}
                 print(f"{kind}, pair {pair + 1}: peer {describe_peer(other)}", flush=True)
-                for value in VALUES:
+                turn = pair % len(VALUES)  # none is always the first after the peer
+                for value in VALUES[turn:] + VALUES[:turn]:
                     config = self.config(here, value, reward={"missing_eos_penalty": penalty}, run={"seed": pair})
                     run = self.run(here, config)
                     speed = run.samples_per_s / other["samples_per_s"]

@@ -78,8 +78,9 @@ def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, toke
     """Responses in a training pass, where each has `tokens` tokens with its prompt."""
     if config.ppo.microbatch_size is not None:
         return config.ppo.microbatch_size
-    kept = kept_per_token(policy) * (2 if config.policy.value == "separate" else 1)
-    return max(1, min(config.ppo.minibatch_size, tokens_of_a_pass(kept, device, config.run.dtype) // tokens))
+    trunks = 2 if config.policy.value == "separate" else 1
+    kept, weights = trunks * kept_per_token(policy), trunks * parameter_count(policy)
+    return max(1, min(config.ppo.minibatch_size, tokens_of_a_pass(kept, weights, device, config.run.dtype) // tokens))
 
 
 def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:

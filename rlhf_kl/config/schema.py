@@ -338,7 +338,7 @@ class PPOSection(OptimiserSection):
     microbatch_size: Count | None = None
     """Most responses in a training pass; divides minibatch_size, changes memory and not the result.
 
-    null = as many as the activations of a pass leave room for: about 1 GiB on a CPU, 8 GiB on a GPU.
+    null = as many as a pass has room for: 192 MiB of activations on a CPU, 8 GiB on a GPU, or as much as the weights.
     """
     learning_rate: Positive = 2.0e-4
     """Peak learning rate of Adam."""

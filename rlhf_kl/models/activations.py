@@ -9,7 +9,8 @@ import torch
 # Numbers that one layer keeps for a token, in hidden sizes: inputs and outputs of attention and the feed-forward
 # part with its inner width of four, and the two norms.
 KEPT_PER_LAYER = 18
-ROOM = {"cpu": 1 << 30, "cuda": 8 << 30}  # bytes that one pass may keep where nobody says how many rows it has
+# Bytes that one pass may keep where nobody says how many rows it has; more where the weights take more.
+ROOM = {"cpu": 192 << 20, "cuda": 8 << 30}
 
 
 def kept_per_token(model: Any) -> int:
@@ -21,7 +22,10 @@ def kept_per_token(model: Any) -> int:
     return layers * hidden * KEPT_PER_LAYER
 
 
-def tokens_of_a_pass(kept: int, device: torch.device, dtype: str) -> int:
-    """Tokens whose activations fit into the room of a pass, where each keeps `kept` numbers; at least 1."""
-    size = 2 if dtype == "bfloat16" else 4
-    return max(1, ROOM.get(device.type, ROOM["cpu"]) // (kept * size))
+def tokens_of_a_pass(kept: int, weights: int, device: torch.device, dtype: str) -> int:
+    """Tokens of which each keeps `kept` numbers, that fit beside a model of so many float32 weights; at least 1.
+
+    Weights, gradients and Adam's moments take four times the weights; activations of another one make little more.
+    """
+    room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * weights)
+    return max(1, room // (kept * (2 if dtype == "bfloat16" else 4)))

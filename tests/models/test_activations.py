@@ -53,7 +53,8 @@ def test_layers_that_are_computed_again_keep_their_input_alone(model: Any) -> No
 def test_a_pass_has_the_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "ROOM", {"cpu": 4000, "cuda": 8000})
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert tokens_of_a_pass(100, cpu, "float32") == 10
-    assert tokens_of_a_pass(100, cpu, "bfloat16") == 20
-    assert tokens_of_a_pass(100, gpu, "bfloat16") == 40
-    assert tokens_of_a_pass(10**6, cpu, "float32") == 1
+    assert tokens_of_a_pass(100, 0, cpu, "float32") == 10
+    assert tokens_of_a_pass(100, 0, cpu, "bfloat16") == 20
+    assert tokens_of_a_pass(100, 0, gpu, "bfloat16") == 40
+    assert tokens_of_a_pass(100, 2000, cpu, "float32") == 20
+    assert tokens_of_a_pass(10**6, 2000, cpu, "float32") == 1
