@@ -203,7 +203,7 @@ def _one_update(config: TrainConfig, parts: Parts, accelerator: Any, display: Tr
         update = time.perf_counter() - began - setup
         evaluated = run.evaluate()
         evaluation = time.perf_counter() - began - setup - update
-    yield from _endings(parts, row)
+    yield from _endings(config, parts, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
     for alert in row["alerts"]:
@@ -246,11 +246,13 @@ def _beta(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
         yield Finding("fine", "beta", f"starts at {control.coef:.4g} and {course}")
 
 
-def _endings(parts: Parts, row: dict[str, Any]) -> Iterator[Finding]:
+def _endings(config: TrainConfig, parts: Parts, row: dict[str, Any]) -> Iterator[Finding]:
     names = [parts.tokenizer.decode([token]) for token in parts.sampling.eos_ids]
     rate, length = row["rollout/eos_rate"], row["rollout/response_length"]
     words = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
-    if rate == 0:
+    if rate == 0 and config.reward.missing_eos_penalty == 0:
+        yield Finding("fine", "EOS", f"{words}; nothing is taken off for that")
+    elif rate == 0:
         yield Finding("doubtful", "EOS", words, "a larger rollout.max_new_tokens; reward.missing_eos_penalty=0")
     elif length < 2:
         yield Finding(

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, largest_microbatch
+from rlhf_kl.commands.doctor import _endings
+from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.config.load import load_config
 from rlhf_kl.models.load import load_causal_lm
 
@@ -115,6 +117,22 @@ def test_what_train_refuses_is_fatal_here(doctor: Doctor, tmp_path: Path) -> Non
 # ---- memory ----
 
 
+@pytest.mark.parametrize(
+    ("model", "value", "size", "rows"),
+    [(1000, "head", None, 16), (25_000, "head", None, 4), (25_000, "separate", None, 2), (25_000, "head", 8, 8)],
+)
+def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_kl.commands.memory.kept_per_token", lambda _policy: model)
+    monkeypatch.setattr("rlhf_kl.commands.memory.parameter_count", lambda _policy: 0)
+    monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": 4 * 25_000 * 40})
+    config = SimpleNamespace(
+        ppo=SimpleNamespace(microbatch_size=size, minibatch_size=16),
+        policy=SimpleNamespace(value=value),
+        run=SimpleNamespace(dtype="float32"),
+    )
+    assert microbatch_rows(config, None, torch.device("cpu"), tokens=10) == rows
+
+
 def test_what_fits_into_memory() -> None:
     estimate = MemoryEstimate(models=100, per_row=10, cache=35)
     assert [estimate.total(rows) for rows in (1, 4)] == [135, 140]
@@ -141,3 +159,14 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     )
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert less.models == 4 * (size + trained + 4 * trained + features)
+
+
+@pytest.mark.parametrize(("penalty", "level"), [(1.0, "doubtful"), (0.0, "fine")])
+def test_responses_that_never_end_matter_where_they_cost(penalty: float, level: str) -> None:
+    config = SimpleNamespace(reward=SimpleNamespace(missing_eos_penalty=penalty))
+    parts = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda _ids: "<eos>"), sampling=SimpleNamespace(eos_ids=[1])
+    )
+    (found,) = _endings(config, parts, {"rollout/eos_rate": 0.0, "rollout/response_length": 64.0})
+    assert found.level == level
+    assert "0% of responses end (<eos>), 64 tokens long" in found.text
