@@ -13,8 +13,8 @@ def keep_freed_memory() -> bool:
     """Let this process keep what it frees; returns whether that was done.
 
     Every pass takes and frees tensors of the same sizes. By default glibc hands large ones back to the system at once,
-    which then clears every page before it gives it out again: with a vocabulary of 50,000 that is a quarter of a
-    training step. Left alone: other C libraries, and a process whose user has set one of these variables.
+    which then clears every page before it gives it out again: with a vocabulary of 50,000 that is a fifth of an
+    update. Left alone: other C libraries, and a process whose user has set one of these variables.
     """
     if any(os.environ.get(name) for name in OURS_TO_SET):
         return False

@@ -226,6 +226,7 @@ def endless(world: World, place: Path) -> World:
     tokenizer, model = load_tokenizer(str(world.policy)), load_causal_lm(str(world.policy))
     lines = world.prompts.read_text(encoding="utf-8").splitlines()[:64]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    torch.manual_seed(0)
     with torch.no_grad():
         texts = [model.generate(torch.tensor([ids]), do_sample=True, max_new_tokens=32)[0] for ids in prompts]
         states = torch.cat([model.transformer(ids[None]).last_hidden_state[0] for ids in texts])

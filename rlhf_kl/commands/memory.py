@@ -48,7 +48,8 @@ def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstim
     models = FLOAT * (weights + value + reference + scorers + copies * trained)
     layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
     response = min(config.rollout.max_new_tokens, tokens)
-    per_row = tokens * kept_per_token(policy) * size + response * int(shape.vocab_size) * LOGIT_COPIES * FLOAT
+    kept = sum(map(kept_per_token, _trunks(config, policy)))
+    per_row = tokens * kept * size + response * int(shape.vocab_size) * LOGIT_COPIES * FLOAT
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     cache = config.rollout.batch_size * tokens * layers * 2 * width * size
@@ -78,9 +79,13 @@ def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, toke
     """Responses in a training pass, where each has `tokens` tokens with its prompt."""
     if config.ppo.microbatch_size is not None:
         return config.ppo.microbatch_size
-    trunks = 2 if config.policy.value == "separate" else 1
-    kept, weights = trunks * kept_per_token(policy), trunks * parameter_count(policy)
-    return max(1, min(config.ppo.minibatch_size, tokens_of_a_pass(kept, weights, device, config.run.dtype) // tokens))
+    room = tokens_of_a_pass(_trunks(config, policy), device, config.run.dtype)
+    return max(1, min(config.ppo.minibatch_size, room // tokens))
+
+
+def _trunks(config: TrainConfig, policy: Any) -> list[Any]:
+    """Models that a training pass goes through; a separate value function is about as large as the policy."""
+    return [policy] * (2 if config.policy.value == "separate" else 1)
 
 
 def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:

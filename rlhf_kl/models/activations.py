@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from rlhf_kl.models.load import parameter_count
 
 # Numbers that one layer keeps for a token, in hidden sizes: inputs and outputs of attention and the feed-forward
 # part with its inner width of four, and the two norms.
@@ -22,10 +25,10 @@ def kept_per_token(model: Any) -> int:
     return layers * hidden * KEPT_PER_LAYER
 
 
-def tokens_of_a_pass(kept: int, weights: int, device: torch.device, dtype: str) -> int:
-    """Tokens of which each keeps `kept` numbers, that fit beside a model of so many float32 weights; at least 1.
+def tokens_of_a_pass(trunks: Sequence[Any], device: torch.device, dtype: str) -> int:
+    """Tokens that one pass through all these models, with float32 weights, has room for; at least 1.
 
     Weights, gradients and Adam's moments take four times the weights; activations of another one make little more.
     """
-    room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * weights)
-    return max(1, room // (kept * (2 if dtype == "bfloat16" else 4)))
+    room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * sum(map(parameter_count, trunks)))
+    return max(1, room // (sum(map(kept_per_token, trunks)) * (2 if dtype == "bfloat16" else 4)))

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.kl_controllers import KLControl
-from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
+from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.actor_critic import ActorCritic, plain_reason
-from rlhf_kl.models.load import parameter_count
 from rlhf_kl.ops.gae import gae
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
@@ -560,8 +559,7 @@ def most_tokens_of_a_pass(config: TrainConfig, model: ActorCritic, device: torch
     if config.ppo.microbatch_size is not None:
         return None
     trunks = [trunk for trunk in (model.policy, model.value_trunk) if trunk is not None]
-    kept, weights = sum(map(kept_per_token, trunks)), sum(map(parameter_count, trunks))
-    return tokens_of_a_pass(kept, weights, device, config.run.dtype)
+    return tokens_of_a_pass(trunks, device, config.run.dtype)
 
 
 def keep_from_ddp(model: ActorCritic) -> None:

@@ -122,8 +122,8 @@ def test_what_train_refuses_is_fatal_here(doctor: Doctor, tmp_path: Path) -> Non
     [(1000, "head", None, 16), (25_000, "head", None, 4), (25_000, "separate", None, 2), (25_000, "head", 8, 8)],
 )
 def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_kl.commands.memory.kept_per_token", lambda _policy: model)
-    monkeypatch.setattr("rlhf_kl.commands.memory.parameter_count", lambda _policy: 0)
+    monkeypatch.setattr("rlhf_kl.models.activations.kept_per_token", lambda _policy: model)
+    monkeypatch.setattr("rlhf_kl.models.activations.parameter_count", lambda _policy: 0)
     monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": 4 * 25_000 * 40})
     config = SimpleNamespace(
         ppo=SimpleNamespace(microbatch_size=size, minibatch_size=16),

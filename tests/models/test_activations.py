@@ -52,9 +52,12 @@ def test_layers_that_are_computed_again_keep_their_input_alone(model: Any) -> No
 
 def test_a_pass_has_the_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "ROOM", {"cpu": 4000, "cuda": 8000})
+    monkeypatch.setattr(activations, "kept_per_token", lambda kept_and_weights: kept_and_weights[0])
+    monkeypatch.setattr(activations, "parameter_count", lambda kept_and_weights: kept_and_weights[1])
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert tokens_of_a_pass(100, 0, cpu, "float32") == 10
-    assert tokens_of_a_pass(100, 0, cpu, "bfloat16") == 20
-    assert tokens_of_a_pass(100, 0, gpu, "bfloat16") == 40
-    assert tokens_of_a_pass(100, 2000, cpu, "float32") == 20
-    assert tokens_of_a_pass(10**6, 2000, cpu, "float32") == 1
+    assert tokens_of_a_pass([(100, 0)], cpu, "float32") == 10
+    assert tokens_of_a_pass([(100, 0)], cpu, "bfloat16") == 20
+    assert tokens_of_a_pass([(100, 0)], gpu, "bfloat16") == 40
+    assert tokens_of_a_pass([(100, 2000)], cpu, "float32") == 20
+    assert tokens_of_a_pass([(60, 500), (40, 1500)], cpu, "float32") == 20
+    assert tokens_of_a_pass([(10**6, 2000)], cpu, "float32") == 1

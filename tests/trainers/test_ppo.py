@@ -120,8 +120,8 @@ def test_passes_of_their_own_size_have_room_and_change_nothing(rolled: Make, mon
     whole, narrow = [], []
     for room, passes in ((1 << 30, whole), (4 * 60 * 1000, narrow)):
         monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": room})
-        monkeypatch.setattr("rlhf_kl.trainers.ppo.kept_per_token", lambda _model: 1000)
-        monkeypatch.setattr("rlhf_kl.trainers.ppo.parameter_count", lambda _model: 0)
+        monkeypatch.setattr("rlhf_kl.models.activations.kept_per_token", lambda _model: 1000)
+        monkeypatch.setattr("rlhf_kl.models.activations.parameter_count", lambda _model: 0)
         trainer, update, targets = rolled(microbatch_size=None)
         passes += [trainer.training_passes(update.rollout, rows, 16), step_taken(trainer, update, targets, rows)]
     sizes, narrow_sizes = ([packed.ids.numel() for packed in passes[0]] for passes in (whole, narrow))
