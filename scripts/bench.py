@@ -226,9 +226,13 @@ def endless(world: World, place: Path) -> World:
     tokenizer, model = load_tokenizer(str(world.policy)), load_causal_lm(str(world.policy))
     lines = world.prompts.read_text(encoding="utf-8").splitlines()[:64]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    most = model.config.n_positions
     torch.manual_seed(0)
     with torch.no_grad():
-        texts = [model.generate(torch.tensor([ids]), do_sample=True, max_new_tokens=32)[0] for ids in prompts]
+        texts = [
+            model.generate(torch.tensor([ids]), do_sample=True, max_length=min(len(ids) + 32, most))[0]
+            for ids in prompts
+        ]
         states = torch.cat([model.transformer(ids[None]).last_hidden_state[0] for ids in texts])
         end = model.lm_head.weight[tokenizer.eos_token_id]
         damping = 1e-3 * states.T @ states / len(states) + 1e-6 * torch.eye(states.shape[1])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -103,3 +104,23 @@ def test_the_floor_counts_what_a_pass_over_a_rollout_computes(bench: ModuleType,
     config = bench.config_for(world, batch=rows, length=response, updates=1, device="cpu", dtype="float32")
     found = bench.floors(run, world, config, "cpu", "float32")
     assert found["update_s"] * found["multiply_gflops"] * 1e9 == pytest.approx(counter.get_total_flops() - attention)
+
+
+def test_a_policy_that_never_ends_a_text(bench: ModuleType, world: Any, tmp_path: Path) -> None:
+    """Also where it goes on from its own samples; what else it says stays as it was."""
+    from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
+
+    before = load_causal_lm(str(world.policy))
+    torch.nn.init.normal_(before.transformer.ln_f.bias, generator=torch.Generator().manual_seed(0))  # as training does
+    (tmp_path / "policy").mkdir()
+    save_model(before, load_tokenizer(str(world.policy)), tmp_path / "policy")
+    world = dataclasses.replace(world, policy=tmp_path / "policy")
+    after = load_causal_lm(str(bench.endless(world, tmp_path).policy))
+    ids = torch.randint(2, world.shape.vocabulary, (16, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain, changed = before(input_ids=ids).logits, after(input_ids=ids).logits
+    end = 1
+    assert float(changed.softmax(-1)[..., end].max()) < 1e-6
+    assert float(plain.softmax(-1)[..., end].max()) > 1e-4
+    kept = [i for i in range(world.shape.vocabulary) if i != end]
+    torch.testing.assert_close(changed[..., kept], plain[..., kept], rtol=1e-5, atol=1e-5)
