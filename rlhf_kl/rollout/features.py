@@ -11,8 +11,8 @@ from torch.nn.functional import layer_norm
 
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.last_layer import last_mlp_at
-from rlhf_kl.ops.packing import Layout, Packed
-from rlhf_kl.reward_functions import ReadText, RewardModel
+from rlhf_kl.ops.packing import Layout, Packed, pass_overhead
+from rlhf_kl.reward_functions import SCORING_TOKENS, ReadText, RewardModel
 
 
 class StateFeatures:
@@ -26,33 +26,33 @@ class StateFeatures:
     def __init__(self, critic: FeatureCritic, rewards: Sequence[RewardModel] = ()) -> None:
         self.critic, self.rewards = critic, list(rewards)
         self.kept = torch.empty(0)  # (tokens, F) float32
-        self.missing = [torch.empty(0) for _ in self.rewards]  # (tokens,) bool, True = not read when it was scored
         for reward in self.rewards:
             reward.keep_states()
 
+    @torch.no_grad()
     def begin(self, layout: Layout) -> None:
         """A new rollout, whose responses were scored last; forgets the one before."""
         self.kept = torch.zeros(layout.tokens, self.critic.size, device=layout.ids.device)
         end = self.critic.size
-        for number, reward in reversed(list(enumerate(self.rewards))):
+        for reward in reversed(self.rewards):
             size = int(reward.trunk.config.get_text_config().hidden_size)
-            self.missing[number] = _recall(layout, reward.read or [], self.kept[:, end - size : end])
-            end -= size
-
-    @torch.no_grad()
-    def take(self, packed: Packed, hidden: Tensor) -> None:
-        """Keep the features of a pass, where the reference's LM head reads `hidden` (N, H)."""
-        self.kept[packed.numbers, : hidden.shape[-1]] = _scaled(hidden)
-        start = hidden.shape[-1]
-        for reward, missing in zip(self.rewards, self.missing, strict=True):
-            end = start + int(reward.trunk.config.get_text_config().hidden_size)
-            if bool(missing[packed.numbers].any()):
+            into = self.kept[:, end - size : end]
+            for packed in layout.passes(
+                _recall(layout, reward.read or [], into),
+                most_rows=reward.rows,
+                most_tokens=SCORING_TOKENS,
+                overhead=pass_overhead(layout.ids.device),
+            ):
                 # Padding stands on the right of causal models, so no mask is needed; ones keep them from guessing it.
                 ones = torch.ones_like(packed.ids)
                 with last_mlp_at(reward.trunk, packed.states):
                     seen = reward.trunk(input_ids=packed.ids, attention_mask=ones, use_cache=False).last_hidden_state
-                self.kept[packed.numbers, start:end] = _scaled(seen.flatten(0, 1).index_select(0, packed.states))
-            start = end
+                into[packed.numbers] = _scaled(seen.flatten(0, 1).index_select(0, packed.states))
+            end -= size
+
+    def take(self, packed: Packed, hidden: Tensor) -> None:
+        """Keep the features of a pass, where the reference's LM head reads `hidden` (N, H)."""
+        self.kept[packed.numbers, : hidden.shape[-1]] = _scaled(hidden)
 
     @torch.no_grad()
     def values(self, packed: Packed) -> Tensor:
@@ -63,19 +63,22 @@ class StateFeatures:
         return values
 
 
-def _recall(layout: Layout, read: Sequence[ReadText], into: Tensor) -> Tensor:
-    """Write the states of texts that were read in the policy's tokens `into` (tokens, H); True where there are none."""
-    missing = torch.ones(layout.tokens, dtype=torch.bool)
-    if len(read) != len(layout.lengths):
-        return missing
-    ids = layout.ids.tolist()
-    for row, text in enumerate(read):
+def _recall(layout: Layout, read: Sequence[ReadText], into: Tensor) -> list[int]:
+    """Write the states of texts that were read in the policy's tokens `into` (tokens, H); the other rows."""
+    rows = list(range(len(layout.lengths)))
+    if len(read) != len(rows):
+        return rows
+    missing, ids = [], layout.ids.tolist()
+    for row, text in zip(rows, read, strict=True):
         prompt, response = int(layout.prompts[row]), int(layout.responses[row])
         start = layout.prompt_width - prompt
-        if response and text.ids[: layout.lengths[row]] == ids[row][start : start + layout.lengths[row]]:
+        if not response:
+            continue
+        if text.ids[: layout.lengths[row]] != ids[row][start : start + layout.lengths[row]]:
+            missing.append(row)
+        else:
             places = slice(int(layout.first[row]), int(layout.first[row]) + response)
             into[places] = _scaled(text.states[prompt - 1 : prompt - 1 + response].to(into.device))
-            missing[places] = False
     return missing
 
 

@@ -81,16 +81,17 @@ def test_what_a_reward_model_read_is_not_read_again(
     ids = torch.tensor([[3, 4, 5, 6, 3, 2]]).repeat(len(TEXTS), 1)  # letters, then the end: tokens that texts keep
     sampled = Sampled(ids, torch.ones_like(ids, dtype=torch.bool), torch.ones(len(ids), dtype=torch.bool))
     reward(prompts.texts, response_texts(letters, sampled))
-    passes: list[int] = []
-    reward.trunk.register_forward_hook(lambda *_: passes.append(1))
+    rows: list[int] = []
+    reward.trunk.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
     model = ActorCritic(policy, critic=critic)
     for _ in range(2):
         measure(model, reference, prompts, sampled, 0.8, features=features)
-    assert not passes
-    reward(prompts.texts, ["d"] * len(TEXTS))
-    passes.clear()
+    assert not rows
+    responses = response_texts(letters, sampled)
+    reward(prompts.texts, ["d", *responses[1:]])
+    rows.clear()
     measure(model, reference, prompts, sampled, 0.8, features=features)
-    assert passes
+    assert rows == [1], "the one that was scored in other tokens, and no other"
 
 
 def test_scores_are_the_same_when_states_are_kept(reward: RewardModel) -> None:
