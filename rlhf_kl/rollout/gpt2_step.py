@@ -15,7 +15,7 @@ from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.models.actor_critic import position_ids
-from rlhf_kl.rollout.cache import reserve
+from rlhf_kl.rollout.cache import holds_everything
 
 AGREES = "rlhf_kl_step"  # attribute of a model: whether the step says what its own forward says
 STEPS_AGREE = 1e-4  # largest difference of a logit over the largest logit
@@ -52,24 +52,58 @@ class GPT2Step:
             )
             for block in self.body.h
         ]
+        self.rooms: list[Tensor] = []  # (2, b, heads, length, size) a layer: keys and values
+        self.bias = torch.empty(0)  # (b, heads, 1, length): added to what a query finds; -inf = padding
 
-    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        """One token (b,) a row at its position (b,); `mask` (b, 1, 1, seen) is True where it may look.
+    def begin(self, cache: Any, attention: Tensor) -> bool:
+        """Take over the cache of a model that has read the prompts; `attention` (b, length) is True at real tokens.
 
-        Returns logits (b, V) and what the LM head reads (b, H); the cache grows by one token.
+        Returns whether it could: a cache of another kind stays as it is.
         """
-        x = F.embedding(tokens, self.body.wte.weight) + F.embedding(positions, self.body.wpe.weight)
+        if not holds_everything(cache):
+            return False
+        rows, length = attention.shape
+        for layer in cache.layers:
+            seen, size = layer.keys.shape[2:]
+            room = layer.keys.new_empty(2, rows, self.heads, length, size)
+            room[0, :, :, :seen], room[1, :, :, :seen] = layer.keys, layer.values
+            self.rooms.append(room)
+        bias = self.rooms[0].new_zeros(rows, self.heads, 1, length)
+        self.bias = bias.masked_fill_(~attention[:, None, None], -torch.inf)
+        return True
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these rows go on."""
+        self.rooms = [room.index_select(1, rows) for room in self.rooms]
+        self.bias = self.bias.index_select(0, rows)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+        """One token (b,) a row at its position (b,), the last of `seen` columns.
+
+        Returns logits (b, V) and what the LM head reads (b, H).
+        """
+        x = F.embedding(tokens, self.body.wte.weight).add_(F.embedding(positions, self.body.wpe.weight))
         rows, size = x.shape
-        for layer, kept in zip(self.layers, cache.layers, strict=True):
-            qkv = torch.addmm(layer.qkv[0], _normed(layer.norm, x), layer.qkv[1])
-            query, key, value = qkv.view(rows, 3, self.heads, 1, -1).unbind(1)
-            keys, values = kept.update(key, value)
-            seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scaling)
-            x = torch.addmm(layer.out[0], seen.reshape(rows, size), layer.out[1]) + x
+        bias = self.bias[..., :seen]
+        for layer, room in zip(self.layers, self.rooms, strict=True):
+            qkv = torch.addmm(layer.qkv[0], _normed(layer.norm, x), layer.qkv[1]).view(rows, 3, self.heads, -1)
+            room[:, :, :, seen - 1] = qkv[:, 1:].transpose(0, 1)
+            found = _attend(qkv[:, 0].unsqueeze(2), room[..., :seen, :], bias, layer.scaling)
+            x += torch.addmm(layer.out[0], found.reshape(rows, size), layer.out[1])
             wide = layer.act(torch.addmm(layer.up[0], _normed(layer.norm_2, x), layer.up[1]))
-            x = x + torch.addmm(layer.down[0], wide, layer.down[1])
+            x += torch.addmm(layer.down[0], wide, layer.down[1])
         hidden = _normed(self.body.ln_f, x)
         return F.linear(hidden, self.head), hidden
+
+
+def _attend(query: Tensor, kept: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """What queries (b, heads, 1, size) find among keys and values (2, b, heads, seen, size)."""
+    if query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, kept[0], kept[1], attn_mask=bias, scale=scaling)
+    # Made for many queries a row, the fused operation takes longer here than its parts.
+    keys, values = kept.flatten(1, 2)
+    found = torch.baddbmm(bias.flatten(0, 1), query.flatten(0, 1), keys.transpose(1, 2), alpha=scaling)
+    return torch.bmm(torch.softmax(found, -1), values)
 
 
 def _product(module: Any) -> tuple[Tensor, Tensor]:
@@ -96,10 +130,9 @@ def gpt2_step(model: Any) -> GPT2Step | None:
     )
     if not all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):  # its own only listen
         return None
-    step = GPT2Step(model)
     if getattr(model, AGREES, None) is None:
-        setattr(model, AGREES, _agrees(model, step))
-    return step if getattr(model, AGREES) else None
+        setattr(model, AGREES, _agrees(model, GPT2Step(model)))
+    return GPT2Step(model) if getattr(model, AGREES) else None
 
 
 @torch.no_grad()
@@ -114,7 +147,7 @@ def _agrees(model: Any, step: GPT2Step) -> bool:
     for _ in range(2):
         first = model(input_ids=ids[:, :3], attention_mask=mask[:, :3], position_ids=positions[:, :3], use_cache=True)
         caches.append(first.past_key_values)
-    if not reserve(caches[1], 4):
+    if not step.begin(caches[1], mask):
         return False
     own = model(
         input_ids=ids[:, 3:],
@@ -123,5 +156,5 @@ def _agrees(model: Any, step: GPT2Step) -> bool:
         past_key_values=caches[0],
         use_cache=True,
     ).logits[:, -1]
-    found, _ = step(ids[:, 3], positions[:, 3], mask[:, None, None], caches[1])
+    found, _ = step(ids[:, 3], positions[:, 3], 4)
     return bool((found - own).abs().max() <= STEPS_AGREE * own.abs().max().clamp_min(1.0))

@@ -31,7 +31,8 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     The token is where the cumulative probability first exceeds the number: one random number a token, so
     runs with the same seed see the same noise whatever their policies do.
     """
-    cumulative = torch.softmax(logits.float() / temperature, -1).double().cumsum(-1)
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    cumulative = torch.softmax(scaled, -1).double().cumsum(-1)
     threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(logits.shape[-1] - 1)
 
@@ -72,9 +73,7 @@ def _decode(
     device, limit = prompt_ids.device, uniforms.shape[1]
     stops = torch.tensor(eos_ids, device=device)
     (rows, width), end = prompt_ids.shape, prompt_ids.shape[1] + limit
-    ids = torch.full((rows, limit), pad_id, dtype=torch.long, device=device)
-    mask = torch.zeros((rows, limit), dtype=torch.bool, device=device)
-    ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    drawn: list[tuple[Tensor, Tensor]] = []  # a step each: the rows (b,) in the batch and their tokens (b,)
 
     # Of the rows that are still in the batch:
     going = torch.arange(rows, device=device)
@@ -86,8 +85,8 @@ def _decode(
     inputs, compact = prompt_ids, False
     for step in range(limit):
         seen = width + step
-        if quick is not None and compact:
-            logits, hidden = quick(inputs[:, 0], positions[:, seen - 1], attention[:, None, None, :seen], cache)
+        if quick is not None and step:
+            logits, hidden = quick(inputs[:, 0], positions[:, seen - 1], seen)
             if decoded is not None:
                 decoded.hidden.append(hidden)
         else:
@@ -102,26 +101,39 @@ def _decode(
             logits = output.logits[:, -1]
             if cache is None:
                 cache = output.past_key_values
-                compact = reserve(cache, end)
+                if quick is not None and not quick.begin(cache, attention):
+                    quick = None
+                compact = quick is not None or reserve(cache, end)
         if decoded is not None:
             decoded.add(going, logits)
-        token = pick_tokens(logits, noise[:, step], temperature)
-        ids[going, step] = torch.where(alive, token, pad_id)
-        mask[going, step] = alive
-        stopped = alive & torch.isin(token, stops)
-        ended[going] |= stopped
-        alive = alive & ~stopped
-        inputs = token.unsqueeze(1)
+        tokens = pick_tokens(logits, noise[:, step], temperature)
+        drawn.append((going, tokens))
+        inputs = tokens.unsqueeze(1)
         if (step + 1) % STOP_TEST_EVERY:
             continue
+        recent = torch.stack([tokens for _, tokens in drawn[-STOP_TEST_EVERY:]])
+        alive &= ~torch.isin(recent, stops).any(0)
         left = int(alive.sum())
         if left == 0:
             break
         if compact and left <= COMPACT_BELOW * len(going):
             kept = alive.nonzero().squeeze(1)
-            cache.batch_select_indices(kept)
+            if quick is not None:
+                quick.keep(kept)
+            else:
+                cache.batch_select_indices(kept)
             going, alive, noise, attention, positions, inputs = (
                 x.index_select(0, kept) for x in (going, alive, noise, attention, positions, inputs)
             )
+    return _until_stop(drawn, rows, stops, pad_id)
+
+
+def _until_stop(drawn: list[tuple[Tensor, Tensor]], rows: int, stops: Tensor, pad_id: int) -> Sampled:
+    """Responses from the tokens of each step: what comes behind a row's first stop is left out."""
+    ids = torch.full((rows, len(drawn)), pad_id, dtype=torch.long, device=stops.device)
+    for column, (going, tokens) in enumerate(drawn):
+        ids[going, column] = tokens
+    stop = torch.isin(ids, stops)  # a pad token may be one, but stands behind the first only
+    mask = stop.long().cumsum(1) - stop.long() == 0
     length = int(mask.sum(1).max())
-    return Sampled(ids[:, :length], mask[:, :length], ended)
+    return Sampled(ids.masked_fill_(~mask, pad_id)[:, :length], mask[:, :length], stop.any(1))

@@ -70,6 +70,15 @@ def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[...
         assert ended or length == 12
 
 
+def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+    model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x")
+    usual = sample(model, prompts, noise)
+    same = sample_responses(model, prompts.ids, prompts.mask, noise, eos_ids=[EOS], pad_id=EOS, temperature=1.0)
+    assert torch.equal(same.mask, usual.mask)
+    assert torch.equal(same.ended, usual.ended)
+    assert torch.equal(same.ids, usual.ids.masked_fill(~usual.mask, EOS))
+
+
 def test_any_of_several_eos_tokens_ends_a_response(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
     sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 4), uniforms(16, 12, 0, "x"), eos=(EOS, 5))
     lasts = {int(row[mask][-1]) for row, mask, e in zip(*sampled, strict=True) if e}
