@@ -106,7 +106,8 @@ class PPOTrainer:
         """`feature_rewards`: reward models whose states the model's critic reads, where it has one."""
         self.config, self.accelerator = config, accelerator
         keep_from_ddp(model)
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        # The optimizer stays as it is: accelerate's looks for packages on the disk at each of the critic's many steps.
+        self.model, self.optimizer = accelerator.prepare(model), optimizer
         self.core: ActorCritic = accelerator.unwrap_model(self.model)
         self.reference, self.reward, self.gold = reference, reward, gold
         self.reference_logits = ReferenceLogits(reference, keep=True)
