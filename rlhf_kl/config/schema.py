@@ -338,7 +338,7 @@ class PPOSection(OptimiserSection):
     microbatch_size: Count | None = None
     """Most responses in a training pass; divides minibatch_size, changes memory and not the result.
 
-    null = as many as a pass has room for: 192 MiB of activations on a CPU, 8 GiB on a GPU, or as much as the weights.
+    null = as many as a pass has room for: 96 MiB of activations on a CPU, 8 GiB on a GPU, or as much as the weights.
     """
     learning_rate: Positive = 2.0e-4
     """Peak learning rate of Adam."""

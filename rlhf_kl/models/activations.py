@@ -13,7 +13,7 @@ from rlhf_kl.models.load import parameter_count
 # part with its inner width of four, and the two norms.
 KEPT_PER_LAYER = 18
 # Bytes that one pass may keep where nobody says how many rows it has; more where the weights take more.
-ROOM = {"cpu": 192 << 20, "cuda": 8 << 30}
+ROOM = {"cpu": 96 << 20, "cuda": 8 << 30}
 
 
 def kept_per_token(model: Any) -> int:
