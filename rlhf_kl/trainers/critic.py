@@ -33,10 +33,9 @@ def fit_critic(
     finite = True
     for epoch in range(epochs):
         order = shuffled(len(features), seed, "critic", step, epoch).to(features.device)
-        pieces = zip(features[order].tensor_split(MINIBATCHES), returns[order].tensor_split(MINIBATCHES), strict=True)
-        for some_features, some_returns in pieces:
-            loss = critic.loss(some_features, some_returns).sum()
-            here = torch.stack([loss.detach().double(), torch.full_like(loss, len(some_returns)).double()])
+        for picked in order.tensor_split(MINIBATCHES):
+            loss = critic.loss(features.index_select(0, picked), returns.index_select(0, picked)).sum()
+            here = torch.stack([loss.detach().double(), torch.full_like(loss, len(picked)).double()])
             whole, count = total(here).tolist()
             if epoch == 0:
                 first += here
