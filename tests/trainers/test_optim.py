@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf_kl.trainers import optim
 from rlhf_kl.trainers.optim import (
     adamw,
     load_optimizer_tensors,
@@ -48,6 +49,22 @@ def test_only_matrices_decay() -> None:
     adamw(net, learning_rate=0.1, weight_decay=0.5).step()
     for name, p in net.named_parameters():
         torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.dim() == 2 else 1.0))
+
+
+@pytest.mark.parametrize("kernels", [optim.FUSED, ()])
+def test_the_first_step_is_that_of_the_formula(kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without history both moments are the gradient's own: rate * g / (|g| + eps), on every path."""
+    monkeypatch.setattr(optim, "FUSED", kernels)
+    net, critic = model(), nn.Linear(2, 1)
+    whole = nn.ModuleList([net, critic])
+    before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    for p in whole.parameters():
+        p.grad = torch.randn_like(p) * 1e-4  # near eps, so that it shows
+    adamw(whole, learning_rate=0.1, weight_decay=0.0, critic=critic, critic_rate=0.3).step()
+    for name, p in whole.named_parameters():
+        assert p.grad is not None
+        rate = 0.3 if name.startswith("1.") else 0.1
+        torch.testing.assert_close(p.detach(), before[name] - rate * p.grad / (p.grad.abs() + 1e-5))
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
