@@ -6,7 +6,7 @@ phases    samples/s, tokens/s and peak memory of the three kinds of value functi
           and update, beside the floor: the operations that the job must do over the rate at which this machine
           multiplies matrices of these shapes, and the bytes that decoding must read over its memory's rate,
           both measured in the same minutes
-growth    how time and memory go with batch, response length, model size and vocabulary
+growth    how time and memory go with batch, response length, model size, vocabulary and what all prompts share
 flat      whether they stay the same over many updates
 agree     whether the fast ways of computing learn what the plain ones do: runs of both, the same seeds
 peer      against TRL's PPO, alternating, with --peer-python (an environment that holds it) and --peer-script
@@ -34,7 +34,7 @@ import yaml
 PARTS = ("phases", "growth", "flat", "agree", "peer")
 FLOOR_ROWS = 32  # of the products whose rate makes the floor of training
 END_LOGIT = 40.0  # below zero: of the end of a text in a policy that never ends one
-AXES = ("batch", "length", "hidden", "vocabulary")  # of growth
+AXES = ("batch", "length", "hidden", "vocabulary", "shared")  # of growth
 VALUES = ("features", "head", "separate")  # value functions, the default first
 SCRIPT_REWARD = '''def count(prompts, responses):
     """Something to score where no reward model is needed."""
@@ -247,8 +247,13 @@ def endless(world: World, place: Path) -> World:
     return World(folder, world.prompts, world.shape, world.prompt_tokens, world.reward)
 
 
-def random_world(place: Path, shape: Shape, *, heads: int, prompt: int, response: int, prompts: int = 512) -> World:
-    """A GPT-2 with random weights over a vocabulary of numbered words; it practically never ends a text."""
+def random_world(
+    place: Path, shape: Shape, *, heads: int, prompt: int, response: int, shared: int = 0, prompts: int = 512
+) -> World:
+    """A GPT-2 with random weights over a vocabulary of numbered words; it practically never ends a text.
+
+    Prompts have `prompt` random tokens each, behind `shared` others that are the same in all.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -264,7 +269,7 @@ def random_world(place: Path, shape: Shape, *, heads: int, prompt: int, response
         hidden_size=shape.hidden,
         layers=shape.layers,
         heads=heads,
-        context=prompt + response,
+        context=shared + prompt + response,
         tokenizer=tokenizer,
         seed=0,
     )
@@ -273,8 +278,8 @@ def random_world(place: Path, shape: Shape, *, heads: int, prompt: int, response
     generator = torch.Generator().manual_seed(0)
     with file.open("w", encoding="utf-8") as out:
         for row in torch.randint(shape.vocabulary - 2, (prompts, prompt), generator=generator).tolist():
-            out.write(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n")
-    return World(place / "policy", file, shape, float(prompt))
+            out.write(json.dumps({"prompt": " ".join(f"w{i}" for i in [*range(shared), *row])}) + "\n")
+    return World(place / "policy", file, shape, float(shared + prompt))
 
 
 def config_for(
@@ -437,7 +442,7 @@ class Bench:
 
     def growth(self) -> list[dict[str, Any]]:
         """Time and memory against batch, length, model size and vocabulary."""
-        base: dict[str, int] = {"batch": 32, "length": 32, "hidden": 128, "layers": 4, "vocabulary": 1000}
+        base: dict[str, int] = {"batch": 32, "length": 32, "hidden": 128, "layers": 4, "vocabulary": 1000, "shared": 0}
         axes: dict[str, list[dict[str, int]]] = {
             "batch": [{"batch": size} for size in (16, 32, 64, 128)],
             "length": [{"length": size} for size in (16, 32, 64, 128)],
@@ -446,6 +451,7 @@ class Bench:
                 {"vocabulary": vocabulary, "batch": batch, "hidden": 64}
                 for vocabulary, batch in ((1000, 16), (50_000, 16), (50_000, 64), (150_000, 16), (150_000, 64))
             ],
+            "shared": [{"shared": tokens} for tokens in (0, 16, 64, 256)],  # a system message
         }
         cases = [case for axis in self.args.axes for case in axes[axis]]
         if self.args.device == "cuda":
@@ -456,7 +462,14 @@ class Bench:
             sizes = base | case
             shape = Shape(sizes["hidden"], sizes["layers"], sizes["vocabulary"])
             folder = self.place / ("world-" + "-".join(map(str, sizes.values())))
-            world = random_world(folder, shape, heads=sizes["hidden"] // 32, prompt=16, response=sizes["length"])
+            world = random_world(
+                folder,
+                shape,
+                heads=sizes["hidden"] // 32,
+                prompt=16,
+                response=sizes["length"],
+                shared=sizes["shared"],
+            )
             run = self.run(
                 world,
                 config_for(

@@ -13,7 +13,13 @@ from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.actor_critic import ActorCritic, freeze, plain_reason, value_head_from_reward
+from rlhf_kl.models.actor_critic import (
+    ActorCritic,
+    choose_trunk_way,
+    freeze,
+    plain_reason,
+    value_head_from_reward,
+)
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
 from rlhf_kl.models.lora import AdapterReference, has_adapter
@@ -157,6 +163,7 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
         trunk, head = (policy.unload() if has_adapter(policy) else policy).base_model, None
     for parameter in trunk.parameters():
         parameter.requires_grad_(True)
+    choose_trunk_way(trunk)
     return ActorCritic(parts.policy, trunk, head)
 
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
+from rlhf_kl.models.prefix_sharing import packed_inputs, shares, take_rows, try_sharing
 from rlhf_kl.models.recompute import recomputing
+from rlhf_kl.ops.prefixes import Prefixes
 
-PLAIN = "rlhf_kl_plain"  # attribute of a model: why the short way of `state_logits` does not work with it
+PLAIN = "rlhf_kl_plain"  # attribute of a model: why the short way of `read_states` does not work with it
 
 WAYS_AGREE = 1e-4  # largest difference of a logit over the largest logit, in float32
 
@@ -43,16 +45,14 @@ def response_logits(model: Any, ids: Tensor, mask: Tensor, width: int) -> Tensor
     return logits[:, :-1]
 
 
-def state_logits(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> Tensor:
-    """Logits (N, V) at `states` (N,), counted through the B * L positions of `ids` (B, L).
+def read_states(
+    model: Any, ids: Tensor, mask: Tensor, states: Tensor, prefixes: Prefixes | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) at `states` (N,), counted through the B * L positions of `ids` (B, L), and what the LM head reads.
 
-    Rows are padded on the right only. Runs the model's own forward.
+    The latter is (N, H). Rows are padded on the right only. `prefixes`: theirs, which a model that can reads in their
+    place. Runs the model's own forward.
     """
-    return read_states(model, ids, mask, states)[0]
-
-
-def read_states(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) as `state_logits`, and what the LM head reads (N, H)."""
     if plain_reason(model):
         output = model(
             input_ids=ids,
@@ -63,17 +63,47 @@ def read_states(model: Any, ids: Tensor, mask: Tensor, states: Tensor) -> tuple[
         )
         return output.logits.flatten(0, 1)[states], output.hidden_states[-1].flatten(0, 1)[states]
     read: list[Tensor] = []
+    reading = Reading.of(model, ids, states, prefixes)
 
     def pick_states(_head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Before the LM head: leaves only the states that are asked for, so no other logits come to be."""
-        read.append(args[0].flatten(0, 1).index_select(0, states))
+        read.append(reading.pick(args[0].flatten(0, 1)))
         return (read[0].unsqueeze(0), *args[1:])
 
-    with model.get_output_embeddings().register_forward_pre_hook(pick_states), last_mlp_at(model, states):
-        logits: Tensor = model(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False).logits
+    with model.get_output_embeddings().register_forward_pre_hook(pick_states), last_mlp_at(model, reading.needed):
+        logits: Tensor = model(**reading.inputs, use_cache=False).logits
     if not read or logits.shape[:-1] != (1, len(states)):
         raise RuntimeError("its logits are not what its LM head computes")
     return logits.flatten(0, 1), read[0]  # flatten, since the gradient of an index is a whole tensor of zeros first
+
+
+def read_trunk(trunk: Any, ids: Tensor, states: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+    """Last hidden states (N, H) of a model without a head at `states`; arguments as of `read_states`."""
+    reading = Reading.of(trunk, ids, states, prefixes)
+    with last_mlp_at(trunk, reading.needed):
+        output = trunk(**reading.inputs, use_cache=False)
+    return reading.pick(output.last_hidden_state.flatten(0, 1))
+
+
+class Reading(NamedTuple):
+    """What a causal model is called with to be read at some states, and where its output has them."""
+
+    inputs: dict[str, Any]
+    needed: Tensor  # (n,) long: positions of the output that are read, each once
+    states: Tensor  # (N,) long: the position of each state, some of them more than once where `repeat`
+    repeat: bool
+
+    @classmethod
+    def of(cls, model: Any, ids: Tensor, states: Tensor, prefixes: Prefixes | None) -> Reading:
+        """Rows `ids` (B, L) padded on the right, or where the model can their `prefixes`."""
+        if prefixes is None or not shares(model):
+            return cls({"input_ids": ids, "attention_mask": _nothing_hidden(ids)}, states, states, False)
+        numbers = prefixes.number[states]
+        return cls(packed_inputs(prefixes), numbers.unique(), numbers, True)
+
+    def pick(self, output: Tensor) -> Tensor:
+        """The states (N, H) of an output whose positions are flat: (positions, H)."""
+        return take_rows(output, self.states) if self.repeat else output.index_select(0, self.states)
 
 
 def _nothing_hidden(ids: Tensor) -> Tensor:
@@ -85,14 +115,14 @@ def _nothing_hidden(ids: Tensor) -> Tensor:
 
 
 def plain_reason(model: Any) -> str | None:
-    """Why `state_logits` takes the plain way with this model; None where it takes the short one."""
+    """Why `read_states` takes the plain way with this model; None where it takes the short one."""
     reason: str | None = getattr(model, PLAIN, None)
     return reason
 
 
 @torch.no_grad()
 def choose_way(model: Any) -> None:
-    """Try the short way of `state_logits` on a small batch; where it fails mark the model for the plain one."""
+    """Try the short way of `read_states` on a small batch; where it fails mark the model for the plain one."""
     device = next(model.parameters()).device
     ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -111,6 +141,12 @@ def choose_way(model: Any) -> None:
     setattr(model, PLAIN, None if agrees else f"its logits there differ by {gap:.2g}")
     if agrees:
         try_last_mlp(model, lambda: read_states(model, ids, mask, states)[0], WAYS_AGREE)
+        try_sharing(model, lambda *rows: read_states(model, *rows)[0], WAYS_AGREE)
+
+
+def choose_trunk_way(trunk: Any) -> None:
+    """As `choose_way`, for a model without a head, which is read by `read_trunk`."""
+    try_sharing(trunk, lambda ids, _, states, prefixes: read_trunk(trunk, ids, states, prefixes), WAYS_AGREE)
 
 
 class ActorCritic(nn.Module):
@@ -132,20 +168,18 @@ class ActorCritic(nn.Module):
             value_head = _zero_head((value_trunk or policy).config.get_text_config().hidden_size)
         self.value_head = value_head
 
-    def forward(self, ids: Tensor, mask: Tensor, states: Tensor) -> StateOutput:
+    def forward(self, ids: Tensor, mask: Tensor, states: Tensor, prefixes: Prefixes | None = None) -> StateOutput:
         """`ids` and `mask` (B, L), padded on the right, `states` (N,) of the B * L -> logits (N, V), values (N,)."""
         with recomputing(self.policy):
-            logits, hidden = read_states(self.policy, ids, mask, states)
-        return StateOutput(logits, self.values(ids, states, hidden))
+            logits, hidden = read_states(self.policy, ids, mask, states, prefixes)
+        return StateOutput(logits, self.values(ids, states, hidden, prefixes))
 
-    def values(self, ids: Tensor, states: Tensor, hidden: Tensor) -> Tensor | None:
+    def values(self, ids: Tensor, states: Tensor, hidden: Tensor, prefixes: Prefixes | None = None) -> Tensor | None:
         """Values (N,) at `states`, where the policy's LM head reads `hidden` (N, H); None with a critic."""
         if self.value_head is None:
             return None
         if self.value_trunk is not None:
-            with last_mlp_at(self.value_trunk, states):
-                trunk = self.value_trunk(input_ids=ids, attention_mask=_nothing_hidden(ids), use_cache=False)
-            hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, states)
+            hidden = read_trunk(self.value_trunk, ids, states, prefixes)
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values.float()
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.activations import NewGELUActivation
@@ -20,6 +18,7 @@ from transformers.activations import NewGELUActivation
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.actor_critic import choose_way
+from rlhf_kl.models.quiet import quiet_transformers
 
 Model = Any  # transformers models are untyped
 
@@ -34,21 +33,6 @@ class Access:
 
 SAFE = Access()
 CLASSIFIES = "SequenceClassification"  # in the names of architectures
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No load reports and progress bars: what matters of them is checked and said by us."""
-    before = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
-        if bars:
-            transformers.logging.enable_progress_bar()
 
 
 def _check_folder(ref: str, what: str, access: Access) -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import SAFE, Access, quiet_transformers, switch_dropout_off
+from rlhf_kl.models.load import SAFE, Access, switch_dropout_off
+from rlhf_kl.models.quiet import quiet_transformers
 
 
 def new_gpt2(

@@ -7,10 +7,13 @@ behind its last token changes nothing. Only the states that a response token was
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rlhf_kl.ops.prefixes import Prefixes, find_prefixes
 
 # What a pass costs whatever its size, in tokens: as long as that is more, padding a row is cheaper.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
@@ -29,6 +32,7 @@ class Packed(NamedTuple):
     states: Tensor  # (N,) long, into the B' * L positions: the state that each response token was drawn from
     places: Tensor  # (N,) long, into the B * T places of the whole batch's responses
     numbers: Tensor  # (N,) long: the same, counting the response tokens of the whole batch only
+    prefixes: Prefixes | None = None  # where many rows begin alike
 
 
 class Layout:
@@ -63,11 +67,30 @@ class Layout:
         ids = self.ids[picked.to(device)].gather(1, source.to(device))
         return Packed(ids, mask.to(device), states.to(device), places.to(device), numbers.to(device))
 
-    def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int) -> Iterator[Packed]:
-        """The rows in passes of near-equal length: see `group_lengths`."""
+    @cached_property
+    def repeated(self) -> float:
+        """Share of the tokens that only repeat, with all that stands before them, what another row has."""
+        whole = self.pack(range(len(self.lengths)))
+        return 1 - len(find_prefixes(whole.ids, whole.mask).ids) / max(1, int(whole.mask.sum()))
+
+    def passes(
+        self,
+        rows: Sequence[int],
+        *,
+        most_rows: int,
+        most_tokens: int,
+        overhead: int,
+        least_share: float = float("inf"),
+    ) -> Iterator[Packed]:
+        """The rows in passes of near-equal length: see `group_lengths`.
+
+        With their prefixes, where of the whole batch at least `least_share` is `repeated`.
+        """
+        shared = least_share < 1 and self.repeated >= least_share
         lengths = [self.lengths[row] for row in rows]
         for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
-            yield self.pack([rows[i] for i in group])
+            packed = self.pack([rows[i] for i in group])
+            yield packed._replace(prefixes=find_prefixes(packed.ids, packed.mask)) if shared else packed
 
 
 def group_lengths(lengths: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int) -> list[list[int]]:

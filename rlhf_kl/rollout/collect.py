@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.actor_critic import ActorCritic, state_logits
+from rlhf_kl.models.actor_critic import ActorCritic, read_states
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
 from rlhf_kl.ops.packing import Layout, Packed
@@ -96,7 +96,7 @@ def measure(
         if decoded is not None:
             logits, values = decoded.output(model, packed)
         else:
-            logits, values = model(packed.ids, packed.mask, packed.states)
+            logits, values = model(packed.ids, packed.mask, packed.states, packed.prefixes)
         chosen = sampled.ids.flatten()[packed.places]
         found = compare_distributions(logits, reference_logits(packed), chosen, temperature)
         if features is not None:
@@ -140,7 +140,7 @@ def exact_kl_now(model: ActorCritic, reference: ReferenceLogits, rollout: Rollou
     """Exact KL (B, T) of the model as it is now, at the states of an earlier rollout."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for packed in scoring_passes(rollout.layout, reference):
-        logits = state_logits(model.policy, packed.ids, packed.mask, packed.states)
+        logits, _ = read_states(model.policy, packed.ids, packed.mask, packed.states, packed.prefixes)
         kl.view(-1)[packed.places] = exact_kl(logits, reference(packed), temperature)
     return kl
 

@@ -53,4 +53,4 @@ class DecodedStates:
     def output(self, model: ActorCritic, packed: Packed) -> StateOutput:
         """What `model` would say of a pass over the rollout, without its policy's part of the work."""
         logits, hidden = (x[0].index_select(0, packed.numbers) for x in (self.logits, self.hidden))
-        return StateOutput(logits, model.values(packed.ids, packed.states, hidden))
+        return StateOutput(logits, model.values(packed.ids, packed.states, hidden, packed.prefixes))

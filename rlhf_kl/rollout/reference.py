@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.models.actor_critic import read_states
+from rlhf_kl.models.prefix_sharing import least_share
 from rlhf_kl.ops.packing import Layout, Packed, pass_overhead
 
 KEPT_ELEMENTS = 1 << 24  # logits of a rollout that are kept to the end of its update: 64 MiB in float32
@@ -29,13 +30,17 @@ class ReferenceLogits:
         self.kept: Tensor | None = None  # (tokens, V)
         self.room = self.filled = 0
 
-    def pass_bounds(self, device: torch.device) -> dict[str, int]:
+    def pass_bounds(self, device: torch.device) -> dict[str, Any]:
         """Limits of one pass over a rollout, as `Layout.passes` takes them.
 
         A pass reads the LM head's weights whatever its size, so its logits may be as many as those.
         """
         elements = max(PASS_ELEMENTS.get(device.type, PASS_ELEMENTS["cpu"]), self.head_elements)
-        return {"most_tokens": max(1, elements // self.vocabulary), "overhead": pass_overhead(device)}
+        return {
+            "most_tokens": max(1, elements // self.vocabulary),
+            "overhead": pass_overhead(device),
+            "least_share": least_share(self.model, device),
+        }
 
     def begin(self, layout: Layout) -> None:
         """A new rollout; forgets the last one."""
@@ -47,7 +52,7 @@ class ReferenceLogits:
         """Logits (N, V) at the states of a pass over the rollout."""
         if self.kept is not None and self.filled == self.room:
             return self.kept.index_select(0, packed.numbers)
-        logits, hidden = read_states(self.model, packed.ids, packed.mask, packed.states)
+        logits, hidden = read_states(self.model, packed.ids, packed.mask, packed.states, packed.prefixes)
         if self.hear is not None:
             self.hear(packed, hidden)
         if self.room:

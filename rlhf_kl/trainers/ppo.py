@@ -385,7 +385,7 @@ class PPOTrainer:
             )
         )
         with self.autocast():
-            logits, values = self.model(packed.ids, packed.mask, packed.states)  # (N, V), (N,)
+            logits, values = self.model(packed.ids, packed.mask, packed.states, packed.prefixes)  # (N, V), (N,)
         logprobs = chosen_logprobs(logits, ids, temperature)
         surrogate, clipped = policy_loss(logprobs, old, advantages, cfg.cliprange)
         policy_total, value_total = surrogate.sum(), torch.zeros((), device=ids.device)
@@ -458,7 +458,7 @@ class PPOTrainer:
         tokens = float(self.sum_over_processes(rollout.mask.sum().double()))
         for packed in self.training_passes(rollout, torch.arange(len(rollout)), self.microbatch.rows):
             with self.autocast():
-                logits, values = self.model(packed.ids, packed.mask, packed.states)
+                logits, values = self.model(packed.ids, packed.mask, packed.states, packed.prefixes)
                 ref_logits = self.reference_logits(packed)
             kl = exact_kl(logits, ref_logits, self.sampling.temperature).sum()
             if values is not None:

@@ -16,9 +16,9 @@ from rlhf_kl.models.actor_critic import (
     freeze,
     plain_reason,
     position_ids,
+    read_states,
     response_logits,
     shared_trainable,
-    state_logits,
     value_head_from_reward,
 )
 from rlhf_kl.models.load import load_reward_model
@@ -65,7 +65,7 @@ def test_the_logits_are_those_of_the_model_one_place_earlier(model: ActorCritic)
     ids, mask = padded(0)
     whole = model.policy(input_ids=ids).logits[:, -3:-1]
     torch.testing.assert_close(response_logits(model.policy, ids, mask, 2), whole)
-    torch.testing.assert_close(state_logits(model.policy, ids, mask, STATES), whole[0])
+    torch.testing.assert_close(read_states(model.policy, ids, mask, STATES)[0], whole[0])
     torch.testing.assert_close(model(ids, mask, STATES).logits, whole[0])
 
 
@@ -118,7 +118,7 @@ def test_a_model_that_computes_its_logits_elsewhere_takes_the_plain_way(new_mode
     choose_way(model)
     assert plain_reason(model) is not None
     whole = inner(input_ids=padded(0)[0]).logits[0]
-    torch.testing.assert_close(state_logits(model, *padded(0), STATES), whole[STATES])
+    torch.testing.assert_close(read_states(model, *padded(0), STATES)[0], whole[STATES])
 
 
 def test_a_value_sees_its_state_and_not_the_token_that_follows(model: ActorCritic) -> None:

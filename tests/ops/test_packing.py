@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_kl.ops.packing import Layout, group_lengths
+from rlhf_kl.ops.packing import Layout, Packed, group_lengths
 
 PROMPTS = [[11, 12], [21, 22, 23], [31]]
 RESPONSES = [[13, 14, 15], [24], [32, 33]]
@@ -45,6 +45,21 @@ def test_what_a_state_is_followed_by_is_its_token() -> None:
 def test_passes_hold_every_token_once() -> None:
     passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100, overhead=0))
     assert sorted(torch.cat([p.numbers for p in passes]).tolist()) == list(range(6))
+
+
+def test_beginnings_come_with_a_pass_where_enough_of_the_batch_repeats() -> None:
+    ids = torch.tensor([[0, 7, 8, 5, 5], [6, 7, 8, 5, 0], [0, 7, 8, 4, 5]])
+    whole = Layout(ids, 3, torch.tensor([2, 3, 2]), torch.tensor([2, 1, 2]))
+    assert whole.repeated == pytest.approx(2 / 9)  # the third row's prompt; what is chosen last is never read
+
+    def passes(**share: float) -> list[Packed]:
+        return list(whole.passes([0, 1, 2], most_rows=3, most_tokens=100, overhead=100, **share))
+
+    for share in ({}, {"least_share": 0.23}):
+        assert [packed.prefixes for packed in passes(**share)] == [None]
+    (packed,) = passes(least_share=0.22)
+    assert packed.prefixes is not None
+    assert sorted(packed.prefixes.ids.tolist()) == [4, 5, 6, 7, 7, 8, 8]
 
 
 def test_a_row_without_a_response_has_no_state() -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.models import prefix_sharing
+from rlhf_kl.models.actor_critic import choose_way
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.reward_functions import ScoreShaping
 from rlhf_kl.trainers.ppo import PPOTrainer, Targets, Update
@@ -226,6 +228,38 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
     assert int(update.rollout.mask.sum()) > 5 * 20
     assert max(sizes) <= max(20, len(update.rollout))  # decoding: one state a row
     assert sum(size > 20 for size in sizes) <= update.rollout.mask.shape[1]
+
+
+@pytest.mark.parametrize("value", ["head", "critic"])
+def test_beginnings_that_are_read_once_change_nothing(
+    make_trainer: Make, new_model: Make, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """Five prompts for 32 rows; the ceiling's own pass and the loss on the exact KL read them too."""
+    rows, read = [], []
+    for pays in (False, True):
+        policy = new_model(seed=3, spread=0.3)
+        choose_way(policy)
+        monkeypatch.setitem(prefix_sharing.LAYING_OUT, "cpu", 0.0 if pays else math.inf)
+        trainer: PPOTrainer = make_trainer(
+            policy=policy,
+            critic=FeatureCritic(16, 0.0, 1.0, 0) if value == "critic" else None,
+            kl={
+                "placement": "loss",
+                "estimator": "exact",
+                "target": 0.005,
+                "ceiling": {"value": 0.02},
+                "controller": {"kind": "fixed", "coef": 0.1},
+            },
+        )
+        seen: list[int] = []
+        policy.transformer.h[0].ln_2.register_forward_hook(lambda *args, seen=seen: seen.append(args[2].numel()))
+        rows.append([trainer.update(step).row for step in (1, 2, 3)])
+        read.append(sum(seen))
+    assert read[1] < 0.8 * read[0]
+    for whole, once in zip(*rows, strict=True):
+        for name, number in whole.items():
+            if isinstance(number, float) and not name.startswith(("time/", "policy/logratio")):
+                assert once[name] == pytest.approx(number, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
 def test_of_the_size_of_the_logits_training_keeps_the_logits_alone(make_trainer: Make) -> None:

@@ -1,0 +1,164 @@
+"""Beginnings that rows have in common, a system message for one, are read once in a pass.
+
+Everything in a causal transformer but attention works on one token at a time. So the distinct beginnings of all rows
+go through the model as one long row; attention alone lays the rows out again, and what it finds goes back to the
+beginnings. It is hung in where transformers lets attention be exchanged, so no architecture needs code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from rlhf_kl.models.quiet import quiet_transformers
+from rlhf_kl.ops.prefixes import Prefixes, find_prefixes
+
+NAME = "rlhf_kl_prefixes"  # of the attention, in transformers' list
+SHARES = "rlhf_kl_shares"  # attribute of a model: reading beginnings once was tried, and agreed
+WHOLE = "full_attention"  # transformers' name of a layer that looks at everything behind it
+# Laying rows out moves as many bytes a layer as hidden sizes, the products grow with their squares: so the share of
+# tokens below which nothing is gained is this over the hidden size. CPU: measured; GPU: estimated from its rates.
+LAYING_OUT = {"cpu": 25.0, "cuda": 80.0}
+
+
+class _LaidOut(torch.autograd.Function):
+    """What belongs to the beginnings (M, heads, size) at every place of the rows (B * L, heads, size)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, prefixes: Prefixes) -> Tensor:
+        ctx.prefixes = prefixes
+        return x.index_select(0, prefixes.number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        prefixes: Prefixes = ctx.prefixes
+        total = grad.index_select(0, prefixes.places)
+        again = prefixes.repeats
+        if len(again):
+            _add_rows(total, prefixes.number[again], grad.index_select(0, again))
+        return total, None
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of x (M, ...) by number (N,), some of them more than once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numbers: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.shape = x.shape
+        return x.index_select(0, numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (numbers,) = ctx.saved_tensors
+        return _add_rows(grad.new_zeros(ctx.shape), numbers, grad), None
+
+
+def _add_rows(total: Tensor, numbers: Tensor, rows: Tensor) -> Tensor:
+    """Add each of `rows` to the one of `total` that its number says, in the same order every time."""
+    if total.device.type == "cpu":
+        return total.index_add_(0, numbers, rows)
+    return total.index_put_((numbers,), rows, accumulate=True)  # sorts; index_add_ on a GPU takes them as they come
+
+
+def take_rows(x: Tensor, numbers: Tensor) -> Tensor:
+    """Rows of x (M, ...) by number (N,), which may repeat: (N, ...); the gradient is deterministic on every device."""
+    taken: Tensor = _Taken.apply(x, numbers)
+    return taken
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    rlhf_kl_prefixes: Prefixes | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; with `rlhf_kl_prefixes` from (1, heads, M, size) to (1, M, heads, size).
+
+    Errors: ValueError where a layer looks at a window only.
+    """
+    if rlhf_kl_prefixes is None:
+        usual: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return usual
+    if kwargs.get("sliding_window") is not None:
+        raise ValueError("a layer looks at a window of tokens")
+    kwargs.pop("is_causal", None)
+    rows = [
+        _LaidOut.apply(x[0].transpose(0, 1), rlhf_kl_prefixes).unflatten(0, rlhf_kl_prefixes.shape).transpose(1, 2)
+        for x in (query, key, value)
+    ]
+    found, _ = sdpa_attention_forward(module, *rows, None, is_causal=True, **kwargs)
+    return take_rows(found.flatten(0, 1), rlhf_kl_prefixes.places).unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def packed_inputs(prefixes: Prefixes) -> dict[str, Any]:
+    """What a model is called with to read the beginnings as one row."""
+    return {
+        "input_ids": prefixes.ids.unsqueeze(0),
+        "position_ids": prefixes.positions.unsqueeze(0),
+        # Of four dimensions, so that no model makes a mask of its own: attention lays the rows out and needs none.
+        "attention_mask": torch.zeros(1, 1, 1, 1, device=prefixes.ids.device),
+        "rlhf_kl_prefixes": prefixes,
+    }
+
+
+def shares(model: Any) -> bool:
+    """Whether the model can read beginnings once."""
+    return bool(getattr(model, SHARES, False))
+
+
+def least_share(model: Any, device: torch.device) -> float:
+    """Share of a batch's tokens that must repeat what another row has before, for reading them once to pay."""
+    if not shares(model):
+        return float("inf")
+    hidden = int(model.config.get_text_config().hidden_size)
+    return LAYING_OUT.get(device.type, LAYING_OUT["cuda"]) / hidden
+
+
+Read = Callable[[Tensor, Tensor, Tensor, Prefixes | None], Tensor]
+
+
+@torch.no_grad()
+def try_sharing(model: Any, read: Read, tolerance: float) -> None:
+    """Mark the model where `read(ids, mask, states, prefixes)` says the same with beginnings read once, and without.
+
+    `tolerance`: largest difference over the largest number.
+    """
+    setattr(model, SHARES, False)
+    text = model.config.get_text_config()
+    # A layer of another kind may look less far than everything behind it, and only show that in long texts.
+    alike = set(getattr(text, "layer_types", None) or [WHOLE]) == {WHOLE}
+    if not alike or getattr(model.config, "_attn_implementation", None) not in ("sdpa", NAME):
+        return
+    device, vocabulary = next(model.parameters()).device, text.vocab_size
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 6, 0, 0], [1, 2, 3, 4, 1, 0]], device=device) % vocabulary
+    mask = torch.arange(6, device=device) < torch.tensor([[6], [4], [5]], device=device)
+    states = torch.tensor([2, 5, 8, 9, 14, 16], device=device)
+    plain = read(ids, mask, states, None)
+    with quiet_transformers():
+        model.set_attn_implementation(NAME)
+    setattr(model, SHARES, True)
+    try:
+        gap = float((read(ids, mask, states, find_prefixes(ids, mask)) - plain).abs().max())
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        gap = float("inf")  # attention that cannot be exchanged, or more than attention that looks at other tokens
+    if not gap <= tolerance * max(1.0, float(plain.abs().max())):
+        setattr(model, SHARES, False)
+        with quiet_transformers():
+            model.set_attn_implementation("sdpa")

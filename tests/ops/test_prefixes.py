@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_kl.ops.prefixes import find_prefixes
+
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [9] * (length - len(row)) for row in rows])
+    return ids, torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows])
+
+
+def test_by_hand() -> None:
+    found = find_prefixes(*padded([[1, 2, 5], [1, 2], [1, 3]]))
+    assert found.shape == (3, 3)
+    assert found.ids.tolist() == [1, 2, 5, 3]
+    assert found.positions.tolist() == [0, 1, 2, 1]
+    # The row that is all beginning comes first.
+    assert found.places.tolist() == [3, 4, 2, 7]
+    assert found.number.tolist() == [0, 1, 2, 0, 1, 0, 0, 3, 0]
+    assert found.repeats.tolist() == [0, 1, 6]
+
+
+@given(ROWS)
+def test_each_beginning_stands_once_and_every_token_finds_its_own(rows: list[list[int]]) -> None:
+    ids, mask = padded(rows)
+    found = find_prefixes(ids, mask)
+    length = ids.shape[1]
+
+    def beginning(place: int) -> tuple[int, ...]:
+        row, column = divmod(place, length)
+        return tuple(rows[row][: column + 1])
+
+    places = found.places.tolist()
+    stand = [beginning(place) for place in places]
+    assert len(set(stand)) == len(stand)
+    assert set(stand) == {tuple(row[: k + 1]) for row in rows for k in range(len(row))}
+    assert found.ids.tolist() == [one[-1] for one in stand]
+    assert found.positions.tolist() == [len(one) - 1 for one in stand]
+    real = mask.flatten().nonzero().squeeze(1).tolist()
+    for place in real:
+        assert stand[int(found.number[place])] == beginning(place)
+    assert sorted(places + found.repeats.tolist()) == real
+    for number, one in enumerate(stand):  # behind all that it looks at
+        assert len(one) == 1 or stand.index(one[:-1]) < number
