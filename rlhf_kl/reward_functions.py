@@ -17,11 +17,14 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.actor_critic import choose_trunk_way, read_trunk
 from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
 from rlhf_kl.models.load import context_length, save_model
 from rlhf_kl.models.lora import has_adapter
+from rlhf_kl.models.prefix_sharing import SHARES, least_share, shares
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
+from rlhf_kl.ops.prefixes import find_prefixes
 from rlhf_kl.time_limit import TimeLimited, TimeLimitExceeded
 from rlhf_kl.types import RewardFn
 
@@ -99,6 +102,17 @@ class RewardModel:
             pad_id = text_config.pad_token_id
             try_last_mlp(model, lambda: self.forward([[1, 2, 3, 1], [3, 2]]), SHORT_AGREES)
             text_config.pad_token_id = pad_id
+            if not has_adapter(model):
+                self._try_sharing()
+
+    def _try_sharing(self) -> None:
+        """Read beginnings once where the scores are the same, which the model's head must make of its last states."""
+        choose_trunk_way(self.trunk)
+        rows = [[1, 2, 3, 1], [1, 2, 2]]
+        if shares(self.trunk):
+            with torch.no_grad():
+                gap = (self.forward_once([0, 1], rows) - self.forward(rows)).abs().max()
+            setattr(self.trunk, SHARES, bool(gap <= SHORT_AGREES))
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """One score per response, in the model's own unit."""
@@ -115,10 +129,19 @@ class RewardModel:
         )
         if self.read is not None:
             self.read = [ReadText(row, torch.empty(0)) for row in rows]
+        once = self._begin_alike(rows, device)
         for picked in groups:
+            if once:
+                scores[picked] = self.forward_once(picked, [rows[i] for i in picked]).float().cpu()
+                continue
             with self.listening(picked):
                 scores[picked] = self.forward([rows[i] for i in picked]).float().cpu()
         return scores
+
+    def _begin_alike(self, rows: Sequence[Sequence[int]], device: torch.device) -> bool:
+        """Whether so much of these texts is repeated that reading it once pays."""
+        least = float("inf") if self.encoder else least_share(self.trunk, device)
+        return least < 1 and find_prefixes(*pad(rows, 0, left=False)).repeated >= least
 
     def keep_states(self) -> None:
         """From now on `read` holds the texts of the last batch that was scored, with the states of each."""
@@ -174,6 +197,23 @@ class RewardModel:
             last = torch.arange(len(rows), device=device) * ids.shape[1] + mask.sum(1) - 1
             with last_mlp_at(self.model, last) if self.read is None else contextlib.nullcontext():
                 logits = self.model(input_ids=ids, attention_mask=torch.ones_like(mask)).logits
+        return self._score_of(logits)
+
+    def forward_once(self, picked: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor:
+        """As `forward`, of a decoder that reads beginnings once; `picked` numbers the texts in the batch."""
+        ids, mask = (x.to(next(self.model.parameters()).device) for x in pad(rows, 0, left=False))
+        lengths, first = mask.sum(1), torch.arange(len(rows), device=ids.device) * ids.shape[1]
+        last = first + lengths - 1
+        wanted = last if self.read is None else mask.flatten().nonzero().squeeze(1)
+        states = read_trunk(self.trunk, ids, wanted, find_prefixes(ids, mask))
+        if self.read is not None:
+            for i, row, seen in zip(picked, rows, states.split(lengths.tolist()), strict=True):
+                self.read[i] = ReadText(list(row), seen)
+            states = states.index_select(0, lengths.cumsum(0) - 1)
+        return self._score_of(self.model.score(states))
+
+    def _score_of(self, logits: Tensor) -> Tensor:
+        """Scores (B,) of logits (B, outputs)."""
         if logits.shape[1] == 1:
             return logits[:, 0]
         others = [i for i in range(logits.shape[1]) if i != self.output]

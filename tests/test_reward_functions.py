@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from rlhf_kl.data.chat import Conversation
 from rlhf_kl.errors import InputError
+from rlhf_kl.models import prefix_sharing
 from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
 from rlhf_kl.reward_functions import (
@@ -232,6 +234,31 @@ def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder
     assert together == pytest.approx(alone, abs=1e-5)
     by_two = RewardModel(model.model, model.tokenizer, rows=2)
     assert by_two(prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_texts_that_begin_alike_are_scored_and_kept_as_ever(
+    model: RewardModel, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """In passes of three, with the longest text between two others."""
+    prompts, responses = ["abbaabba" + end for end in ("a", "cb", "", "d")], ["b", "dcbadcba", "a", ""]
+    by_three = RewardModel(model.model, model.tokenizer, rows=3)
+    if keep:
+        by_three.keep_states()
+    seen: list[int] = []
+    by_three.trunk.ln_f.register_forward_hook(lambda *args: seen.append(args[2].shape[:-1].numel()))
+    found = []
+    for share in (math.inf, 0.0):
+        monkeypatch.setitem(prefix_sharing.LAYING_OUT, "cpu", share)
+        seen.clear()
+        found.append((by_three(prompts, responses), by_three.read, sum(seen)))
+    (whole, states, padded), (once, again, distinct) = found
+    assert once == pytest.approx(whole, abs=1e-5)
+    assert distinct < 0.75 * padded
+    assert (states is None) == (again is None) == (not keep)
+    for a, b in zip(states or [], again or [], strict=True):
+        assert a.ids == b.ids
+        torch.testing.assert_close(a.states[: len(a.ids)], b.states[: len(b.ids)], rtol=1e-4, atol=1e-5)
 
 
 def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:

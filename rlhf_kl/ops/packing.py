@@ -17,6 +17,8 @@ from rlhf_kl.ops.prefixes import Prefixes, find_prefixes
 
 # What a pass costs whatever its size, in tokens: as long as that is more, padding a row is cheaper.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
+# Tokens that attention lays out again and nothing else reads, for as much memory and time as one that is read.
+LAID_OUT = 4
 
 
 def pass_overhead(device: torch.device) -> int:
@@ -68,10 +70,10 @@ class Layout:
         return Packed(ids, mask.to(device), states.to(device), places.to(device), numbers.to(device))
 
     @cached_property
-    def repeated(self) -> float:
-        """Share of the tokens that only repeat, with all that stands before them, what another row has."""
+    def prefixes(self) -> Prefixes:
+        """Of the whole batch."""
         whole = self.pack(range(len(self.lengths)))
-        return 1 - len(find_prefixes(whole.ids, whole.mask).ids) / max(1, int(whole.mask.sum()))
+        return find_prefixes(whole.ids, whole.mask)
 
     def passes(
         self,
@@ -84,10 +86,14 @@ class Layout:
     ) -> Iterator[Packed]:
         """The rows in passes of near-equal length: see `group_lengths`.
 
-        With their prefixes, where of the whole batch at least `least_share` is `repeated`.
+        With their prefixes, where of the whole batch at least `least_share` is repeated.
         """
-        shared = least_share < 1 and self.repeated >= least_share
+        shared = least_share < 1 and self.prefixes.repeated >= least_share
         lengths = [self.lengths[row] for row in rows]
+        if shared:  # a pass has what all rows begin with once, and of each the rest
+            common = self.prefixes.common
+            lengths = [length - common + length // LAID_OUT for length in lengths]
+            overhead, most_tokens = overhead + common, max(1, most_tokens - common)
         for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
             packed = self.pack([rows[i] for i in group])
             yield packed._replace(prefixes=find_prefixes(packed.ids, packed.mask)) if shared else packed

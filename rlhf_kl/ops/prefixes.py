@@ -21,6 +21,18 @@ class Prefixes(NamedTuple):
     number: Tensor  # (B * L,) long: which of the M stands at a place; padding has the first's
     repeats: Tensor  # (R,) long, into the B * L: the places of tokens where one stands again
 
+    @property
+    def repeated(self) -> float:
+        """Share of the tokens that only repeat, with all that stands before them, what another row has."""
+        return len(self.repeats) / max(1, len(self.repeats) + len(self.ids))
+
+    @property
+    def common(self) -> int:
+        """Tokens that all rows begin with."""
+        rows = self.shape[0]
+        at = torch.bincount(self.number[torch.cat([self.places, self.repeats])], minlength=len(self.ids))
+        return int((at == rows).sum())
+
 
 def find_prefixes(ids: Tensor, mask: Tensor) -> Prefixes:
     """The distinct beginnings of the rows of `ids` (B, L), padded on the right; `mask` (B, L) is True at real tokens.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
+from rlhf_kl.models.actor_critic import read_trunk
 from rlhf_kl.models.critic import FeatureCritic
-from rlhf_kl.models.last_layer import last_mlp_at
+from rlhf_kl.models.prefix_sharing import least_share
 from rlhf_kl.ops.packing import Layout, Packed, pass_overhead
 from rlhf_kl.reward_functions import SCORING_TOKENS, ReadText, RewardModel
 
@@ -42,12 +43,10 @@ class StateFeatures:
                 most_rows=reward.rows,
                 most_tokens=SCORING_TOKENS,
                 overhead=pass_overhead(layout.ids.device),
+                least_share=least_share(reward.trunk, layout.ids.device),
             ):
-                # Padding stands on the right of causal models, so no mask is needed; ones keep them from guessing it.
-                ones = torch.ones_like(packed.ids)
-                with last_mlp_at(reward.trunk, packed.states):
-                    seen = reward.trunk(input_ids=packed.ids, attention_mask=ones, use_cache=False).last_hidden_state
-                into[packed.numbers] = _scaled(seen.flatten(0, 1).index_select(0, packed.states))
+                seen = read_trunk(reward.trunk, packed.ids, packed.states, packed.prefixes)
+                into[packed.numbers] = _scaled(seen)
             end -= size
 
     def take(self, packed: Packed, hidden: Tensor) -> None:

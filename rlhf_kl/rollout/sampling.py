@@ -12,6 +12,7 @@ from rlhf_kl.models.actor_critic import position_ids
 from rlhf_kl.rollout.cache import reserve
 from rlhf_kl.rollout.decoded import DecodedStates
 from rlhf_kl.rollout.gpt2_step import GPT2Step, gpt2_step
+from rlhf_kl.rollout.prefill import read_once
 
 STOP_TEST_EVERY = 4  # asking the device which rows are done makes it wait
 COMPACT_BELOW = 0.8  # share of rows still going at which the others leave the batch
@@ -89,6 +90,8 @@ def _decode(
             logits, hidden = quick(inputs[:, 0], positions[:, seen - 1], seen)
             if decoded is not None:
                 decoded.hidden.append(hidden)
+        elif cache is None and (read := read_once(model, prompt_ids, prompt_mask)) is not None:
+            logits, cache = read
         else:
             output = model(
                 input_ids=inputs,
@@ -98,12 +101,11 @@ def _decode(
                 use_cache=True,
                 logits_to_keep=1,
             )
-            logits = output.logits[:, -1]
-            if cache is None:
-                cache = output.past_key_values
-                if quick is not None and not quick.begin(cache, attention):
-                    quick = None
-                compact = quick is not None or reserve(cache, end)
+            logits, cache = output.logits[:, -1], output.past_key_values
+        if not step:
+            if quick is not None and not quick.begin(cache, attention):
+                quick = None
+            compact = quick is not None or reserve(cache, end)
         if decoded is not None:
             decoded.add(going, logits)
         tokens = pick_tokens(logits, noise[:, step], temperature)

@@ -50,7 +50,7 @@ def test_passes_hold_every_token_once() -> None:
 def test_beginnings_come_with_a_pass_where_enough_of_the_batch_repeats() -> None:
     ids = torch.tensor([[0, 7, 8, 5, 5], [6, 7, 8, 5, 0], [0, 7, 8, 4, 5]])
     whole = Layout(ids, 3, torch.tensor([2, 3, 2]), torch.tensor([2, 1, 2]))
-    assert whole.repeated == pytest.approx(2 / 9)  # the third row's prompt; what is chosen last is never read
+    assert whole.prefixes.repeated == pytest.approx(2 / 9)  # the third row's prompt; what is chosen last is never read
 
     def passes(**share: float) -> list[Packed]:
         return list(whole.passes([0, 1, 2], most_rows=3, most_tokens=100, overhead=100, **share))

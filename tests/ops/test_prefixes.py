@@ -24,6 +24,8 @@ def test_by_hand() -> None:
     assert found.places.tolist() == [3, 4, 2, 7]
     assert found.number.tolist() == [0, 1, 2, 0, 1, 0, 0, 3, 0]
     assert found.repeats.tolist() == [0, 1, 6]
+    assert found.repeated == 3 / 7
+    assert found.common == 1
 
 
 @given(ROWS)
@@ -46,5 +48,8 @@ def test_each_beginning_stands_once_and_every_token_finds_its_own(rows: list[lis
     for place in real:
         assert stand[int(found.number[place])] == beginning(place)
     assert sorted(places + found.repeats.tolist()) == real
+    assert found.common == max(
+        k for k in range(length + 1) if len({tuple(row[:k]) for row in rows}) == 1 and k <= min(map(len, rows))
+    )
     for number, one in enumerate(stand):  # behind all that it looks at
         assert len(one) == 1 or stand.index(one[:-1]) < number
