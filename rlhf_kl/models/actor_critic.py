@@ -98,7 +98,7 @@ class Reading(NamedTuple):
         """Rows `ids` (B, L) padded on the right, or where the model can their `prefixes`."""
         if prefixes is None or not shares(model):
             return cls({"input_ids": ids, "attention_mask": _nothing_hidden(ids)}, states, states, False)
-        numbers = prefixes.number[states]
+        numbers = prefixes.grid.number[states]
         return cls(packed_inputs(prefixes), numbers.unique(), numbers, True)
 
     def pick(self, output: Tensor) -> Tensor:

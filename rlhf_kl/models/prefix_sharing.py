@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlhf_kl.models.quiet import quiet_transformers
-from rlhf_kl.ops.prefixes import Prefixes, find_prefixes
+from rlhf_kl.ops.prefixes import Grid, Prefixes, find_prefixes
 
 NAME = "rlhf_kl_prefixes"  # of the attention, in transformers' list
 SHARES = "rlhf_kl_shares"  # attribute of a model: reading beginnings once was tried, and agreed
@@ -29,21 +29,20 @@ LAYING_OUT = {"cpu": 25.0, "cuda": 80.0}
 
 
 class _LaidOut(torch.autograd.Function):
-    """What belongs to the beginnings (M, heads, size) at every place of the rows (B * L, heads, size)."""
+    """What belongs to the beginnings (n, heads, size) at every place of a grid of them (places, heads, size)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, prefixes: Prefixes) -> Tensor:
-        ctx.prefixes = prefixes
-        return x.index_select(0, prefixes.number)
+    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
+        ctx.grid = grid
+        return x.index_select(0, grid.number)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        prefixes: Prefixes = ctx.prefixes
-        total = grad.index_select(0, prefixes.places)
-        again = prefixes.repeats
-        if len(again):
-            _add_rows(total, prefixes.number[again], grad.index_select(0, again))
+        grid: Grid = ctx.grid
+        total = grad.index_select(0, grid.places)
+        if len(grid.repeats):
+            _add_rows(total, grid.number[grid.repeats], grad.index_select(0, grid.repeats))
         return total, None
 
 
@@ -95,12 +94,30 @@ def _attention(
     if kwargs.get("sliding_window") is not None:
         raise ValueError("a layer looks at a window of tokens")
     kwargs.pop("is_causal", None)
-    rows = [
-        _LaidOut.apply(x[0].transpose(0, 1), rlhf_kl_prefixes).unflatten(0, rlhf_kl_prefixes.shape).transpose(1, 2)
-        for x in (query, key, value)
-    ]
-    found, _ = sdpa_attention_forward(module, *rows, None, is_causal=True, **kwargs)
-    return take_rows(found.flatten(0, 1), rlhf_kl_prefixes.places).unsqueeze(0), None
+    (rows, length), common = rlhf_kl_prefixes.shape, rlhf_kl_prefixes.common
+
+    def laid_out(x: Tensor, grid: Grid) -> Tensor:
+        """(heads, n, size) as rows (B, heads, columns, size)."""
+        places: Tensor = _LaidOut.apply(x.transpose(0, 1), grid)
+        return places.view(rows, -1, *places.shape[1:]).transpose(1, 2)
+
+    keys, values = (laid_out(x[0], rlhf_kl_prefixes.grid) for x in (key, value))
+    if 2 * common < length:
+        found, _ = sdpa_attention_forward(
+            module, laid_out(query[0], rlhf_kl_prefixes.grid), keys, values, None, is_causal=True, **kwargs
+        )
+        return take_rows(found.flatten(0, 1), rlhf_kl_prefixes.grid.places).unsqueeze(0), None
+    # What all rows begin with asks once, and not in each row again.
+    first, _ = sdpa_attention_forward(
+        module, *(x[:, :, :common] for x in (query, key, value)), None, is_causal=True, **kwargs
+    )
+    if common == len(rlhf_kl_prefixes.ids):
+        return first, None
+    seen = torch.ones(length - common, length, dtype=torch.bool, device=query.device).tril(common)
+    queries = laid_out(query[0, :, common:], rlhf_kl_prefixes.own)
+    found, _ = sdpa_attention_forward(module, queries, keys, values, seen[None, None], is_causal=False, **kwargs)
+    others = take_rows(found.flatten(0, 1), rlhf_kl_prefixes.own.places).unsqueeze(0)
+    return torch.cat([first, others], 1), None
 
 
 AttentionInterface.register(NAME, _attention)

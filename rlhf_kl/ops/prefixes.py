@@ -8,30 +8,33 @@ import torch
 from torch import Tensor
 
 
+class Grid(NamedTuple):
+    """Where some of the beginnings stand in a grid of rows and columns, G places in all."""
+
+    number: Tensor  # (G,) long: which one stands at a place; at padding any
+    places: Tensor  # (n,) long: where each stands first
+    repeats: Tensor  # (R,) long: the places where one stands again
+
+
 class Prefixes(NamedTuple):
     """The M distinct beginnings of some rows (B, L), each standing for the token that it ends with.
 
-    Those of one row lie in order, so a token stands behind everything that it looks at.
+    Those of one row lie in order, so a token stands behind everything that it looks at; those that all rows have
+    come first.
     """
 
     shape: torch.Size  # (B, L)
     ids: Tensor  # (M,) long: the tokens
     positions: Tensor  # (M,) long: their columns
-    places: Tensor  # (M,) long, into the B * L: where each stands first
-    number: Tensor  # (B * L,) long: which of the M stands at a place; padding has the first's
-    repeats: Tensor  # (R,) long, into the B * L: the places of tokens where one stands again
+    common: int  # tokens that all rows begin with
+    grid: Grid  # of all M in the B * L
+    own: Grid  # of the others, counted from 0, in the B * (L - common) places behind those
 
     @property
     def repeated(self) -> float:
         """Share of the tokens that only repeat, with all that stands before them, what another row has."""
-        return len(self.repeats) / max(1, len(self.repeats) + len(self.ids))
-
-    @property
-    def common(self) -> int:
-        """Tokens that all rows begin with."""
-        rows = self.shape[0]
-        at = torch.bincount(self.number[torch.cat([self.places, self.repeats])], minlength=len(self.ids))
-        return int((at == rows).sum())
+        repeats = len(self.grid.repeats)
+        return repeats / max(1, repeats + len(self.ids))
 
 
 def find_prefixes(ids: Tensor, mask: Tensor) -> Prefixes:
@@ -52,10 +55,26 @@ def find_prefixes(ids: Tensor, mask: Tensor) -> Prefixes:
     # Shared with the row above, which has it from the one above that: the last new one in the column.
     above = torch.where(new, count, 0).cummax(0).values
     number = torch.empty_like(above)
-    number[order] = above.masked_fill(ordered < 0, 0)
-    places = (order.unsqueeze(1) * length + torch.arange(length)).masked_select(new)
-    first = torch.zeros(rows * length, dtype=torch.bool)
-    first[places] = True
-    repeats = (mask.flatten() & ~first).nonzero().squeeze(1)
-    found = (ids.flatten()[places], places % length, places, number.flatten(), repeats)
-    return Prefixes(torch.Size((rows, length)), *(x.to(device) for x in found))
+    number[order] = above.masked_fill(ordered < 0, -1)
+    grid = _grid(number, new, order, device)
+    # The first of the sorted rows has them first, if all have: then they are new in no other.
+    common = int(((new.sum(0) == 1) & mask.all(0)).cumprod(0).sum())
+    positions = grid.places % length
+    return Prefixes(
+        torch.Size((rows, length)),
+        ids.flatten()[grid.places.cpu()].to(device),
+        positions,
+        common,
+        grid,
+        _grid(number[:, common:] - common, new[:, common:], order, device) if common else grid,
+    )
+
+
+def _grid(number: Tensor, new: Tensor, order: Tensor, device: torch.device) -> Grid:
+    """From the number at each place (B, L), negative at padding, and with rows in `order` whether it is new there."""
+    columns = number.shape[1]
+    first = torch.empty_like(new)
+    first[order] = new
+    places = (order.unsqueeze(1) * columns + torch.arange(columns)).masked_select(new)
+    repeats = ((number >= 0) & ~first).flatten().nonzero().squeeze(1)
+    return Grid(number.clamp_min(0).flatten().to(device), places.to(device), repeats.to(device))

@@ -30,7 +30,7 @@ def read_once(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Any] | Non
     prefixes = find_prefixes(ids.gather(1, left), columns < lengths)
     if prefixes.repeated < least:
         return None
-    number = prefixes.number.view(rows, width)
+    number = prefixes.grid.number.view(rows, width)
     ends = number.gather(1, lengths - 1).squeeze(1)
 
     def pick(_head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from rlhf_kl.models.load import load_causal_lm, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.models.prefix_sharing import NAME, least_share, shares, take_rows
 from rlhf_kl.models.recompute import enable_recompute
+from rlhf_kl.models.text import pad
 from rlhf_kl.ops.prefixes import Prefixes, find_prefixes
 
 Make = Callable[..., Any]
@@ -41,13 +42,40 @@ def model_of(kind: str, **sizes: Any) -> Any:
     return model
 
 
-def gradients(model: Any, prefixes: Prefixes | None) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(
+    model: Any,
+    prefixes: Prefixes | None,
+    ids: torch.Tensor = IDS,
+    mask: torch.Tensor = MASK,
+    states: torch.Tensor = STATES,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits at the states, and the gradient of something made from them."""
     model.zero_grad()
-    logits, _ = read_states(model, IDS, MASK, STATES, prefixes)
+    logits, _ = read_states(model, ids, mask, states, prefixes)
     weight = torch.linspace(-1, 1, logits.numel()).view_as(logits)
     (logits.log_softmax(-1) * weight).sum().backward()
     return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("rows", "common"),
+    [
+        ([[1, 3, 4, 5, 6, 2], [1, 3, 4, 5, 4], [1, 3, 4, 5, 4, 3]], 4),  # asks on its own
+        ([[1, 3, 4, 5, 6, 2], [1, 3, 4, 5, 6, 2]], 6),  # and is all there is
+        ([[1, 3, 4, 5, 6, 2]], 6),
+        ([[1, 3, 4], [3, 3, 4, 5, 6], [4, 3, 4]], 0),
+    ],
+)
+def test_whatever_rows_have_in_common(new_model: Make, rows: list[list[int]], common: int) -> None:
+    model = new_model()
+    choose_way(model)
+    ids, mask = pad(rows, 0, left=False)
+    states = mask.flatten().nonzero().squeeze(1)
+    prefixes = find_prefixes(ids, mask)
+    assert prefixes.common == common
+    whole, once = (gradients(model, one, ids, mask, states) for one in (None, prefixes))
+    torch.testing.assert_close(once[0], whole[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(once[1], whole[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "opt", "gpt_neox"])

@@ -20,12 +20,15 @@ def test_by_hand() -> None:
     assert found.shape == (3, 3)
     assert found.ids.tolist() == [1, 2, 5, 3]
     assert found.positions.tolist() == [0, 1, 2, 1]
-    # The row that is all beginning comes first.
-    assert found.places.tolist() == [3, 4, 2, 7]
-    assert found.number.tolist() == [0, 1, 2, 0, 1, 0, 0, 3, 0]
-    assert found.repeats.tolist() == [0, 1, 6]
     assert found.repeated == 3 / 7
+    # The row that is all beginning comes first.
+    assert found.grid.places.tolist() == [3, 4, 2, 7]
+    assert found.grid.number.tolist() == [0, 1, 2, 0, 1, 0, 0, 3, 0]
+    assert found.grid.repeats.tolist() == [0, 1, 6]
     assert found.common == 1
+    assert found.own.places.tolist() == [2, 1, 5 - 1]
+    assert found.own.number.tolist() == [0, 1, 0, 0, 2, 0]
+    assert found.own.repeats.tolist() == [0]
 
 
 @given(ROWS)
@@ -34,22 +37,24 @@ def test_each_beginning_stands_once_and_every_token_finds_its_own(rows: list[lis
     found = find_prefixes(ids, mask)
     length = ids.shape[1]
 
-    def beginning(place: int) -> tuple[int, ...]:
-        row, column = divmod(place, length)
-        return tuple(rows[row][: column + 1])
+    def beginning(place: int, start: int = 0) -> tuple[int, ...]:
+        row, column = divmod(place, length - start)
+        return tuple(rows[row][: start + column + 1])
 
-    places = found.places.tolist()
-    stand = [beginning(place) for place in places]
+    stand = [beginning(place) for place in found.grid.places.tolist()]
     assert len(set(stand)) == len(stand)
     assert set(stand) == {tuple(row[: k + 1]) for row in rows for k in range(len(row))}
     assert found.ids.tolist() == [one[-1] for one in stand]
     assert found.positions.tolist() == [len(one) - 1 for one in stand]
-    real = mask.flatten().nonzero().squeeze(1).tolist()
-    for place in real:
-        assert stand[int(found.number[place])] == beginning(place)
-    assert sorted(places + found.repeats.tolist()) == real
-    assert found.common == max(
-        k for k in range(length + 1) if len({tuple(row[:k]) for row in rows}) == 1 and k <= min(map(len, rows))
-    )
+    alike = [k for k in range(1, min(map(len, rows)) + 1) if len({tuple(row[:k]) for row in rows}) == 1]
+    assert found.common == max(alike, default=0)
+    assert stand[: found.common] == [tuple(rows[0][: k + 1]) for k in range(found.common)]
+    for grid, start in ((found.grid, 0), (found.own, found.common)):
+        places = grid.places.tolist()
+        assert [beginning(place, start) for place in places] == stand[start:]
+        real = mask[:, start:].flatten().nonzero().squeeze(1).tolist()
+        for place in real:
+            assert stand[start + int(grid.number[place])] == beginning(place, start)
+        assert sorted(places + grid.repeats.tolist()) == real
     for number, one in enumerate(stand):  # behind all that it looks at
         assert len(one) == 1 or stand.index(one[:-1]) < number
