@@ -101,10 +101,10 @@ def _attention(
         places: Tensor = _LaidOut.apply(x.transpose(0, 1), grid)
         return places.view(rows, -1, *places.shape[1:]).transpose(1, 2)
 
-    keys, values = (laid_out(x[0], rlhf_kl_prefixes.grid) for x in (key, value))
+    keys, values = (laid_out(x.squeeze(0), rlhf_kl_prefixes.grid) for x in (key, value))
     if 2 * common < length:
         found, _ = sdpa_attention_forward(
-            module, laid_out(query[0], rlhf_kl_prefixes.grid), keys, values, None, is_causal=True, **kwargs
+            module, laid_out(query.squeeze(0), rlhf_kl_prefixes.grid), keys, values, None, is_causal=True, **kwargs
         )
         return take_rows(found.flatten(0, 1), rlhf_kl_prefixes.grid.places).unsqueeze(0), None
     # What all rows begin with asks once, and not in each row again.
@@ -114,7 +114,7 @@ def _attention(
     if common == len(rlhf_kl_prefixes.ids):
         return first, None
     seen = torch.ones(length - common, length, dtype=torch.bool, device=query.device).tril(common)
-    queries = laid_out(query[0, :, common:], rlhf_kl_prefixes.own)
+    queries = laid_out(query.squeeze(0)[:, common:], rlhf_kl_prefixes.own)
     found, _ = sdpa_attention_forward(module, queries, keys, values, seen[None, None], is_causal=False, **kwargs)
     others = take_rows(found.flatten(0, 1), rlhf_kl_prefixes.own.places).unsqueeze(0)
     return torch.cat([first, others], 1), None

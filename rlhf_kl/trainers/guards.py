@@ -37,6 +37,7 @@ class Microbatch:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.halved: int | None = None  # to so many; None = never
+        self.largest: int | None = None  # rows in a pass of the attempt, where it says so: they may be fewer
         self.said: list[str] = []
 
     def halve_to(self, rows: int | None) -> None:
@@ -50,16 +51,18 @@ class Microbatch:
         Errors: torch.OutOfMemoryError where a single row does not fit.
         """
         while True:
+            self.largest = None
             try:
                 return attempt(self.rows)
             except torch.OutOfMemoryError:
-                if self.rows == 1:
+                tried = min(self.rows, self.largest or self.rows)
+                if tried == 1:
                     raise
             # Out of the handler, which holds the failed pass's tensors.
             undo()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self.halve_to(self.rows // 2)
+            self.halve_to(tried // 2)
             self.said.append(f"out-of-memory: microbatches have {self.rows} rows from here on")
 
     def alerts(self) -> list[str]:

@@ -337,6 +337,7 @@ class PPOTrainer:
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
             pieces = list(self.training_passes(rollout, rows, size))
+            self.microbatch.largest = max(len(piece.ids) for piece in pieces)
             sums = torch.zeros(4, dtype=torch.float64, device=rollout.mask.device)
             largest = torch.zeros((), device=rollout.mask.device)
             for i, piece in enumerate(pieces):

@@ -34,6 +34,21 @@ def test_a_microbatch_is_halved_until_it_fits_and_stays_so() -> None:
     assert microbatch.halved == 4
 
 
+def test_it_is_halved_from_what_was_tried() -> None:
+    """Passes with room for five rows only: half of sixteen would be the same passes again."""
+    microbatch, calls = Microbatch(16), []
+
+    def attempt(rows: int) -> str:
+        microbatch.largest = min(rows, 5)
+        calls.append(rows)
+        if microbatch.largest > 2:
+            raise torch.OutOfMemoryError
+        return "fits"
+
+    assert microbatch.fit(attempt, lambda: None) == "fits"
+    assert calls == [16, 2]
+
+
 def test_a_single_row_that_does_not_fit_is_the_end() -> None:
     microbatch, calls = Microbatch(3), []
     with pytest.raises(torch.OutOfMemoryError):
