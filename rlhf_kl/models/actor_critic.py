@@ -103,7 +103,7 @@ class Reading(NamedTuple):
 
     def pick(self, output: Tensor) -> Tensor:
         """The states (N, H) of an output whose positions are flat: (positions, H)."""
-        return take_rows(output, self.states) if self.repeat else output.index_select(0, self.states)
+        return take_rows(output, self.states, repeat=self.repeat)
 
 
 def _nothing_hidden(ids: Tensor) -> Tensor:

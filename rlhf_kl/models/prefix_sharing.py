@@ -47,19 +47,19 @@ class _LaidOut(torch.autograd.Function):
 
 
 class _Taken(torch.autograd.Function):
-    """Rows of x (M, ...) by number (N,), some of them more than once."""
+    """Rows of x (M, ...) by number (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, numbers: Tensor, repeat: bool) -> Tensor:
         ctx.save_for_backward(numbers)
-        ctx.shape = x.shape
+        ctx.shape, ctx.repeat = x.shape, repeat
         return x.index_select(0, numbers)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (numbers,) = ctx.saved_tensors
-        return _add_rows(grad.new_zeros(ctx.shape), numbers, grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (numbers,), whole = ctx.saved_tensors, grad.new_zeros(ctx.shape)
+        return _add_rows(whole, numbers, grad) if ctx.repeat else whole.index_copy_(0, numbers, grad), None, None
 
 
 def _add_rows(total: Tensor, numbers: Tensor, rows: Tensor) -> Tensor:
@@ -69,9 +69,12 @@ def _add_rows(total: Tensor, numbers: Tensor, rows: Tensor) -> Tensor:
     return total.index_put_((numbers,), rows, accumulate=True)  # sorts; index_add_ on a GPU takes them as they come
 
 
-def take_rows(x: Tensor, numbers: Tensor) -> Tensor:
-    """Rows of x (M, ...) by number (N,), which may repeat: (N, ...); the gradient is deterministic on every device."""
-    taken: Tensor = _Taken.apply(x, numbers)
+def take_rows(x: Tensor, numbers: Tensor, *, repeat: bool) -> Tensor:
+    """Rows of x (M, ...) by number (N,), some more than once where `repeat`: (N, ...).
+
+    The gradient is the same every time, on every device.
+    """
+    taken: Tensor = _Taken.apply(x, numbers, repeat)
     return taken
 
 
@@ -106,7 +109,7 @@ def _attention(
         found, _ = sdpa_attention_forward(
             module, laid_out(query.squeeze(0), rlhf_kl_prefixes.grid), keys, values, None, is_causal=True, **kwargs
         )
-        return take_rows(found.flatten(0, 1), rlhf_kl_prefixes.grid.places).unsqueeze(0), None
+        return take_rows(found.flatten(0, 1), rlhf_kl_prefixes.grid.places, repeat=False).unsqueeze(0), None
     # What all rows begin with asks once, and not in each row again.
     first, _ = sdpa_attention_forward(
         module, *(x[:, :, :common] for x in (query, key, value)), None, is_causal=True, **kwargs
@@ -116,7 +119,7 @@ def _attention(
     seen = torch.ones(length - common, length, dtype=torch.bool, device=query.device).tril(common)
     queries = laid_out(query.squeeze(0)[:, common:], rlhf_kl_prefixes.own)
     found, _ = sdpa_attention_forward(module, queries, keys, values, seen[None, None], is_causal=False, **kwargs)
-    others = take_rows(found.flatten(0, 1), rlhf_kl_prefixes.own.places).unsqueeze(0)
+    others = take_rows(found.flatten(0, 1), rlhf_kl_prefixes.own.places, repeat=False).unsqueeze(0)
     return torch.cat([first, others], 1), None
 
 

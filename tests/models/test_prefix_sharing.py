@@ -197,7 +197,7 @@ def test_nothing_of_it_is_saved(new_model: Make, letters: Any, tmp_path: Path) -
     assert shares(copy.deepcopy(model))
 
 
-def test_the_gradient_of_rows_taken_more_than_once_is_their_sum() -> None:
+@pytest.mark.parametrize(("numbers", "repeat"), [([2, 0, 2, 2], True), ([3, 0], False)])
+def test_the_gradient_of_rows_that_are_taken_is_their_sum(numbers: list[int], repeat: bool) -> None:
     x = torch.randn(4, 3, requires_grad=True, dtype=torch.float64)
-    numbers = torch.tensor([2, 0, 2, 2])
-    assert torch.autograd.gradcheck(lambda x: take_rows(x, numbers), (x,))
+    assert torch.autograd.gradcheck(lambda x: take_rows(x, torch.tensor(numbers), repeat=repeat), (x,))
