@@ -101,18 +101,22 @@ class RewardModel:
             text_config = model.config.get_text_config()
             pad_id = text_config.pad_token_id
             try_last_mlp(model, lambda: self.forward([[1, 2, 3, 1], [3, 2]]), SHORT_AGREES)
-            text_config.pad_token_id = pad_id
             if not has_adapter(model):
                 self._try_sharing()
+            text_config.pad_token_id = pad_id
 
     def _try_sharing(self) -> None:
         """Read beginnings once where the scores are the same, which the model's head must make of its last states."""
         choose_trunk_way(self.trunk)
         rows = [[1, 2, 3, 1], [1, 2, 2]]
-        if shares(self.trunk):
+        if not shares(self.trunk):
+            return
+        try:
             with torch.no_grad():
-                gap = (self.forward_once([0, 1], rows) - self.forward(rows)).abs().max()
-            setattr(self.trunk, SHARES, bool(gap <= SHORT_AGREES))
+                gap = float((self.forward_once([0, 1], rows) - self.forward(rows)).abs().max())
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            gap = float("inf")  # a head that wants more than the states
+        setattr(self.trunk, SHARES, gap <= SHORT_AGREES)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """One score per response, in the model's own unit."""

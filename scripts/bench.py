@@ -44,12 +44,13 @@ SCRIPT_REWARD = '''def count(prompts, responses):
 # rows, the policy and the reference asked again for every figure.
 PLAIN_WAYS = """
 from rlhf_kl import reward_functions
+from rlhf_kl.commands import parts
 from rlhf_kl.models import actor_critic, load
 from rlhf_kl.rollout import reference, sampling
 from rlhf_kl.trainers import ppo
 
 load.choose_way = lambda model: setattr(model, actor_critic.PLAIN, "asked for")
-reward_functions.try_last_mlp = lambda *_: None
+reward_functions.try_last_mlp = reward_functions.choose_trunk_way = parts.choose_trunk_way = lambda *_: None
 sampling.gpt2_step = sampling.reserve = lambda *_: None
 reference.KEPT_ELEMENTS = 0
 ppo.PPOTrainer.listener = lambda *_: None

@@ -14,6 +14,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models import prefix_sharing
 from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
+from rlhf_kl.models.prefix_sharing import shares
 from rlhf_kl.reward_functions import (
     ResponseTraits,
     RewardModel,
@@ -259,6 +260,25 @@ def test_texts_that_begin_alike_are_scored_and_kept_as_ever(
     for a, b in zip(states or [], again or [], strict=True):
         assert a.ids == b.ids
         torch.testing.assert_close(a.states[: len(a.ids)], b.states[: len(b.ids)], rtol=1e-4, atol=1e-5)
+
+
+def test_trying_ways_leaves_the_pad_token_as_it_was(tiny_reward_folder: Path) -> None:
+    classifier = load_reward_model(str(tiny_reward_folder))
+    classifier.config.pad_token_id = 5
+    RewardModel(classifier, load_tokenizer(str(tiny_reward_folder)))
+    assert classifier.config.pad_token_id == 5
+
+
+def test_a_head_that_wants_more_than_states_reads_whole_texts(tiny_reward_folder: Path) -> None:
+    classifier = load_reward_model(str(tiny_reward_folder))
+    own = classifier.score.forward
+
+    def of_rows(states: torch.Tensor) -> torch.Tensor:
+        rows, _, _ = states.shape
+        return own(states).view(rows, -1, 1)
+
+    classifier.score.forward = of_rows
+    assert not shares(RewardModel(classifier, load_tokenizer(str(tiny_reward_folder))).trunk)
 
 
 def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:
