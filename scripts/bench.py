@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ class World:
     prompts: Path
     shape: Shape
     prompt_tokens: float
+    repeated: float  # share of a batch's prompt tokens that another prompt has, with all before them
     reward: Path | None = None  # None: a function
     config: dict[str, Any] | None = None
 
@@ -207,14 +208,29 @@ def built_in() -> World:
     policy, prompts = world.policy(), world.file("prompts")
     tokenizer = load_tokenizer(str(policy))
     texts = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    rows = tokenizer(texts)["input_ids"]
     shape = json.loads((policy / "config.json").read_text(encoding="utf-8"))
     return World(
         policy=policy,
         reward=world.reward_model(),
         prompts=prompts,
         shape=Shape(shape["n_embd"], shape["n_layer"], shape["vocab_size"]),
-        prompt_tokens=statistics.fmean(len(row) for row in tokenizer(texts)["input_ids"]),
+        prompt_tokens=statistics.fmean(len(row) for row in rows),
+        repeated=repeated_share(rows, 64),
     )
+
+
+def repeated_share(rows: Sequence[Sequence[int]], batch: int) -> float:
+    """Of the tokens of `batch` rows, the share that another one has as well, with all that stands before them.
+
+    The mean of batches of neighbours: files of prompts have no order.
+    """
+
+    def distinct(some: Sequence[Sequence[int]]) -> int:
+        return len({tuple(row[: end + 1]) for row in some for end in range(len(row))})
+
+    batches = [rows[start : start + batch] for start in range(0, len(rows) - batch + 1, batch)] or [rows]
+    return statistics.fmean(1 - distinct(some) / sum(map(len, some)) for some in batches)
 
 
 def endless(world: World, place: Path) -> World:
@@ -245,7 +261,7 @@ def endless(world: World, place: Path) -> World:
     folder = place / "endless"
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, folder)
-    return World(folder, world.prompts, world.shape, world.prompt_tokens, world.reward)
+    return replace(world, policy=folder)
 
 
 def random_world(
@@ -277,10 +293,11 @@ def random_world(
     save_model(model, tokenizer, place / "policy")
     file = place / "prompts.jsonl"
     generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(shape.vocabulary - 2, (prompts, prompt), generator=generator).tolist()
+    rows = [[*range(shared), *row] for row in drawn]
     with file.open("w", encoding="utf-8") as out:
-        for row in torch.randint(shape.vocabulary - 2, (prompts, prompt), generator=generator).tolist():
-            out.write(json.dumps({"prompt": " ".join(f"w{i}" for i in [*range(shared), *row])}) + "\n")
-    return World(place / "policy", file, shape, float(shared + prompt))
+        out.writelines(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows)
+    return World(place / "policy", file, shape, float(shared + prompt), repeated_share(rows, 64))
 
 
 def config_for(
@@ -358,13 +375,16 @@ def memory_rate(device: str) -> float:
 
 
 def floors(run: Run, world: World, config: dict[str, Any], device: str, dtype: str) -> dict[str, float]:
-    """Least seconds of each phase: operations over the measured rate; decoding also bytes over the memory's."""
+    """Least seconds of each phase: operations over the measured rate; decoding also bytes over the memory's.
+
+    What prompts begin with in common has to be read once, wherever they are read.
+    """
     shape, value = world.shape, config["policy"].get("value")
     # Nobody reads what the last MLP says of a prompt, or a reward model's of anything but the end of a text.
-    states, before = run.batch * run.length, run.batch * (run.prompt - 1)
+    states, before = run.batch * run.length, run.batch * (run.prompt * (1 - world.repeated) - 1)
     trunk = (states + before) * shape.body - before * shape.mlp
     forward = trunk + states * shape.head
-    texts = run.batch * (run.prompt + run.length)
+    texts = before + states + run.batch
     reward = texts * shape.body - (before if value == "features" else texts - run.batch) * shape.mlp
     training_rows = FLOOR_ROWS * int(run.prompt + run.length)
     rate = multiply_rate(shape, training_rows, device, dtype)

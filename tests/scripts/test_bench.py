@@ -106,6 +106,37 @@ def test_the_floor_counts_what_a_pass_over_a_rollout_computes(bench: ModuleType,
     assert found["update_s"] * found["multiply_gflops"] * 1e9 == pytest.approx(counter.get_total_flops() - attention)
 
 
+def test_the_floor_counts_what_prompts_share_once(bench: ModuleType, world: Any) -> None:
+    from rlhf_kl.models.actor_critic import read_states
+    from rlhf_kl.models.load import load_causal_lm
+    from rlhf_kl.ops.prefixes import find_prefixes
+
+    model = load_causal_lm(str(world.policy))
+    rows, prompt, response = 3, 5, 4
+    length = prompt + response - 1
+    ids = torch.arange(2, 2 + rows * length).view(rows, length)
+    ids[:, :3] = ids[0, :3]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    states = torch.cat([torch.arange(prompt - 1, length) + row * length for row in range(rows)])
+    with FlopCounterMode(display=False) as counter:
+        read_states(model, ids, mask, states, find_prefixes(ids, mask))[0].sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(counted[op] for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    run = bench.Run(0, 0, 0, 0, 0, 0, response, prompt, rows, 1, 0, 0, 0)
+    config = bench.config_for(world, batch=rows, length=response, updates=1, device="cpu", dtype="float32")
+    shared = dataclasses.replace(world, repeated=bench.repeated_share(ids[:, :prompt].tolist(), rows))
+    found = bench.floors(run, shared, config, "cpu", "float32")
+    assert found["update_s"] * found["multiply_gflops"] * 1e9 == pytest.approx(products)
+
+
+def test_what_prompts_repeat_of_each_other(bench: ModuleType) -> None:
+    """Of the nine tokens 1 and 1 2 come twice in the first batch; a 1 in the second stands alone."""
+    rows = [[1, 2, 3], [1, 2, 4], [5, 2, 3], [1]]
+    assert bench.repeated_share(rows[:3], 3) == pytest.approx(2 / 9)
+    assert bench.repeated_share(rows[:2], 64) == pytest.approx(2 / 6)
+    assert bench.repeated_share(rows, 2) == pytest.approx((2 / 6 + 0) / 2)
+
+
 def test_a_policy_that_never_ends_a_text(bench: ModuleType, world: Any, tmp_path: Path) -> None:
     """Also where it goes on from its own samples; what else it says stays as it was."""
     from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
