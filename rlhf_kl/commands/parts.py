@@ -146,7 +146,7 @@ def prompt_format(data: PromptsSection) -> PromptFormat:
 def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
     """The policy with its value function: a critic on features, a zero head on its trunk, or a trunk of its own.
 
-    The separate one starts from the reward model where that reads the policy's tokens, else from the policy.
+    The separate one starts from the reward model where that reads the policy's rows, else from the policy.
     `mean` and `std`: of the reference's shaped scores.
     """
     if config.policy.value == "features":
@@ -155,7 +155,7 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
     if config.policy.value == "head":
         return ActorCritic(parts.policy)
     reward = parts.reward
-    if isinstance(reward, RewardModel) and _reads_the_same(reward, parts.tokenizer) and _has_one_output(reward):
+    if isinstance(reward, RewardModel) and _reads_rows_of(parts, reward) and _has_one_output(reward):
         trunk = copy.deepcopy(reward.model.base_model)
         head: nn.Linear | None = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
     else:
@@ -171,19 +171,18 @@ def feature_rewards(parts: Parts) -> list[RewardModel]:
     """The reward models that can read the policy's tokens as they come, whole responses of them."""
     reward = parts.reward
     every = [term for _, term in reward.terms.values()] if isinstance(reward, WeightedSum) else [reward]
-    return [
-        one
-        for one in every
-        if isinstance(one, RewardModel)
-        and _reads_the_same(one, parts.tokenizer)
-        and (one.limit is None or parts.prompts.longest + parts.sampling.max_new_tokens <= one.limit)
-    ]
+    return [one for one in every if isinstance(one, RewardModel) and _reads_rows_of(parts, one)]
 
 
 def _has_one_output(reward: RewardModel) -> bool:
     return bool(reward.model.score.out_features == 1)
 
 
-def _reads_the_same(reward: RewardModel, tokenizer: Any) -> bool:
-    """An encoder never does: its states know of later tokens."""
-    return not reward.encoder and bool(reward.tokenizer.get_vocab() == tokenizer.get_vocab())
+def _reads_rows_of(parts: Parts, reward: RewardModel) -> bool:
+    """Whether it can take prompts and responses as the policy's tokens, from beginning to end, one state a token.
+
+    An encoder never does: its states know of later tokens.
+    """
+    if reward.encoder or reward.tokenizer.get_vocab() != parts.tokenizer.get_vocab():
+        return False
+    return reward.limit is None or parts.prompts.longest + parts.sampling.max_new_tokens <= reward.limit

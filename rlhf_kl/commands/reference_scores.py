@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.tilt import centre_groups, solve_tilt, tilted
 from rlhf_kl.ops.best_of_n import best_of_n
 
@@ -25,8 +26,14 @@ class ReferenceScores:
     gold: list[float] | None = None
 
     def solve(self, sequence_kl: float) -> tuple[float, str]:
-        """The beta at which tilting has this KL, and a note where it had to be extrapolated."""
-        solution = solve_tilt(self.centred, sequence_kl, min_ess=self.min_ess)
+        """The beta at which tilting has this KL, and a note where it had to be extrapolated.
+
+        Errors: InputError where the samples cannot say.
+        """
+        try:
+            solution = solve_tilt(self.centred, sequence_kl, min_ess=self.min_ess)
+        except ValueError as error:
+            raise InputError(f"kl.controller.coef: auto finds none: within a prompt {error}; give a number") from error
         return solution.coef, solution.note
 
     @property

@@ -219,6 +219,11 @@ class TrainRun:
         shaping = unscaled.fit(raw, normalize=section.normalize)
         together = ResponseTraits(*(torch.cat(column) for column in zip(*traits, strict=True)))
         shaped: Tensor = shaping(raw, together)
+        if section.clip is not None and bool(shaped.max() == shaped.min()):
+            raise InputError(
+                f"reward: cut off at {section.clip:g}, every one of {len(shaped)} reference samples scores "
+                f"{float(shaped[0]):g}: set reward.normalize, or a wider reward.clip"
+            )
         length = float(together.lengths.double().mean())
         return ReferenceScores(shaped.tolist(), indices, length, golds or None), shaping
 
@@ -299,7 +304,7 @@ class TrainRun:
                 update = self.trainer.update(step)
                 row = update.row
                 row |= evaluated
-                if step == 1:
+                if step <= config.ppo.value_warmup + 1:
                     self.check_first(row)
                 row["alerts"] = [*row["alerts"], *self.alerts(row), *self.signs(row)]
                 ended_by = self.guards.watch(update)
@@ -349,10 +354,13 @@ class TrainRun:
         }
 
     def check_first(self, row: dict[str, Any]) -> None:
-        """The last fatal check: before its first step the policy must agree with its own rollout."""
+        """The last fatal check: before its first step the policy must agree with its own rollout.
+
+        Updates that ask the policy nothing, as those of a critic's warm-up, say nothing of it either: NaN.
+        """
         if self.config.run.dtype == "float32" and row["policy/logratio_first_max"] > LOG_RATIO_LIMIT:
             raise GuardStop(
-                f"step 0: before the first optimizer step a log-prob differs by "
+                f"step {row['step'] - 1}: before the policy's first optimizer step a log-prob differs by "
                 f"{row['policy/logratio_first_max']:.3g} from the rollout's own"
             )
 

@@ -75,17 +75,17 @@ def shorten_update(
     if kl_full <= ceiling or kl_full < kl_start:
         return Cut(1.0, kl_start, kl_full, kl_full)
 
-    def place(start: list[Tensor], end: list[Tensor], factor: float) -> float:
+    def place(start: list[Tensor], end: list[Tensor], factor: float) -> None:
         with torch.no_grad():
             for p, a, b in zip(parameters, start, end, strict=True):
                 p.copy_(torch.lerp(a, b, factor))
-        return kl_at()
 
     if kl_start <= ceiling:
         low, high, kept = 0.0, 1.0, kl_start
         for _ in range(LINE_SEARCH_STEPS):
             middle = (low + high) / 2
-            kl = place(before, after, middle)
+            place(before, after, middle)
+            kl = kl_at()
             if kl <= ceiling:
                 low, kept = middle, kl
                 if kl > 0.97 * ceiling:
@@ -103,6 +103,7 @@ def shorten_update(
         if kl < kl_start:
             return Cut(0.0, kl_start, kl, kl_full, descended=True)
         factor *= DESCENT_SHRINK
-        kl = place(before, stepped, factor)
+        place(before, stepped, factor)
+        kl = kl_at()
     place(before, after, 0.0)
     return Cut(0.0, kl_start, kl_start, kl_full)

@@ -113,7 +113,7 @@ class PPOTrainer:
         self.reference_logits = ReferenceLogits(reference, keep=True)
         critic = self.core.critic
         self.features = StateFeatures(critic, feature_rewards) if critic is not None else None
-        self.decoding_agrees: bool | None = None  # not known before the first rollout of this process
+        self.decoding_agrees: bool | None = None  # not known before the first rollout
         self.notes: list[str] = []
         self.shaping, self.controller = shaping, controller
         self.prompts, self.tokenizer, self.sampling = prompts, tokenizer, sampling
@@ -150,7 +150,7 @@ class PPOTrainer:
 
         coef = controller.coef
         targets = self.targets(rollout, coef)  # 2. rewards, 3. advantages
-        before = [p.detach().clone() for p in self.trained] if self.ceiling is not None else []
+        before = [p.detach().clone() for p in self.trained] if self.backtracks else []
         skipped = non_finite_figure(rollout)
         if skipped is None:
             losses = self.optimize(rollout, targets, step)  # 4. clipped epochs
@@ -171,7 +171,7 @@ class PPOTrainer:
         alerts += self.microbatch.alerts() + self.notes
         self.notes = []
         if skipped is not None:
-            alerts.append(f"update-skipped: {skipped} was not finite, nothing was learned from it")
+            alerts.append(f"update-skipped: {skipped} was not finite, so what needs it was left out")
         if lost:
             alerts.append("weights-lost: a weight is not finite any more")
         row |= losses
@@ -275,7 +275,7 @@ class PPOTrainer:
         )
         size = cfg.minibatch_size // self.world
         totals: dict[str, float] = {}
-        first_max, skipped, taken, trained = 0.0, None, 0, 0.0
+        first_max, skipped, taken, trained = math.nan, None, 0, 0.0
         learning = self.features is None or step > cfg.value_warmup
         epochs = cfg.epochs if learning else 0  # a critic needs nothing of the policy's epochs
         for epoch in range(epochs):
@@ -316,12 +316,11 @@ class PPOTrainer:
         self, features: StateFeatures, rollout: RolloutBatch, targets: Targets, step: int
     ) -> tuple[float, bool]:
         """Bring the critic towards the returns of this rollout; its loss before that, and whether all was finite."""
-        every = rollout.layout.pack(range(len(rollout)))
         return fit_critic(
             features.critic,
             self.optimizer,
-            features.kept[every.numbers],
-            targets.returns.flatten()[every.places],
+            features.kept,
+            targets.returns[rollout.mask],
             epochs=self.config.ppo.critic_epochs,
             seed=self.config.run.seed,
             step=step,
@@ -351,6 +350,9 @@ class PPOTrainer:
             return sums, largest
 
         sums, largest = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
+        if step <= cfg.value_warmup:  # a value head's gradient goes through the policy
+            for parameter in self.core.policy.parameters():
+                parameter.grad = None
         norm = self.accelerator.clip_grad_norm_(self.trained, cfg.max_grad_norm)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -428,10 +430,15 @@ class PPOTrainer:
         """Nats in the target's unit above which an update is cut; None = no ceiling."""
         return self.config.kl.ceiling_value
 
+    @property
+    def backtracks(self) -> bool:
+        """Whether an update that goes above it is shortened."""
+        section = self.config.kl.ceiling
+        return section is not None and self.ceiling is not None and section.action == "backtrack"
+
     def hold_ceiling(self, rollout: RolloutBatch, before: list[Tensor], kl_start: float) -> Cut:
         """Shorten the update where the next rollout's KL is forecast above the ceiling."""
-        section = self.config.kl.ceiling
-        if section is None or self.ceiling is None or section.action != "backtrack":
+        if self.ceiling is None or not self.backtracks:
             kl = self.kl_now(rollout) if self.controller.listens else float("nan")
             return Cut(1.0, kl_start, kl, kl)
         limit = self.ceiling / self.forecast.ratio
@@ -546,6 +553,7 @@ class PPOTrainer:
             "shaping": self.shaping.state_dict(),
             "forecast": self.forecast.state_dict(),
             "microbatch": self.microbatch.halved,
+            "decoding_agrees": self.decoding_agrees,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -554,6 +562,7 @@ class PPOTrainer:
         self.shaping = ScoreShaping(**state["shaping"])
         self.forecast.load_state_dict(state["forecast"])
         self.microbatch.halve_to(state["microbatch"])
+        self.decoding_agrees = state.get("decoding_agrees")  # near its limit, other weights would say otherwise
 
 
 def most_tokens_of_a_pass(config: TrainConfig, model: ActorCritic, device: torch.device) -> int | None:

@@ -18,7 +18,8 @@ from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.commands.train import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
-from rlhf_kl.models.load import load_causal_lm, save_model
+from rlhf_kl.models.actor_critic import ActorCritic, StateOutput
+from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.tracking.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
@@ -131,6 +132,47 @@ def test_a_ceiling_that_cannot_raise_beta_ends_the_run(train: Train, tmp_path: P
 def test_a_constant_score_is_an_error(train: Train, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="constant score"):
         train(tmp_path / "run", "reward.letter=z")
+
+
+def test_scores_that_are_all_cut_off_are_an_error(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "high.py").write_text(
+        "def score(prompts, responses):\n    return [100.0 + len(r) for r in responses]\n"
+    )
+    with pytest.raises(InputError, match=r"cut off at 5, every one of 64 .* set reward.normalize"):
+        train(tmp_path / "run", f"reward={{kind: '{tmp_path}/high.py:score', normalize: false}}")
+
+
+def test_scores_that_the_prompt_alone_decides_say_nothing_of_beta(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "asked.py").write_text("def score(prompts, responses):\n    return [float(p < 'b') for p in prompts]\n")
+    reward = f"reward={{kind: '{tmp_path}/asked.py:score', missing_eos_penalty: 0}}"
+    with pytest.raises(InputError, match=r"kl.controller.coef: auto finds none: .* constant.*; give a number"):
+        train(tmp_path / "run", reward, "kl.controller.coef=auto")
+
+
+def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm_up(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ActorCritic.forward
+
+    def drifting(self: ActorCritic, *arguments: Any) -> StateOutput:
+        output = own(self, *arguments)
+        return output._replace(logits=output.logits * 1.05) if torch.is_grad_enabled() else output
+
+    monkeypatch.setattr(ActorCritic, "forward", drifting)
+    with pytest.raises(GuardStop, match=r"step 2: before the policy's first optimizer step a log-prob differs by 0\."):
+        train(tmp_path / "run", "ppo.value_warmup=2")
+
+
+def test_a_separate_value_function_reads_whole_rows(train: Train, tmp_path: Path, tiny_reward_folder: Path) -> None:
+    """A reward model that sees the end of long texts only cannot be its start."""
+    short = load_reward_model(str(tiny_reward_folder))
+    short.config.n_positions = 8
+    short.transformer.wpe = torch.nn.Embedding.from_pretrained(short.transformer.wpe.weight[:8].clone())
+    (tmp_path / "short").mkdir()
+    save_model(short, load_tokenizer(str(tiny_reward_folder)), tmp_path / "short")
+    reward = f"reward={{kind: model, model: '{tmp_path}/short'}}"
+    summary = train(tmp_path / "run", reward, "policy.value=separate", "ppo.total_episodes=16")
+    assert summary["steps"] == 1
 
 
 def test_a_run_that_never_began_does_not_occupy_its_folder(train: Train, tmp_path: Path) -> None:

@@ -200,6 +200,16 @@ def test_a_policy_that_decodes_otherwise_is_asked_again(make_trainer: Make, new_
     assert all(row["policy/logratio_first_max"] < 1e-5 for row in rows)
 
 
+def test_whether_decoding_agrees_is_asked_once_a_run(make_trainer: Make, new_model: Make) -> None:
+    """Near the limit other weights would say otherwise, and a resumed run go another way."""
+    whole = make_trainer(policy=_Drifts(new_model(seed=3, spread=0.1)))
+    whole.update(1)
+    resumed = make_trainer(policy=new_model(seed=3, spread=0.1))
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert resumed.listener(4) is None
+    assert make_trainer().listener(4) is not None
+
+
 def test_the_policy_is_asked_once_where_sampling_and_training_agree(make_trainer: Make) -> None:
     trainer = make_trainer(ppo={"epochs": 1, "minibatch_size": 32, "microbatch_size": 32})
     trainer.update(1)
@@ -344,14 +354,25 @@ def test_a_warm_up_trains_the_value_function_only(make_trainer: Make, new_model:
     assert not torch.equal(weights(trainer.core.policy), policy)
 
 
-def test_the_value_function_learns_the_returns(make_trainer: Make) -> None:
+def test_a_warm_up_of_a_value_head_leaves_the_trunk_alone(make_trainer: Make) -> None:
+    trainer = make_trainer(ppo={"value_warmup": 1})
+    policy, value = weights(trainer.core.policy), weights(trainer.core.value_head)
+    trainer.update(1)
+    assert torch.equal(weights(trainer.core.policy), policy)
+    assert not torch.equal(weights(trainer.core.value_head), value)
+    trainer.update(2)
+    assert not torch.equal(weights(trainer.core.policy), policy)
+
+
+def test_the_value_function_learns_the_returns(make_trainer: Make, new_model: Make) -> None:
     """A score that the prompt alone decides can be told from the first token on."""
 
     def of_prompt(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         return [2.0 * len(prompt) for prompt in prompts]
 
     ppo = {"value_warmup": 100, "vf_coef": 1.0, "cliprange_value": 10.0, "lam": 1.0, "learning_rate": 1e-2}
-    trainer = make_trainer(ppo=ppo, reward=of_prompt, shaping=ScoreShaping(mean=4.8, std=2.0))
+    trunk = new_model(seed=8, spread=0.1).base_model
+    trainer = make_trainer(value_trunk=trunk, ppo=ppo, reward=of_prompt, shaping=ScoreShaping(mean=4.8, std=2.0))
     explained = [trainer.update(step).row["value/explained_variance"] for step in range(1, 13)]
     assert explained[0] == pytest.approx(0.0, abs=1e-3)  # the head starts at zero
     assert explained[-1] > 0.5
@@ -499,6 +520,7 @@ def test_a_warm_up_trains_the_critic_only(make_trainer: Make, new_model: Make) -
     policy, value = weights(trainer.core.policy), weights(trainer.core.critic)
     row = trainer.update(1).row
     assert row["policy/epochs"] == 0
+    assert math.isnan(row["policy/logratio_first_max"])  # nobody asked the policy
     assert math.isfinite(row["value/loss"])
     assert torch.equal(weights(trainer.core.policy), policy)
     assert not torch.equal(weights(trainer.core.critic), value)
