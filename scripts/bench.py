@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import yaml
 
+PEER_DTYPE = "float32"  # what the peer's script computes in
 PARTS = ("phases", "growth", "flat", "agree", "peer")
 FLOOR_ROWS = 32  # of the products whose rate makes the floor of training
 END_LOGIT = 40.0  # below zero: of the end of a text in a policy that never ends one
@@ -40,15 +41,19 @@ SCRIPT_REWARD = '''def count(prompts, responses):
     """Something to score where no reward model is needed."""
     return [float(sum(map(ord, response)) % 101) for response in responses]
 '''
-# The command line with every short cut off: transformers' own forward and cache at every step and position, padded
-# rows, the policy and the reference asked again for every figure.
+# The command line without its short cuts: transformers' own forward and cache at every step and position, one padded
+# pass over all rows, and policy, reference and reward model asked again for every figure. Still computed in one
+# operation or in chunks: GELU and log-probs.
 PLAIN_WAYS = """
 from rlhf_kl import reward_functions
 from rlhf_kl.commands import parts
 from rlhf_kl.models import actor_critic, load
-from rlhf_kl.rollout import reference, sampling
+from rlhf_kl.ops import packing
+from rlhf_kl.rollout import features, reference, sampling
 from rlhf_kl.trainers import ppo
 
+packing.group_lengths = reward_functions.group_lengths = lambda rows, **_: [list(range(len(rows)))] if rows else []
+features._recall = lambda layout, *_: list(range(len(layout.lengths)))
 load.choose_way = lambda model: setattr(model, actor_critic.PLAIN, "asked for")
 reward_functions.try_last_mlp = reward_functions.choose_trunk_way = parts.choose_trunk_way = lambda *_: None
 sampling.gpt2_step = sampling.reserve = lambda *_: None
@@ -425,7 +430,9 @@ class Bench:
             return built_in()
         return random_world(self.place / "gpt2", Shape(768, 12, 50257), heads=12, prompt=64, response=128)
 
-    def config(self, world: World, value: str = VALUES[0], **sections: dict[str, Any]) -> dict[str, Any]:
+    def config(
+        self, world: World, value: str = VALUES[0], dtype: str | None = None, **sections: dict[str, Any]
+    ) -> dict[str, Any]:
         """The config of the comparison's run."""
         small = self.args.device == "cpu"
         return config_for(
@@ -434,7 +441,7 @@ class Bench:
             length=48 if small else 128,
             updates=self.args.updates,
             device=self.args.device,
-            dtype=self.args.dtype,
+            dtype=dtype or self.args.dtype,
             policy={"model": str(world.policy), "value": value},
             **sections,
         )
@@ -580,7 +587,7 @@ class Bench:
         return {"keys": keys, "ends": ends, "gaps": gaps, "spreads": spreads, "first_update": first}
 
     def peer(self) -> list[dict[str, Any]]:
-        """Pairs of runs, ours and the peer's in turn."""
+        """Pairs of runs, ours and the peer's in turn, in the peer's precision."""
         world, found = self.world(), []
         if world.reward is None:
             world.reward = random_reward(world, self.place)
@@ -592,11 +599,13 @@ class Bench:
             penalty = 1.0 if kind == "natural" else 0.0
             for pair in range(self.args.pairs):
                 other = self.peer_run(here, penalty, pair)
-                line = {"lengths": kind, "pair": pair, "peer": other}
-                print(f"{kind}, pair {pair + 1}: peer {describe_peer(other)}", flush=True)
+                line = {"lengths": kind, "pair": pair, "dtype": PEER_DTYPE, "peer": other}
+                print(f"{kind}, {PEER_DTYPE}, pair {pair + 1}: peer {describe_peer(other)}", flush=True)
                 turn = pair % len(VALUES)  # none is always the first after the peer
                 for value in VALUES[turn:] + VALUES[:turn]:
-                    config = self.config(here, value, reward={"missing_eos_penalty": penalty}, run={"seed": pair})
+                    config = self.config(
+                        here, value, PEER_DTYPE, reward={"missing_eos_penalty": penalty}, run={"seed": pair}
+                    )
                     run = self.run(here, config)
                     speed = run.samples_per_s / other["samples_per_s"]
                     memory = run.peak_memory_mb / other["peak_memory_mb"]
@@ -662,11 +671,12 @@ def describe_peer(run: dict[str, Any]) -> str:
 
 def random_reward(world: World, place: Path) -> Path:
     """A reward model on the policy's own random trunk."""
-    from rlhf_kl.models.load import load_tokenizer, save_model
+    from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
     from rlhf_kl.models.scratch import classifier_from_lm
 
     tokenizer = load_tokenizer(str(world.policy))
-    save_model(classifier_from_lm(str(world.policy), tokenizer, "policy"), tokenizer, place / "reward")
+    model = classifier_from_lm(load_causal_lm(str(world.policy)), tokenizer, "policy")
+    save_model(model, tokenizer, place / "reward")
     return place / "reward"
 
 

@@ -23,6 +23,8 @@ from rlhf_kl.ops.prefixes import Grid, Prefixes, find_prefixes
 NAME = "rlhf_kl_prefixes"  # of the attention, in transformers' list
 SHARES = "rlhf_kl_shares"  # attribute of a model: reading beginnings once was tried, and agreed
 WHOLE = "full_attention"  # transformers' name of a layer that looks at everything behind it
+# Names in a config of how far a layer looks. Without a list of the layers' kinds nobody says where they hold.
+WINDOWS = ("sliding_window", "attention_chunk_size")
 # Laying rows out moves as many bytes a layer as hidden sizes, the products grow with their squares: so the share of
 # tokens below which nothing is gained is this over the hidden size. CPU: measured; GPU: estimated from its rates.
 LAYING_OUT = {"cpu": 25.0, "cuda": 80.0}
@@ -163,7 +165,8 @@ def try_sharing(model: Any, read: Read, tolerance: float) -> None:
     setattr(model, SHARES, False)
     text = model.config.get_text_config()
     # A layer of another kind may look less far than everything behind it, and only show that in long texts.
-    alike = set(getattr(text, "layer_types", None) or [WHOLE]) == {WHOLE}
+    kinds = getattr(text, "layer_types", None)
+    alike = set(kinds) == {WHOLE} if kinds else not any(getattr(text, name, None) for name in WINDOWS)
     if not alike or getattr(model.config, "_attn_implementation", None) not in ("sdpa", NAME):
         return
     device = next(model.parameters()).device

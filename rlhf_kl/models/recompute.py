@@ -28,14 +28,16 @@ def enable_recompute(model: Any, what: str) -> None:
 def recomputing(model: Any) -> Iterator[None]:
     """A forward pass whose layers are recomputed, where that was switched on and gradients are.
 
-    Layers recompute in training mode only, in which they refuse the cache that sampling needs: so the mode is
-    changed for this pass alone. Dropout is 0 in every model that was loaded here, so nothing else changes.
+    Layers recompute in training mode only, in which they refuse the cache that sampling needs: so their mode is
+    changed for this pass alone. What is inside them keeps its own: the router of a mixture of experts, for one,
+    draws noise in training mode.
     """
     wanted = getattr(model, "recomputes", False) and torch.is_grad_enabled()
-    if wanted:
-        model.train()
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if wanted else []
+    for layer in layers:
+        layer.training = True
     try:
         yield
     finally:
-        if wanted:
-            model.eval()
+        for layer in layers:
+            layer.training = False

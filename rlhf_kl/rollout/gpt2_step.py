@@ -137,8 +137,16 @@ def gpt2_step(model: Any) -> GPT2Step | None:
 
 @torch.no_grad()
 def _agrees(model: Any, step: GPT2Step) -> bool:
-    """Both continue a small batch, one row of which is padded on the left, by one token."""
+    """Both continue a small batch, one row of which is padded on the left, by one token.
+
+    In float32 whatever the run computes in: rounding to bfloat16 would hide what is asked here.
+    """
     device = model.lm_head.weight.device
+    with torch.autocast(device.type, enabled=False):
+        return _same_token(model, step, device)
+
+
+def _same_token(model: Any, step: GPT2Step, device: torch.device) -> bool:
     ids = (torch.arange(8, device=device).view(2, 4) * 7 + 1) % model.config.vocab_size
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :2] = False

@@ -145,6 +145,7 @@ def test_a_value_trunk_shares(new_model: Make) -> None:
     ("kind", "sizes"),
     [
         ("mistral", {"sliding_window": 4}),  # says so to its attention
+        ("phimoe", {"sliding_window": 64}),  # says so to its mask only
         ("gemma3_text", {"head_dim": 8, "sliding_window": 512}),  # wider than what is tried
         ("gemma2", {"head_dim": 8}),  # attention of its own
         ("mamba", {"state_size": 4}),  # none at all

@@ -59,6 +59,20 @@ def test_it_says_what_the_model_says(new_model: Make, prompts_of: Prompts, monke
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_who_asks_first_makes_no_difference(new_model: Make, prompts_of: Prompts) -> None:
+    """Within bfloat16 rounding of the model's own step, and asked for in bfloat16."""
+    model, prompts = new_model(seed=3), prompts_of(*("ab", "abcdab", "d") * 8)
+    quick, plain = DecodedStates(), DecodedStates()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gpt2_step(model) is not None
+        sample(model, prompts, quick)
+        setattr(model, AGREES, False)
+        sample(model, prompts, plain)
+    one, other = quick.logits[1], plain.logits[1]  # the first step behind the prompts
+    assert one.dtype == other.dtype
+    torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
+
+
 def test_scaling_of_attention_by_layer_is_kept(new_model: Make, prompts_of: Prompts) -> None:
     model = new_model()
     model.transformer.h[0].attn.scaling = 3.0

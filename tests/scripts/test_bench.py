@@ -137,6 +137,15 @@ def test_what_prompts_repeat_of_each_other(bench: ModuleType) -> None:
     assert bench.repeated_share(rows, 2) == pytest.approx((2 / 6 + 0) / 2)
 
 
+def test_a_reward_model_on_a_random_trunk(bench: ModuleType, world: Any, tmp_path: Path) -> None:
+    from rlhf_kl.models.load import load_causal_lm, load_reward_model
+
+    model = load_reward_model(str(bench.random_reward(world, tmp_path)))
+    policy = load_causal_lm(str(world.policy))
+    assert model.num_labels == 1
+    torch.testing.assert_close(model.transformer.wte.weight, policy.transformer.wte.weight)
+
+
 def test_a_policy_that_never_ends_a_text(bench: ModuleType, world: Any, tmp_path: Path) -> None:
     """Also where it goes on from its own samples; what else it says stays as it was."""
     from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
