@@ -122,8 +122,16 @@ def _json(text: str, where: str) -> Iterator[Row]:
 
 def _csv(text: str, where: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_CHARACTERS)
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        yield from csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        names = list(reader.fieldnames or [])
+        if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
+            raise InputError(f"{where}: its header names {twice[0]!r} more than once")
+        for row in reader:
+            if None in row:  # where DictReader puts the cells that have no column
+                cells = len(names) + len(row[None])
+                raise InputError(f"{where}: line {reader.line_num}: {cells} cells for {len(names)} columns")
+            yield row
     except csv.Error as error:
         raise InputError(f"{where}: {error}") from error
 

@@ -92,6 +92,8 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.jsonl", '{"prompt": null}\n', "row 1: prompt is null, not text"),
         ("x.csv", "prompt,text\na,b\nc\n", "row 2"),
         ("x.csv", 'prompt\n"a\n', "x.csv: "),
+        ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
+        ("x.csv", "prompt,text\na,b\nwell, then,c\n", "line 3: 3 cells for 2 columns"),  # a comma without quotes
         ("x.jsonl", '{"promt": "a"}\n', "row 1 has no column 'prompt'; did you mean promt?"),
         ("x.jsonl", '{"prompt": "a"}\n{"x": 1, "y": 2}\n', "row 2 has no column 'prompt' (it has x, y)"),
         ("x.parquet", "no parquet at all", "cannot be read as parquet"),

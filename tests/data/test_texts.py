@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.config.load import load_config
 from rlhf_kl.data.chat import Conversation, split_conversation
 from rlhf_kl.data.split import split_heldout, without_leaks
 from rlhf_kl.data.texts import (
@@ -45,6 +46,11 @@ def test_a_template_takes_columns_by_name() -> None:
 def test_what_is_no_template(template: str) -> None:
     with pytest.raises(ValueError, match=r"column|brace|\{"):
         template_fields(template)
+
+
+def test_a_lone_brace_is_said_of_its_key() -> None:
+    with pytest.raises(InputError, match=r"^data\.template is no template: Single '\{'"):
+        load_config("train", "smoke.yaml", ["data.template='{'"])
 
 
 def test_a_template_that_does_not_fit_its_row() -> None:
