@@ -9,6 +9,7 @@ import typer
 
 from rlhf_kl.cli.options import Overwrite, Quiet, Set
 from rlhf_kl.errors import InputError
+from rlhf_kl.tracking.text import stdout_width
 
 if TYPE_CHECKING:
     from rlhf_kl.tracking.display import TrainingDisplay
@@ -57,7 +58,7 @@ def _read(runs: list[Path], folder: Path, display: TrainingDisplay) -> int:
 
     comparison = read_comparison(runs)
     _say(comparison.notes, display)
-    print(write_comparison(comparison, folder, folder.name))
+    print(write_comparison(comparison, folder, folder.name, stdout_width()))
     return 0
 
 
@@ -78,7 +79,7 @@ def _train(
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite, display=display)
     comparison = planned_comparison(plan)
     _say(comparison.notes, display)
-    print(write_comparison(comparison, plan.folder, plan.name))
+    print(write_comparison(comparison, plan.folder, plan.name, stdout_width()))
     return 1 if failures else 0
 
 

@@ -36,8 +36,11 @@ def doctor(
         from rich.console import Console
         from rich.text import Text
 
+        from rlhf_kl.tracking.text import hanging, stdout_width
+
         console = Console(soft_wrap=True)
         for level, topic, text, change in findings:
-            line = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"), text)
-            console.print(line + (f"; change: {change}" if change else ""))
+            head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
+            words = text + (f"; change: {change}" if change else "")
+            console.print(head + hanging(words, stdout_width(), len(head)))
     return 2 if any(finding.level == "fatal" for finding in findings) else 0

@@ -18,6 +18,7 @@ from rlhf_kl.results.verdict import verdict
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.files import write_atomic
 from rlhf_kl.tracking.run_folder import write_json
+from rlhf_kl.tracking.text import hanging
 
 
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:
@@ -42,8 +43,8 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
     return Comparison(found.variants, [*plan.notes, *found.notes])
 
 
-def write_comparison(comparison: Comparison, folder: Path, name: str) -> str:
-    """compare.json, compare.html and the pictures into `folder`; returns what the terminal shows."""
+def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
+    """compare.json, compare.html and the pictures into `folder`; returns what a terminal of `width` columns shows."""
     lines = verdict(comparison)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,9 +56,8 @@ def write_comparison(comparison: Comparison, folder: Path, name: str) -> str:
             save_png(chart, folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    return "\n\n".join(
-        [text_table(COLUMNS, rows(comparison)), *_equal(comparison), "\n".join(lines), str(folder / "compare.html")]
-    )
+    said = "\n".join(hanging(line, width, 2) for line in lines)
+    return "\n\n".join([text_table(COLUMNS, rows(comparison)), *_equal(comparison), said, str(folder / "compare.html")])
 
 
 def _heading(comparison: Comparison, name: str) -> str:

@@ -47,6 +47,8 @@ class Job:
         path = RunFolder(Path(self.run.config.run.output_dir)).metrics
         try:
             with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self.seen:  # the rows of a run that this one has replaced
+                    self.seen = 0
                 file.seek(self.seen)
                 data = file.read()
         except OSError:
@@ -123,6 +125,8 @@ class Grid:
             environment.setdefault("OMP_NUM_THREADS", "1")  # or the processes fight for the same cores
         log = self.plan.folder / "logs" / f"{run.name}.log"
         log.parent.mkdir(exist_ok=True)
+        metrics = RunFolder(Path(run.config.run.output_dir)).metrics
+        before = metrics.stat().st_size if self.overwrite and metrics.exists() else 0
         with log.open("wb") as out:
             # A session of its own: Ctrl-C comes through us, once, and the run ends with a checkpoint.
             process = subprocess.Popen(
@@ -133,7 +137,7 @@ class Grid:
                 env=environment,
                 start_new_session=True,
             )
-        return Job(run, process, log, time.monotonic())
+        return Job(run, process, log, time.monotonic(), before)
 
     def _report(self, job: Job) -> None:
         code, seconds = job.process.returncode, time.monotonic() - job.started

@@ -46,9 +46,11 @@ class Recorder:
         self.folder, self.config, self.display = folder, config, display
         self.kind, self.fingerprints = kind, dict(fingerprints)
         self.environment = environment(device)
-        sweep(folder.checkpoints)
-        sweep(folder.path, re.compile("final"))
-        self.checkpoint = last_checkpoint(folder, config, display)
+        self.checkpoint = None
+        if not folder.replaces:
+            sweep(folder.checkpoints)
+            sweep(folder.path, re.compile("final"))
+            self.checkpoint = last_checkpoint(folder, config, display)
         self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
@@ -63,9 +65,12 @@ class Recorder:
     def begin(self) -> None:
         """Open the files. Before this the folder stays free: a run that cannot start does not occupy it."""
         folder, config = self.folder, self.config
+        plugins = self._plugins()
+        folder.clear()
         for path in (folder.metrics, folder.samples):
             self._truncate(path)
-        self._copy_plugins()
+        for name, content in plugins.items():
+            write_bytes_atomic(folder.claim(name), content)
         write_atomic(folder.config, dump_config(config))
         self.rows = JsonlWriter(folder.metrics)
         if self.kind == "train":
@@ -185,15 +190,13 @@ class Recorder:
                 with contextlib.suppress(OSError):  # a full disk has been told of already
                     file.close()
 
-    def _copy_plugins(self) -> None:
-        sources = dict.fromkeys(path.resolve() for path in plugin_files(self.config).values())
-        taken: set[str] = set()
-        for source in sources:
+    def _plugins(self) -> dict[str, bytes]:
+        """The plugins' files, by the names under which the run keeps them; one may be such a copy itself."""
+        found: dict[str, bytes] = {}
+        for source in dict.fromkeys(path.resolve() for path in plugin_files(self.config).values()):
             name, count = re.sub(r"[^\w.-]", "_", source.name), 1
-            while name in taken:  # a/mine.py beside b/mine.py
+            while name in found:  # a/mine.py beside b/mine.py
                 count += 1
                 name = f"{Path(name).stem}-{count}.py"
-            taken.add(name)
-            target = self.folder.claim(name)
-            if target.resolve() != source:
-                write_bytes_atomic(target, source.read_bytes())
+            found[name] = source.read_bytes()
+        return found

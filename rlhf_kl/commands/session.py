@@ -12,6 +12,7 @@ from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.commands.failures import machine_failures
 from rlhf_kl.commands.resume import check_config
 from rlhf_kl.commands.signals import ending_on_sigterm
+from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.tracking.display import TrainingDisplay
@@ -28,6 +29,8 @@ def train_command(
 ) -> dict[str, Any]:
     """Open the run folder and run; a finished run with --resume gives its summary."""
     path = Path(config.run.output_dir)
+    if overwrite:
+        _check_inputs(config, path)
     with ending_on_sigterm(), open_run_folder(path, resume=resume, overwrite=overwrite) as folder:
         if resume:
             finished = finished_summary(folder)
@@ -38,6 +41,20 @@ def train_command(
             display.alert(f"lock: the file system of {path} has no locks: see to it that no other run uses it")
         with machine_failures(folder):
             return run(config, folder, display)
+
+
+def _check_inputs(config: AnyConfig, path: Path) -> None:
+    """Errors: InputError where the config names something that is about to be overwritten.
+
+    But for a plugin's copy, which is read and written again.
+    """
+    problems = [
+        f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
+        for key, value in flat(config.model_dump()).items()
+        if isinstance(value, str) and path.resolve() in Path(value).resolve().parents and Path(value).exists()
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def _say_where(folder: RunFolder, finished: dict[str, Any] | None, config: AnyConfig, display: TrainingDisplay) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.components import nearest
-from rlhf_kl.config.load import config_diff, find_config, load_variant
-from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.load import OWN_SECTIONS, config_diff, find_config, load_any, load_variant
+from rlhf_kl.config.schema import KIND_NAMES, SEEDS, Kind, TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 
@@ -60,14 +60,17 @@ def load_compare(
     """
     path = find_config(file)
     raw = read_yaml(path)
+    _require_comparison(raw, path)
     problems = [f"{key}: unknown key{_hint(key)}" for key in raw if key not in KEYS]
     seeds = [seed] if seed is not None else _seeds(raw.get("seeds", [0]), problems)
     variants = _variants(raw.get("variants"), problems)
     base = raw.get("base")
     if not isinstance(base, str) or not base:
         problems.append("base must be the name of a train config" + ("" if "base" in raw else ": it is missing"))
+    wrong_seed = [] if seed is None or _is_seed(seed) else [f"--seed must be a whole number below {SEEDS}: {seed}"]
     if problems:
-        raise InputError(*(f"{path}: {problem}" for problem in problems))
+        raise InputError(*wrong_seed, *(f"{path}: {problem}" for problem in problems))
+    problems = wrong_seed
     parent = _base(str(base), path)
     folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / path.stem)))
     by_variant: dict[str, TrainConfig] = {}
@@ -75,14 +78,27 @@ def load_compare(
         try:
             by_variant[name] = load_variant(parent, fragment, [path.parent, Path.cwd()], overrides)
         except InputError as error:
-            problems += [f"variants.{name}: {problem}" for problem in error.problems]
+            problems += [
+                problem if problem.startswith("--set") else f"variants.{name}: {problem}" for problem in error.problems
+            ]
     problems += _twins(by_variant)
     if problems:
-        raise InputError(*problems)
+        raise InputError(*dict.fromkeys(problems))
     runs = [
         PlannedRun(name, seed, _placed(by_variant[name], folder, name, seed)) for seed in seeds for name in variants
     ]
     return ComparePlan(path.stem, folder, runs, _unpaired(by_variant))
+
+
+def _require_comparison(raw: Mapping[str, Any], path: Path) -> None:
+    """Errors: InputError for the config of another command, all of whose keys would be unknown."""
+    if raw.keys() & set(KEYS):
+        return
+    kind: Kind | None = next((kind for kind in KIND_NAMES if OWN_SECTIONS[kind] & raw.keys()), None)
+    if kind is None and "extends" in raw:  # what it extends tells
+        kind = load_any(path)[0]
+    if kind is not None:
+        raise InputError(f"{path} is a config for `rlhf-kl {kind}`, not for `rlhf-kl compare`")
 
 
 def _placed(config: TrainConfig, folder: Path, variant: str, seed: int) -> TrainConfig:
@@ -92,16 +108,17 @@ def _placed(config: TrainConfig, folder: Path, variant: str, seed: int) -> Train
 
 
 def _seeds(value: Any, problems: list[str]) -> list[int]:
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32 for seed in value)
-    ):
-        problems.append(f"seeds must be a list of whole numbers from 0 on: {json.dumps(value, default=str)}")
+    if not isinstance(value, list) or not value or not all(_is_seed(seed) for seed in value):
+        shown = json.dumps(value, default=str)
+        problems.append(f"seeds must be a list of whole numbers from 0 on, below {SEEDS}: {shown}")
         return []
     if len(set(value)) < len(value):
         problems.append(f"seeds: each only once: {value}")
     return value
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < SEEDS
 
 
 def _variants(value: Any, problems: list[str]) -> dict[str, dict[str, Any]]:

@@ -50,6 +50,15 @@ def describe_errors(error: ValidationError, model: type[Section]) -> list[str]:
     return lines
 
 
+def wrong_keys(error: ValidationError, model: type[Section]) -> set[str]:
+    """Dotted keys whose own values are wrong, without the sections whose keys do not agree."""
+    return {
+        _field(problem["loc"], model)[0]
+        for problem in error.errors(include_url=False)
+        if not isinstance(problem.get("ctx", {}).get("error"), InputError)
+    }
+
+
 def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, FieldInfo | None]:
     """Dotted key of an error; pydantic goes on with the names of a union's branches."""
     parts: list[str] = []
@@ -75,11 +84,16 @@ def _phrase(kind: str, context: Mapping[str, Any], message: str) -> tuple[bool, 
     if kind == "string_too_short":
         return True, "not empty"
     if kind == "greater_than":
-        return True, "positive" if context["gt"] == 0 else f"above {context['gt']:g}"
+        return True, "positive" if context["gt"] == 0 else f"above {_bound(context['gt'])}"
     if kind in BOUNDS:
         words, name = BOUNDS[kind]
-        return True, f"{words} {context[name]:g}"
+        return True, f"{words} {_bound(context[name])}"
     return False, message
+
+
+def _bound(value: float) -> str:
+    """Every digit of a whole number: a bound such as 4.29497e+09 could not be kept to."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _joined(field: FieldInfo | None, phrases: list[tuple[bool, str]]) -> str:

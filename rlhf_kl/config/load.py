@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from pydantic import ValidationError
 
 from rlhf_kl.components import is_reference, nearest, reference_file, suggestion
-from rlhf_kl.config.describe import describe_errors
+from rlhf_kl.config.describe import describe_errors, wrong_keys
 from rlhf_kl.config.plugins import construction_problems, controller_problems, raw_terms, reward_problems
 from rlhf_kl.config.schema import (
     CONSTANT_KINDS,
@@ -53,6 +54,9 @@ BY_KIND: dict[str, type[RewardSection] | type[ControllerSection]] = {
 }
 
 
+AnySection = TypeVar("AnySection", bound=Section)
+
+
 @overload
 def load_config(kind: Literal["train"], file: str | Path, overrides: Sequence[str] = ()) -> TrainConfig: ...
 @overload
@@ -71,18 +75,20 @@ def load_config(kind: Kind, file: str | Path, overrides: Sequence[str] = ()) -> 
     Raises InputError with every problem found.
     """
     path = find_config(file)
-    raw = _read(path, overrides)
+    fragment, problems = _parse_overrides(overrides)
+    raw = _merge(_read_file(path, chain=[]), fragment)
     _require_kind(kind, raw, path)
-    return _validated(kind, raw, name=path.stem)
+    return _validated(kind, raw, problems, name=path.stem)
 
 
 def load_any(file: str | Path, overrides: Sequence[str] = ()) -> tuple[Kind, AnyConfig]:
     """`load_config` of a file whose kind is told from its sections."""
     path = find_config(file)
-    raw = _read(path, overrides)
+    fragment, problems = _parse_overrides(overrides)
+    raw = _merge(_read_file(path, chain=[]), fragment)
     kind = detect_kind(raw)
     _require_kind(kind, raw, path)
-    return kind, _validated(kind, raw, name=path.stem)
+    return kind, _validated(kind, raw, problems, name=path.stem)
 
 
 def load_variant(
@@ -95,8 +101,8 @@ def load_variant(
     parent = _read_file(base, chain=[])
     _require_kind("train", parent, base)
     raw = _merge(parent, _absolute(dict(fragment), folders))
-    raw = _merge(raw, _absolute(_parse_overrides(overrides), [Path.cwd()]))
-    return cast(TrainConfig, _validated("train", raw, name=base.stem))
+    changes, problems = _parse_overrides(overrides)
+    return cast(TrainConfig, _validated("train", _merge(raw, changes), problems, name=base.stem))
 
 
 def detect_kind(raw: Mapping[str, Any]) -> Kind:
@@ -119,7 +125,7 @@ def json_schema(kind: Kind) -> dict[str, Any]:
 
 def config_diff(a: AnyConfig, b: AnyConfig) -> list[str]:
     """ "key: old -> new" for every dotted key whose value differs."""
-    old, new = _flat(a.model_dump()), _flat(b.model_dump())
+    old, new = flat(a.model_dump()), flat(b.model_dump())
     lines = []
     for key in dict.fromkeys([*old, *new]):
         before, after = (_shown(values, key) for values in (old, new))
@@ -132,14 +138,15 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     return dump_yaml([values[key]])[2:].strip() if key in values else "(absent)"
 
 
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            found[prefix + key] = value
+    return found
 
 
 # ---- finding files ----
@@ -192,11 +199,6 @@ def _exists(path: Path) -> bool:
 # ---- reading and merging ----
 
 
-def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    raw = _read_file(path, chain=[])
-    return _merge(raw, _absolute(_parse_overrides(overrides), [Path.cwd()]))
-
-
 def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
     if path in chain:
         names = " -> ".join(str(link) for link in [*chain[chain.index(path) :], path])
@@ -217,9 +219,11 @@ def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
     return _merge(_read_file(parent, [*chain, path]), raw)
 
 
-def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """All `--set` as one fragment, and what is wrong with those that are left out of it."""
     problems: list[str] = []
     fragment: dict[str, Any] = {}
+    read: list[tuple[str, dict[str, Any]]] = []
     for text in overrides:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
@@ -233,11 +237,21 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             continue
         for part in reversed(parts):
             parsed = {part: parsed}
+        contradicted = [other for other, mapping in read if _contradict(mapping, parsed)]
+        problems += [f"--set {other!r} and --set {text!r} contradict each other: drop one" for other in contradicted]
+        if contradicted:
+            continue
         # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
         fragment = _merge_plain(fragment, parsed)
-    if problems:
-        raise InputError(*problems)
-    return fragment
+        read.append((text, parsed))
+    return _absolute(fragment, [Path.cwd()]), problems
+
+
+def _contradict(a: Any, b: Any) -> bool:
+    """Whether one holds a single value where the other holds a mapping; of two single values the later wins."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return any(_contradict(a[key], b[key]) for key in a.keys() & b.keys())
+    return isinstance(a, dict) or isinstance(b, dict)
 
 
 def _merge_plain(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +321,7 @@ def _term_locations(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], 
 
 def _located(value: str, location: Location, folders: Sequence[Path]) -> str:
     if location.plugin:
-        file = reference_file(value, folders)
+        file = reference_file(value, folders) or _copied(value, folders[0])
         if file is not None:
             return f"{file}:{value.rpartition(':')[2]}"
     if location.path:
@@ -316,6 +330,15 @@ def _located(value: str, location: Location, folders: Sequence[Path]) -> str:
             if _exists(path):
                 return os.path.abspath(path)
     return value
+
+
+def _copied(value: str, folder: Path) -> Path | None:
+    """The copy of a plugin that a run keeps beside its config, for when the file itself has gone."""
+    file = Path(value.rpartition(":")[0])
+    # Of two files of one name the second is kept under another.
+    if not file.is_absolute() or not (folder / "config.yaml").is_file() or (folder / f"{file.stem}-2.py").exists():
+        return None
+    return reference_file(f"{file.name}:{value.rpartition(':')[2]}", [folder])
 
 
 def _holder(raw: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
@@ -364,18 +387,13 @@ def _require_kind(kind: Kind, raw: Mapping[str, Any], path: Path) -> None:
         raise InputError(f"{path} is a config for `rlhf-kl compare`, not for `rlhf-kl {kind}`")
 
 
-def _validated(kind: Kind, raw: dict[str, Any], *, name: str) -> AnyConfig:
-    model = MODELS[kind]
+def _validated(kind: Kind, raw: dict[str, Any], problems: Sequence[str] = (), *, name: str) -> AnyConfig:
+    """The config of a merged mapping; `problems` are what was already found before."""
     run = raw.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
-    problems: list[str] = []
-    known = _without_unknown(model, raw, "", _all_keys(model), problems)
-    config: AnyConfig | None = None
-    try:
-        config = model.model_validate(known)
-    except ValidationError as error:
-        problems += describe_errors(error, model)
+    known, config, found = check_mapping(MODELS[kind], raw)
+    problems = [*problems, *found]
     problems += _source_problems(kind, known)
     if kind == "train":
         problems += _component_problems(known)
@@ -384,6 +402,38 @@ def _validated(kind: Kind, raw: dict[str, Any], *, name: str) -> AnyConfig:
     output_dir = os.path.abspath(os.path.expanduser(config.run.output_dir))
     run_section = config.run.model_copy(update={"output_dir": output_dir})
     return config.model_copy(update={"run": run_section})
+
+
+def check_mapping(model: type[AnySection], raw: dict[str, Any]) -> tuple[dict[str, Any], AnySection | None, list[str]]:
+    """`raw` less its unknown keys, the config where it can be made, and the problems; nothing on disk is looked for."""
+    problems: list[str] = []
+    known = _without_unknown(model, raw, "", _all_keys(model), problems)
+    try:
+        return known, model.model_validate(known), problems
+    except ValidationError as error:
+        return known, None, [*problems, *describe_errors(error, model), *_hidden_problems(model, known, error)]
+
+
+def _hidden_problems(model: type[Section], known: dict[str, Any], error: ValidationError) -> list[str]:
+    """What right keys do not agree on: of a section with a wrong one pydantic does not ask that.
+
+    So the wrong ones are left out, and with them every line that would speak of their defaults.
+    """
+    wrong = {key.removesuffix(".kind") for key in wrong_keys(error, model)}  # what else it holds depends on its kind
+    rest = copy.deepcopy(known)
+    for key in wrong:
+        holder, name = _holder(rest, key)
+        holder.pop(name, None)
+    try:
+        model.model_validate(rest)
+    except ValidationError as again:
+        return [line for line in describe_errors(again, model) if not any(_names(line, key) for key in wrong)]
+    return []
+
+
+def _names(line: str, key: str) -> bool:
+    """Whether a problem speaks of `key` or of what is below it."""
+    return any(f"{word}.".startswith(f"{key}.") for word in re.findall(r"[\w.]+", line))
 
 
 def _component_problems(raw: dict[str, Any]) -> list[str]:

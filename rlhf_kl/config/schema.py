@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from rlhf_kl.components import is_reference, nearest
+from rlhf_kl.components import is_reference, nearest, suggestion
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import template_fields
 
@@ -21,6 +21,7 @@ SUM = "sum"  # the reward that is made of several
 CONSTANT_KINDS = ("fixed", "static")  # the only ones that may hold beta at 0
 
 LARGEST = 10**12  # beyond any run, and still exact as a float
+SEEDS = 2**32  # a seed is below
 
 
 class Location:
@@ -89,7 +90,7 @@ class RunSection(Section):
     """Name of the run; in a file without it, the file's own name."""
     output_dir: Name = Field(default_factory=lambda data: f"runs/{data.get('name', 'run')}")
     """Folder of the run, from the working directory; runs/NAME where not written."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
     """Seed of every random choice."""
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps."""
@@ -229,11 +230,17 @@ class ScorerSection(Section):
         """Options of a reward function."""
         return dict(self.model_extra or {})
 
+    def unknown(self, path: str) -> list[str]:
+        """A problem for each key beside the known ones, where no function takes it as an option."""
+        return [
+            f"{path}.{key}: unknown key{suggestion(key, type(self).model_fields, f'{path}.')}" for key in self.options
+        ]
+
     def problems(self, path: str, kinds: str = "model") -> list[str]:
         """What does not agree; `path` is the dotted key of this scorer."""
         found = []
         if self.kind == "model":
-            found += [f"{path}.{key}: unknown key" for key in self.options]
+            found += self.unknown(path)
             if self.model is None:
                 found.append(f"{path}.model must be a model where {path}.kind is model: null")
             return found
@@ -283,7 +290,7 @@ class RewardSection(ScorerSection):
             terms = ["reward.terms is only read where reward.kind is sum"] if self.terms is not None else []
             _refuse(*self.problems("reward", "model, sum"), *terms)
             return self
-        problems = [f"reward.{key}: unknown key" for key in self.options]
+        problems = self.unknown("reward")
         problems += [
             f"reward.{key} is only read where reward.kind is model" for key in ("model", "label") if getattr(self, key)
         ]

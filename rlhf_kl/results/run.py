@@ -11,10 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from rlhf_kl.config.describe import describe_errors
-from rlhf_kl.config.load import detect_kind
+from rlhf_kl.config.load import check_mapping, detect_kind
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
@@ -170,10 +167,10 @@ def stored_config(path: Path) -> TrainConfig:
     kind = detect_kind(raw)
     if kind != "train":
         raise InputError(f"{path.parent}: a run of `rlhf-kl {kind}`; only runs of `rlhf-kl train` have a KL to show")
-    try:
-        return TrainConfig.model_validate(raw)
-    except ValidationError as error:
-        raise InputError(*(f"{path}: {problem}" for problem in describe_errors(error, TrainConfig))) from None
+    _, config, problems = check_mapping(TrainConfig, raw)
+    if problems or config is None:
+        raise InputError(*(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
+    return config
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:

@@ -43,6 +43,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._key = self.path.resolve()  # now: the working directory may change later
         self.locked = False
+        self.replaces = False  # it holds a run that `clear` removes, once the new one is sure to start
 
     @property
     def config(self) -> Path:
@@ -92,6 +93,12 @@ class RunFolder:
             write_atomic(self.path / _CLAIMS, "".join(f"{claim}\n" for claim in [*claims, name]))
         return self.path / name
 
+    def clear(self) -> None:
+        """Remove the run that `--overwrite` replaces; nothing where there is none."""
+        if self.replaces:
+            _remove_run(self)
+            self.replaces = False
+
     def check_there(self) -> None:
         """Errors: FileNotFoundError where the folder was removed or replaced since it was opened for writing.
 
@@ -132,6 +139,7 @@ class RunFolder:
 def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """Makes or reopens the run folder at `path` and locks it for this process.
 
+    With `overwrite` the run in it stays until `RunFolder.clear`: what cannot start costs nothing.
     Raises `InputError` where the folder holds a run and neither `resume` nor `overwrite` is set, where it
     holds something that is not a run (then with either option too), where another run is using it, and
     where it cannot be written.
@@ -147,10 +155,8 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
         _acquire(folder)
         try:
             _refuse(folder, resume=resume, overwrite=overwrite)  # it may have changed before the lock
-            if overwrite:
-                _remove_run(folder)
-            else:
-                _remove_leftovers(folder)
+            folder.replaces = overwrite
+            _remove_leftovers(folder)
         except BaseException:
             folder.release()
             raise

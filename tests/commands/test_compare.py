@@ -83,6 +83,17 @@ def test_reading_gives_the_same_figures(compared: tuple[Path, Any], tmp_path: Pa
     assert done.out.replace(str(tmp_path / "x"), str(out)) == before.out
 
 
+def test_the_verdict_fits_a_narrow_terminal(
+    compared: tuple[Path, Any], tmp_path: Path, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [compared[0] / "runs" / name for name in ("adaptive-s3", "static-s3")]
+    whole = rlhf_kl("compare", *runs, "--output-dir", tmp_path / "x").out.split("\n\n")[-2]
+    monkeypatch.setattr("rlhf_kl.cli.compare.stdout_width", lambda: 60)
+    broken = rlhf_kl("compare", *runs, "--output-dir", tmp_path / "x").out.split("\n\n")[-2]
+    assert max(map(len, broken.splitlines())) <= 60 < max(map(len, whole.splitlines()))
+    assert broken.replace("\n  ", " ") == whole
+
+
 def test_a_run_with_other_settings_is_refused(compared: tuple[Path, Any], compare_file: Path, rlhf_kl: Cli) -> None:
     done = rlhf_kl("compare", "--config", compare_file, "--output-dir", compared[0], "--set", "kl.target=0.2")
     assert done.code == 2
@@ -148,7 +159,7 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
         (["--config", "x.yaml", "--jobs", "0"], "--jobs"),
         (["--config", "nothing.yaml"], "no config 'nothing.yaml'"),
         (["nowhere"], "nowhere: holds no run"),
-        (["--config", "ppo_adaptive.yaml"], "variants must be a mapping"),
+        (["--config", "ppo_adaptive.yaml"], "is a config for `rlhf-kl train`, not for `rlhf-kl compare`"),
     ],
 )
 def test_a_bad_command_line_is_exit_2(words: list[str], said: str, rlhf_kl: Cli) -> None:

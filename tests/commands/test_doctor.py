@@ -56,6 +56,17 @@ def test_what_a_reader_sees(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[st
     assert {line.split()[0] for line in outcome.out.splitlines()} <= {"fine", "doubtful"}
 
 
+def test_lines_fit_a_narrow_terminal(
+    rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    monkeypatch.setattr("rlhf_kl.tracking.text.stdout_width", lambda: 60)
+    outcome = rlhf_kl("doctor", "--config", tmp_path / "tiny.yaml", "--quiet")
+    lines = outcome.out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert {line[:21].strip() == "" for line in lines if line.split()[0] not in {"fine", "doubtful"}} == {True}
+
+
 def test_sampling_filters_of_the_checkpoint(doctor: Doctor, tiny_folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
     path = copy / "generation_config.json"

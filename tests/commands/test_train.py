@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_kl.checkpoint import checkpoints
-from rlhf_kl.commands.train import gradient_notes, unused_notes
+from rlhf_kl.commands.session import train_command
+from rlhf_kl.commands.train import gradient_notes, run_train, unused_notes
+from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.actor_critic import ActorCritic, StateOutput
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
+from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
@@ -91,6 +95,53 @@ def test_a_plugin_is_copied_into_the_run(train: Train, tmp_path: Path, tiny_data
     assert coefs == pytest.approx([0.4, 0.2, 0.1])
     for name in ("law.py", "mine.py"):
         assert (tmp_path / "run" / name).is_file()
+
+
+def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(train: Train, tmp_path: Path) -> None:
+    law = tmp_path / "law.py"
+    law.write_text(
+        "class Keep:\n"
+        "    def __init__(self, coef: float):\n"
+        "        self.coef = coef\n"
+        "    def update(self, kl, episodes):\n"
+        "        pass\n"
+    )
+    train(tmp_path / "run", f"kl.controller={{kind: '{law}:Keep', coef: 0.4}}")
+    law.unlink()
+    config = load_config("train", tmp_path / "run" / "config.yaml")
+    assert config.kl.controller.kind == f"{tmp_path / 'run' / 'law.py'}:Keep"
+    again = train_command(run_train, config, resume=False, overwrite=True, display=TrainingDisplay(quiet=True))
+    assert again["steps"] == 6
+    assert (tmp_path / "run" / "law.py").is_file()
+
+
+# ---- overwriting ----
+
+
+@pytest.mark.parametrize("change", ["reward.letter=z", "policy.model='{0}'", "rollout.max_new_tokens=1000"])
+def test_a_run_that_cannot_start_overwrites_nothing(train: Train, tiny_run: Path, tmp_path: Path, change: str) -> None:
+    """What is wrong is found at loading a model, at its context, or at the first samples."""
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    (tmp_path / "empty").mkdir()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".rlhf-kl.lock"}
+    with pytest.raises(InputError):
+        train(run, change.format(tmp_path / "empty"), overwrite=True)
+    for path, content in before.items():
+        assert path.read_bytes() == content
+    summary = train(run, "ppo.total_episodes=16", overwrite=True)
+    assert summary["steps"] == 1
+    assert [c.step for c in checkpoints(run / "checkpoints")] == [1]
+
+
+def test_what_a_run_starts_from_is_not_overwritten(train: Train, tiny_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    inputs = {"policy.model": run / "final", "data.prompts": run / "samples.jsonl"}
+    with pytest.raises(InputError) as caught:
+        train(run, *(f"{key}='{path}'" for key, path in inputs.items()), overwrite=True)
+    assert [problem.partition(" lies in")[0] for problem in caught.value.problems] == [
+        f"{key}: {path}" for key, path in inputs.items()
+    ]
+    assert all(path.exists() for path in inputs.values())
 
 
 # ---- guards ----

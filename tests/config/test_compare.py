@@ -74,6 +74,18 @@ def test_mistakes_are_told_in_one_line_each(write: Callable[..., Path], keys: di
     assert said in caught.value.problems[0]
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_no_run_takes_is_told_before_the_first_one(write: Callable[..., Path], seed: int) -> None:
+    with pytest.raises(InputError, match=rf"^--seed must be a whole number below 4294967296: {seed}$"):
+        load_compare(write(), [], seed=seed)
+
+
+def test_a_set_that_cannot_be_read_is_told_once(write: Callable[..., Path]) -> None:
+    with pytest.raises(InputError) as caught:
+        load_compare(write(), ["foo"])
+    assert caught.value.problems == ["--set 'foo': write section.key=value"]
+
+
 def test_all_mistakes_at_once(write: Callable[..., Path]) -> None:
     with pytest.raises(InputError) as caught:
         load_compare(write(sed=1, seeds="x", variants={".": {}, "b": []}))
@@ -97,3 +109,18 @@ def test_the_shipped_comparisons(name: str, runs: int, tmp_path: Path, monkeypat
     plan = load_compare(name)
     assert len(plan.runs) == runs
     assert plan.notes == []
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [("smoke.yaml", "train"), ("reward_reviews.yaml", "reward-model"), ("own.yaml", "sft")],
+)
+def test_the_config_of_another_command_is_one_line(
+    file: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("extends: sft_reviews.yaml\n")  # has no section of its own to tell
+    with pytest.raises(InputError) as caught:
+        load_compare(file)
+    (line,) = caught.value.problems
+    assert line.endswith(f"{file} is a config for `rlhf-kl {command}`, not for `rlhf-kl compare`")

@@ -239,7 +239,48 @@ data: {prompts: missing.jsonl}
         "kl.controller.kind: unknown name 'pdi'; did you mean pid? (or write module:attribute or file.py:attribute)",
         "tracking.tensorboard must be a boolean (write true or false): 'off'",
         "data.prompts: no such file: missing.jsonl",
-    } | {line for line in problems(text, write) if line.startswith("ppo.microbatch_size")}
+        "ppo.minibatch_size must divide rollout.batch_size (64): 48",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            "kl: {placement: rao_blackwell, unit: seq}",
+            [
+                "kl.unit must be 'token' or 'sequence': 'seq'",
+                "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
+            ],
+        ),
+        # Nothing is said of a default that stands in for the wrong value.
+        ("kl: {target: -1, ceiling: {value: 0.05}}", ["kl.target must be positive: -1"]),
+        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", ["ppo.minibatch_size must be a whole number: 'x'"]),
+        ("kl: {controller: {kind: 5, coef: 0}}", ["kl.controller.kind must be text: 5"]),
+        ("reward: {kind: 5, words: 3}", ["reward.kind must be text: 5"]),
+        ("rollout: 5\nppo: {minibatch_size: 48}", ["rollout must be a mapping: 5"]),
+    ],
+)
+def test_right_keys_that_disagree_are_told_beside_a_wrong_one(write: Write, text: str, lines: list[str]) -> None:
+    assert problems(text + "\n", write) == lines
+
+
+def test_a_set_that_cannot_be_read_is_told_with_the_rest(write: Write) -> None:
+    assert problems("run: {seed: -1}\n", write, "foo", "kl.traget=1", "ppo.epochs=four") == [
+        "--set 'foo': write section.key=value",
+        "kl.traget: unknown key; did you mean kl.target?",
+        "run.seed must be at least 0: -1",
+        "ppo.epochs must be a whole number: 'four'",
+    ]
+
+
+def test_sets_that_contradict_each_other(write: Write) -> None:
+    for sets in (["kl=3", "kl.target=0.1"], ["kl.ceiling.value=2x", "kl={ceiling: null}"]):
+        assert f"--set {sets[0]!r} and --set {sets[1]!r} contradict each other: drop one" in problems(
+            "run: {}\n", write, *sets
+        )
+    again = load_config("train", write(), ["kl.target=0.1", "run.seed=1", "kl={target: 0.2}", "run.seed=2"])
+    assert (again.kl.target, again.run.seed) == (0.2, 2)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +303,15 @@ data: {prompts: missing.jsonl}
         ("ppo: {learning_rate: .nan}", "ppo.learning_rate must be a finite number: nan"),
         ("ppo: {learning_rate: 1e999}", "ppo.learning_rate must be a finite number: inf"),
         ("ppo: {whiten_rewards: 1}", "ppo.whiten_rewards must be a boolean (write true or false): 1"),
+        ("run: {seed: 99999999999}", "run.seed must be below 4294967296: 99999999999"),
+        (
+            "reward: {kind: sum, terms: {a: {model: builtin:reviews, wieght: 2}}}",
+            "reward.terms.a.wieght: unknown key; did you mean reward.terms.a.weight?",
+        ),
+        (
+            "reward: {kind: sum, normalise: true, terms: {a: {model: builtin:reviews}}}",
+            "reward.normalise: unknown key; did you mean reward.normalize?",
+        ),
         ("ppo: {epochs: true}", "ppo.epochs must be a whole number: true"),
         ("rollout: {temperature: 0}", "rollout.temperature must be positive: 0"),
         ("kl: {placement: los}", "kl.placement must be 'reward', 'loss' or 'rao_blackwell': 'los'"),

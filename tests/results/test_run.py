@@ -42,6 +42,18 @@ def test_the_reference_s_own_samples_win_over_the_first_update(
     assert elsewhere.gain("objective/gold") is None
 
 
+def test_a_damaged_config_is_told_as_every_config_is(write_run: Callable[..., Path]) -> None:
+    folder = write_run("run")
+    with (folder / "config.yaml").open("a") as file:
+        file.write("pol: {}\nevl: 3\n")
+    with pytest.raises(InputError) as caught:
+        read_run(folder)
+    assert caught.value.problems == [
+        f"{folder}/config.yaml: pol: unknown key; did you mean ppo?",
+        f"{folder}/config.yaml: evl: unknown key; did you mean eval?",
+    ]
+
+
 def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
     folder = write_run("torn", metrics_rows([0.1] * 12, evaluated=False), samples=[])
     with (folder / "metrics.jsonl").open("a") as file:

@@ -80,7 +80,9 @@ def test_overwrite_removes_the_run_and_keeps_what_is_the_users(tmp_path: Path) -
     (tmp_path / "holiday.png").write_text("mine")
     (tmp_path / "checkpoints" / "step-notes").mkdir()
     (tmp_path / "tensorboard" / "mine.txt").write_text("mine")
-    with open_run_folder(tmp_path, resume=False, overwrite=True):
+    with open_run_folder(tmp_path, resume=False, overwrite=True) as folder:
+        assert (tmp_path / "config.yaml").exists()  # until the new run is sure to start
+        folder.clear()
         left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.name != ".rlhf-kl.lock"}
     assert left == {
         "notes.txt",
@@ -101,7 +103,8 @@ def test_overwrite_does_not_follow_links(tmp_path: Path) -> None:
         file.unlink()
     (tmp_path / "run" / "final").rmdir()
     (tmp_path / "run" / "final").symlink_to(elsewhere)
-    open_run_folder(tmp_path / "run", resume=False, overwrite=True).release()
+    with open_run_folder(tmp_path / "run", resume=False, overwrite=True) as folder:
+        folder.clear()
     assert (elsewhere / "model.safetensors").read_text() == "precious"
     assert not (tmp_path / "run" / "final").exists()
 
@@ -111,7 +114,9 @@ def test_an_edited_list_of_files_does_not_lead_out_of_the_folder(tmp_path: Path)
     (tmp_path / "precious").write_text("x")
     with (tmp_path / "run" / ".rlhf-kl.files").open("a") as file:
         file.write("../precious\n..\n")
-    open_run_folder(tmp_path / "run", resume=False, overwrite=True).release()
+    with open_run_folder(tmp_path / "run", resume=False, overwrite=True) as folder:
+        folder.clear()
+    assert not (tmp_path / "run" / "config.yaml").exists()
     assert (tmp_path / "precious").exists()
 
 
