@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.control import KLControl
 from rlhf_kl.kl_controllers.tilt import tilted
 from rlhf_kl.results.control import tail_error as tail_error_of
+
+# The least beta that a law knows, over the scores' spread. Below it, and at 0, where nothing holds the KL back,
+# the plant goes on to where this one leads.
+LEAST_COEF = math.exp(-7.0)
 
 
 class SimulatedUpdate(NamedTuple):
@@ -23,8 +28,14 @@ class SimulatedUpdate(NamedTuple):
 
 
 def gaussian_law(sigma: float) -> Callable[[float], float]:
-    """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores."""
-    return lambda coef: sigma * sigma / (2.0 * coef * coef)
+    """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores; stays below the least beta."""
+    least = sigma * LEAST_COEF
+
+    def law(coef: float) -> float:
+        share = max(coef, least) / sigma
+        return 0.5 / (share * share)
+
+    return law
 
 
 def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
@@ -33,11 +44,11 @@ def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
     Tabulated over log(beta) once: a bench asks thousands of times.
     """
     spread = math.sqrt(math.fsum((s - math.fsum(scores) / len(scores)) ** 2 for s in scores) / len(scores))
-    origin, width = math.log(spread) - 7.0, 0.1
-    table = [tilted(scores, math.exp(origin + width * i)).kl for i in range(121)]
+    least, width = spread * LEAST_COEF, 0.1
+    table = [tilted(scores, least * math.exp(width * i)).kl for i in range(121)]
 
     def law(coef: float) -> float:
-        place = min(max((math.log(coef) - origin) / width, 0.0), len(table) - 1.001)
+        place = min(math.log(max(coef, least) / least) / width, len(table) - 1.001)
         index = int(place)
         return table[index] + (place - index) * (table[index + 1] - table[index])
 
@@ -55,7 +66,7 @@ def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], floa
         raise ValueError("a law needs two points with beta and KL above 0")
 
     def law(coef: float) -> float:
-        at = math.log(coef)
+        at = math.log(coef) if coef > 0.0 else points[0][0]
         if at >= points[-1][0]:
             return math.exp(points[-1][1] - 2.0 * (at - points[-1][0]))
         right = max(1, bisect.bisect_right(points, (at, math.inf)))
@@ -106,12 +117,15 @@ class Plant:
     _rng: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.speed <= 1.0:
-            raise ValueError(f"speed must be in (0, 1], got {self.speed}")
-        if not 0.0 <= self.inertia < 1.0:
-            raise ValueError(f"inertia must be in [0, 1), got {self.inertia}")
-        if self.noise < 0.0 or not self.length > 0.0 or not self.climb > 0.0:
-            raise ValueError("noise must not be negative, length and climb must be above 0")
+        checks = (
+            ("speed", 0.0 < self.speed <= 1.0, "must be above 0 and at most 1"),
+            ("noise", 0.0 <= self.noise < math.inf, "must be a finite number from 0 on"),
+            ("length", 0.0 < self.length < math.inf, "must be a finite number above 0"),
+            ("climb", self.climb > 0.0, "must be above 0"),
+            ("inertia", 0.0 <= self.inertia < 1.0, "must be at least 0 and below 1"),
+        )
+        if problems := [f"{name} {rule}: {getattr(self, name):g}" for name, holds, rule in checks if not holds]:
+            raise InputError(*problems)
         self._rng = random.Random(self.seed)
 
     @property

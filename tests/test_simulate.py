@@ -66,6 +66,21 @@ def test_a_measured_law_goes_through_its_points_and_on_like_the_gaussian():
         measured_law([(0.1, 1.0), (0.2, 0.0)])
 
 
+@pytest.mark.parametrize(
+    ("law", "limit"),
+    [
+        (gaussian_law(2.0), math.exp(14.0) / 2.0),  # of the least beta, 2 e^-7
+        (SATURATING, math.log(1024 / sum(score == max(example_scores()) for score in example_scores()))),  # the best
+        (measured_law([(0.1, 5.0), (1.0, 0.5)]), 5.0),
+    ],
+)
+def test_without_a_penalty_the_kl_goes_where_the_least_beta_leads(law, limit):
+    assert law(0.0) == law(1e-300) == pytest.approx(limit, rel=1e-3)
+    rows = simulate_plant(FixedKL(coef=0.0), Plant(law, noise=0.0), updates=80)
+    assert all(a.kl < b.kl for a, b in pairwise(rows[:30]))
+    assert rows[-1].kl == pytest.approx(limit, rel=1e-3)
+
+
 def test_noise_is_relative_and_seeded():
     def kls(seed):
         return [r.kl for r in simulate_plant(FixedKL(coef=1.0), Plant(gaussian_law(1.0), seed=seed), 20)]
@@ -149,7 +164,13 @@ def test_alerts_of_a_sequence_carry_their_step():
     assert [alert.split(": ")[:2] for alert in alerts] == [["step 2", "kl-not-finite"]]
 
 
-@pytest.mark.parametrize("options", [{"speed": 0.0}, {"noise": -1.0}, {"length": 0.0}, {"inertia": 1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speed": 0.0}, {"speed": math.nan}, {"noise": -1.0}, {"noise": math.nan}, {"noise": math.inf},
+        {"length": 0.0}, {"inertia": 1.0}, {"climb": 0.0},
+    ],
+)  # fmt: skip
 def test_a_plant_that_makes_no_sense_is_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         Plant(gaussian_law(1.0), **options)
@@ -204,6 +225,10 @@ def test_the_plant_of_a_finished_run(run, tmp_path):
     fixed = ["--controller", "fixed", "--coef", "1", "--noise", "0", "--updates", "80", "--target", "0.1"]
     rows = rows_of(run("--plant", str(tmp_path), *fixed, "--json"))
     assert rows[-1]["kl"] == pytest.approx(0.05)  # 0.5 nats per response of 10 tokens
+    for broken in ({"tilt": curve[:1], "length": 10.0}, {"tilt": curve, "length": 0.0}):
+        (tmp_path / "summary.json").write_text(json.dumps({"reference": broken}))
+        with pytest.raises(InputError, match=r"^--plant: "):
+            run("--plant", str(tmp_path))
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(InputError, match="finished run"):
         run("--plant", str(tmp_path))
@@ -261,7 +286,11 @@ def test_a_plugin_from_a_file(run, tmp_path):
         (["--set", "kl.target=0.1"], "--config"),
         (["--coef", "-1"], "coef"),
         (["--target", "0"], "target"),
-        (["--speed", "2"], "speed"),
+        (["--target", "-1", "--controller", "fixed"], "^--target must be a finite number above 0: -1$"),
+        (["--plant", "gausian"], "^--plant: neither"),
+        (["--speed", "2"], "^--speed must be above 0 and at most 1: 2$"),
+        (["--noise", "-1"], "^--noise must be a finite number from 0 on: -1$"),
+        (["--noise", "nan", "--updates", "3"], "^--noise must be a finite number from 0 on: nan$"),
         (["--updates", "3", "--plot", "loop.nonsense"], "--plot"),
     ],
 )
@@ -269,6 +298,26 @@ def test_bad_input_is_one_line(run, arguments, word):
     with pytest.raises(InputError, match=word) as caught:
         run(*arguments)
     assert len(caught.value.problems) == 1
+
+
+def test_both_wrong_options_of_a_plant_are_said(run):
+    with pytest.raises(InputError) as caught:
+        run("--speed", "0", "--noise", "-1")
+    assert [problem.split()[0] for problem in caught.value.problems] == ["--speed", "--noise"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config", "ppo_no_kl.yaml"],
+        ["--controller", "static", "--coef", "0"],
+        ["--controller", "static", "--coef", "0", "--plant", "gaussian"],
+    ],
+)
+def test_no_penalty_is_simulated_too(run, arguments):
+    rows = rows_of(run(*arguments, "--noise", "0", "--json"))
+    assert all(row["coef"] == 0.0 for row in rows)
+    assert rows[0]["kl"] < rows[5]["kl"] < rows[-1]["kl"]
 
 
 def test_no_torch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -120,6 +121,8 @@ def _setup(
             total, updates = run.ppo.total_episodes, run.updates
         episodes, updates = episodes or run.rollout.batch_size, updates or run.updates
     kind, episodes = kind or "adaptive", episodes or 64
+    if target is not None and not 0.0 < target < math.inf:
+        raise InputError(f"--target must be a finite number above 0: {target:g}")
     updates = updates or (60 if kls is None else len(kls))
     cls = controller_class(kind)
     if problems := check_options(cls, options, provided=CONTROLLER_PROVIDED, where="kl.controller"):
@@ -152,26 +155,40 @@ def _kls(text: str) -> list[float]:
 
 
 def _plant(law: str, speed: float, noise: float, seed: int, setup: _Setup) -> Plant:
+    from rlhf_kl.simulate import Plant
+
+    equilibrium, length = _law(law, setup.length)
+    try:
+        return Plant(equilibrium, speed=speed, noise=noise, length=length, seed=seed)
+    except InputError as error:  # it names its fields, which are the options
+        raise InputError(*(f"--{problem}" for problem in error.problems)) from None
+
+
+def _law(name: str, length: float) -> tuple[Callable[[float], float], float]:
+    """How KL per sequence answers to beta, and the tokens of a response: `length`, or those of the run it names."""
     from rlhf_kl.components import suggestion
-    from rlhf_kl.simulate import Plant, example_scores, gaussian_law, measured_law, tilt_law
+    from rlhf_kl.simulate import example_scores, gaussian_law, measured_law, tilt_law
 
     laws = {"gaussian": lambda: gaussian_law(1.0), "saturating": lambda: tilt_law(example_scores())}
+    if not Path(name).is_dir():
+        if name not in laws:
+            raise InputError(f"--plant: neither a plant nor a run's folder: {name!r}{suggestion(name, laws)}")
+        return laws[name](), length
+    curve, length = _reference_of(Path(name))
     try:
-        if Path(law).is_dir():
-            curve, length = _reference_of(Path(law))
-            return Plant(measured_law(curve), speed=speed, noise=noise, length=length, seed=seed)
-        if law not in laws:
-            raise InputError(f"--plant: neither a plant nor a run's folder: {law!r}{suggestion(law, laws)}")
-        return Plant(laws[law](), speed=speed, noise=noise, length=setup.length, seed=seed)
+        return measured_law(curve), length
     except ValueError as error:
-        raise InputError(f"--plant: {error}") from None
+        raise InputError(f"--plant: {name}: {error}") from None
 
 
 def _reference_of(folder: Path) -> tuple[list[tuple[float, float]], float]:
     """The tilt of a run's reference samples as (beta, KL per sequence), and their mean length."""
     try:
         reference = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["reference"]
-        return [(float(p["coef"]), float(p["kl"])) for p in reference["tilt"]], float(reference["length"])
+        length = float(reference["length"])
+        if not 0.0 < length < math.inf:
+            raise ValueError(length)
+        return [(float(p["coef"]), float(p["kl"])) for p in reference["tilt"]], length
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"--plant: {folder} has no summary.json with reference samples: name a finished run") from None
 

@@ -155,6 +155,7 @@ class TrainRun:
         self.alerts = KLAlerts(
             None if coef == 0 else config.kl.target_value,
             unit=config.kl.unit,
+            kind=config.kl.controller.kind,
             total_updates=config.updates,
             # A constant beta may lie on a bound by design.
             min_coef=control.min_coef if adjusts else None,

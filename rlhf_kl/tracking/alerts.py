@@ -46,6 +46,7 @@ class KLAlerts:
         target: float | None,
         *,
         unit: Literal["token", "sequence"] = "token",
+        kind: str | None = None,
         total_updates: int | None = None,
         min_coef: float | None = None,
         max_coef: float | None = None,
@@ -54,11 +55,13 @@ class KLAlerts:
         """`target` in nats per `unit`; None watches only what needs no target (then per token).
 
         The mean is over the last `window` updates without the warm-up, a sixth of the run (3 to 20 updates),
-        in which a KL that starts at 0 is still on its way. `min_coef, max_coef`: the controller's bounds.
+        in which a KL that starts at 0 is still on its way. `kind`: the controller's; `adaptive` is not told to use
+        adaptive. `min_coef, max_coef`: its bounds.
         """
         self.target = target
         self.unit = unit if target is not None else "token"
         self.warmup = min(20, max(3, (total_updates or 60) // 6))
+        self._adaptive = kind == "adaptive"
         self._bounds = (min_coef, max_coef)
         self._window = window
         self._updates = 0
@@ -121,6 +124,9 @@ class KLAlerts:
     def _nats(self, kl: float) -> str:
         return f"{kl:.3g} nats per {self.unit}"
 
+    def _adapt_or(self, otherwise: str) -> str:
+        return otherwise if self._adaptive else "use kl.controller.kind: adaptive"
+
     def _mean(self, kl: float) -> list[str]:
         """KL averaged over the window against the target, and the health bands."""
         if self.target is None or self._updates <= self.warmup:
@@ -143,7 +149,7 @@ class KLAlerts:
         if below:
             return [
                 f"kl-below-target: {figures}, {ratio:.2f}x the target {self.target:g}: the budget is not "
-                "used. Lower kl.controller.coef, or use kl.controller.kind: adaptive"
+                f"used. Lower kl.controller.coef, or {self._adapt_or('raise ppo.learning_rate')}"
             ]
         if above:
             return [
@@ -153,7 +159,7 @@ class KLAlerts:
         if drifting:
             return [
                 f"kl-drifting: {figures}, {ratio:.2f}x the target {self.target:g}: the policy drifts past "
-                "its budget. Use kl.controller.kind: adaptive, or raise kl.controller.coef"
+                f"its budget. Raise kl.controller.coef, or {self._adapt_or('set kl.ceiling')}"
             ]
         return []
 
@@ -183,7 +189,7 @@ class KLAlerts:
         low, _, high = _thirds(self._kls[-rises[0] :])
         return [
             f"kl-climbing: KL rose from {low:.3g} to {self._nats(high)} over the last {rises[0]} updates and "
-            "is still rising. Raise kl.controller.coef, set kl.ceiling, or use kl.controller.kind: adaptive"
+            f"is still rising. Raise kl.controller.coef, set kl.ceiling, or {self._adapt_or('lower ppo.learning_rate')}"
         ]
 
     def _bounds_reached(self, row: Mapping[str, Any]) -> list[str]:

@@ -42,6 +42,7 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
     """Objective, KL and rollout keys of the row; KL in nats."""
     mask, lengths = batch.mask, batch.mask.sum(1)
     sequence_kl = torch.where(mask, batch.exact_kl, 0.0).sum(1)
+    several = len(mask) > 1  # one response has no standard error
     token_kl, token_se = token_mean_stderr(batch.exact_kl, mask)
     k1_mean, k1_se = token_mean_stderr(k1(batch.logprobs, batch.ref_logprobs), mask)
     chosen = batch.exact_kl[mask]
@@ -58,16 +59,16 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
         "objective/rlhf_reward": scores_shaped - coef * mean_sequence,
         "objective/kl_share": _share(coef * mean_sequence, scores_shaped),
         "kl/token": token_kl,
-        "kl/token_stderr": token_se,
+        "kl/token_stderr": token_se if several else None,
         "kl/sequence": mean_sequence,
-        "kl/sequence_stderr": float(sequence_kl.double().std() / len(sequence_kl) ** 0.5) if len(mask) > 1 else None,
+        "kl/sequence_stderr": float(sequence_kl.double().std() / len(sequence_kl) ** 0.5) if several else None,
         "kl/max_token": float(chosen.max()),
         "kl/p95_token": float(chosen.quantile(0.95)) if len(chosen) < 1 << 24 else None,
         "kl/max_sequence": float(sequence_kl.max()),
         "kl/target": target,
         "kl/error": measured / target - 1 if target else None,
         "kl/k1": k1_mean,
-        "kl/k1_stderr": k1_se,
+        "kl/k1_stderr": k1_se if several else None,
         "kl/k2": token_mean_stderr(k2(batch.logprobs, batch.ref_logprobs), mask)[0],
         "kl/k3": token_mean_stderr(k3(batch.logprobs, batch.ref_logprobs), mask)[0],
         "kl/exact": token_kl,

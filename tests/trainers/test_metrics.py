@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.tracking.alerts import KLAlerts
 from rlhf_kl.trainers.metrics import Gathered, rollout_metrics, token_mean_stderr
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -93,6 +94,16 @@ def test_the_standard_error_is_the_spread_of_repeated_means() -> None:
         means.append(mean)
         errors.append(error)
     assert sum(errors) / len(errors) == pytest.approx(float(torch.tensor(means).std()), rel=0.08)
+
+
+def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> None:
+    fields = {name: value[:1] for name, value in vars(BATCH).items()}
+    row = rollout_metrics(Gathered(**fields), 0.5, 0.1, "token")
+    assert row["kl/k1"] < 0 < row["kl/exact"]
+    assert {key: row[key] for key in row if key.endswith("_stderr")} == dict.fromkeys(
+        ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")
+    )
+    assert KLAlerts(None)(row) == []
 
 
 def test_one_response_has_a_finite_error() -> None:
