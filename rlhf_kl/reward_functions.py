@@ -272,10 +272,19 @@ class WeightedSum:
 def bind_reward(attribute: Any, options: dict[str, Any], time_limit: float | None = None) -> RewardFn:
     """A user's function with its options, or an instance of a user's class made with them.
 
-    time_limit: seconds that a call may take; None = any.
+    time_limit: seconds that a call may take; None = any. Errors: InputError where the instance cannot be made.
     """
-    bound = cast(RewardFn, attribute(**options) if inspect.isclass(attribute) else partial(attribute, **options))
+    bound = cast(RewardFn, _made(attribute, options) if inspect.isclass(attribute) else partial(attribute, **options))
     return bound if time_limit is None else cast(RewardFn, TimeLimited(bound, time_limit))
+
+
+def _made(cls: type, options: dict[str, Any]) -> Any:
+    try:
+        return cls(**options)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # an exit code of the class's would pass for one of ours
+        raise InputError(f"reward {cls.__name__}: cannot be made: raised {type(error).__name__}: {error}") from error
 
 
 def checked_scores(
@@ -292,7 +301,7 @@ def checked_scores(
         raise
     except TimeLimitExceeded as error:
         raise InputError(f"reward {name}: {error} (reward.time_limit) on {_batch_words(responses)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         culprit = _culprit(reward, prompts, responses)
         raise InputError(f"reward {name}: raised {type(error).__name__}: {error} on {culprit}") from error
     if returned is None:
@@ -317,7 +326,7 @@ def _culprit(reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: S
         try:
             answer = reward([prompt], [response])
             list(answer)
-        except Exception:
+        except (Exception, SystemExit):
             return f"the response {response[:60]!r} to the prompt {prompt[:60]!r}"
     return _batch_words(responses)
 

@@ -18,11 +18,11 @@ def template_fields(template: str) -> list[str]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"{error} (write {{{{ and }}}} for braces)") from error
+        raise ValueError(f"is no template: {error} (write {{{{ and }}}} for braces)") from error
     fields = [name for _, name, _, _ in parts if name is not None]
     for _, name, form, conversion in parts:
         if name is not None and (not name or form or conversion or any(c in name for c in ".[]")):
-            raise ValueError(f"a column stands in braces by its name alone: {name or '{}'}")
+            raise ValueError(f"is no template: a column stands in braces by its name alone: {name or '{}'}")
     if not fields:
         raise ValueError("names no column: write one in braces, such as {prompt}")
     return list(dict.fromkeys(fields))

@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import yaml
 
+from rlhf_kl.tracking.files import check_writable
+
 PEER_DTYPE = "float32"  # what the peer's script computes in
 PARTS = ("phases", "growth", "flat", "agree", "peer")
 FLOOR_ROWS = 32  # of the products whose rate makes the floor of training
@@ -717,6 +719,10 @@ def arguments() -> argparse.Namespace:
     args.parts = args.parts or [part for part in PARTS if part != "peer" or with_peer]
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA device is available here: not measured")
+    try:
+        check_writable(args.out)  # now: after the runs their figures would be lost
+    except OSError as error:
+        parser.error(f"--out: {args.out}: cannot be written: {error.strerror or error}")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     return args
 

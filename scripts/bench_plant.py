@@ -6,8 +6,8 @@ of 5 % measurement noise: 135 runs of 60 updates per plant. Noise alone makes a 
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,8 +108,18 @@ def scaled(sigma: float) -> Callable[[float], float]:
     return lambda coef: UNIT_LAW(coef / sigma)
 
 
+def arguments() -> list[str]:
+    """The laws that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("laws", nargs="*", metavar="LAW", help=f"default: all; there are {'; '.join(LAWS)}")
+    laws: list[str] = parser.parse_args().laws
+    if unknown := sorted(set(laws) - set(LAWS)):
+        parser.error(f"no such law: {'; '.join(unknown)}; there are {'; '.join(LAWS)}")
+    return laws or list(LAWS)
+
+
 def main() -> None:
-    wanted = sys.argv[1:] or list(LAWS)
+    wanted = arguments()
     print("tail error mean/worst, peak mean, share in +-25 % from update 15")
     print(f"{'':<24}" + "".join(f"{name:>25}" for name in PLANTS))
     for name in wanted:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,22 @@ def test_whatever_it_raises_is_told() -> None:
 
     assert "raised ZeroDivisionError: division by zero" in problem(broken)
     assert "raised TypeError" in problem(lambda responses: [1.0])
+
+
+def test_a_function_or_class_that_exits_does_not_end_the_program() -> None:
+    def leaves(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        if RESPONSES[1] in responses:
+            sys.exit(3)
+        return [1.0] * len(responses)
+
+    class Leaves:
+        def __init__(self) -> None:
+            sys.exit(3)
+
+    for function in (leaves, bind_reward(leaves, {}, 5.0)):
+        assert f"raised SystemExit: 3 on the response {RESPONSES[1]!r} to the prompt" in problem(function)
+    with pytest.raises(InputError, match="reward Leaves: cannot be made: raised SystemExit: 3"):
+        bind_reward(Leaves, {})
 
 
 def test_a_generator_that_breaks_half_way() -> None:

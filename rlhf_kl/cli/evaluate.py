@@ -34,11 +34,12 @@ def evaluate(
 def _table(figures: dict[str, Any]) -> str:
     """Name, value, and the reference's value where there is one."""
     beside = figures.get("reference", {})
-    lines = [f"{'':<16}{'policy':>12}{'reference':>12}"] if beside else []
+    rows = [("", "policy", "reference")] if beside else []
     for name, value in figures.items():
         if name != "reference" and value is not None:
-            lines.append(f"{name:<16}{_shown(value):>12}" + (f"{_shown(beside.get(name)):>12}" if beside else ""))
-    return "\n".join(line.rstrip() for line in lines)
+            rows.append((name, _shown(value), _shown(beside.get(name))))
+    width = max(12, *(2 + len(cell) for row in rows for cell in row[1:]))
+    return "\n".join(f"{name:<16}{own:>{width}}{other:>{width}}".rstrip() for name, own, other in rows)
 
 
 def _shown(value: Any) -> str:

@@ -53,9 +53,11 @@ def generate(
         seed=seed,
     )
     found = run_generate(request, TrainingDisplay(quiet=quiet))
+    if output is not None:
+        return
     if as_json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
-    elif output is None:
+    else:
         _show(found)
 
 

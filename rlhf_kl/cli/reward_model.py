@@ -33,4 +33,4 @@ def reward_model(
     summary = train_command(run_reward_model, settings, resume=resume, overwrite=overwrite, display=display)
     if merge:
         merge_final(settings, display)
-    display.summary(*supervised_closing(summary))
+    display.summary(*supervised_closing(summary, settings.run.output_dir))

@@ -33,4 +33,4 @@ def sft(
     summary = train_command(run_sft, settings, resume=resume, overwrite=overwrite, display=display)
     if merge:
         merge_final(settings, display)
-    display.summary(*supervised_closing(summary))
+    display.summary(*supervised_closing(summary, settings.run.output_dir))

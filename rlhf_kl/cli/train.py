@@ -33,4 +33,4 @@ def train(
     summary = train_command(run_train, settings, resume=resume, overwrite=overwrite, display=display)
     if merge:
         merge_final(settings, display)
-    display.summary(*train_closing(summary))
+    display.summary(*train_closing(summary, settings.run.output_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from rlhf_kl.trainers.reward_figures import sketch
@@ -9,9 +10,9 @@ from rlhf_kl.trainers.reward_figures import sketch
 Closing = tuple[dict[str, object], list[str]]
 
 
-def train_closing(summary: dict[str, Any]) -> Closing:
-    """Figures and next steps after `train`."""
-    final, folder = summary["final"], summary["config"]["run"]["output_dir"]
+def train_closing(summary: dict[str, Any], folder: str) -> Closing:
+    """Figures and next steps after `train`. folder: where the run is now, which its summary may not know."""
+    final, place = summary["final"], shlex.quote(folder)
     unit = summary["config"]["kl"]["unit"]
     figures: dict[str, object] = {"updates": f"{summary['steps']} in {summary['seconds']:.0f} s"}
     rows = (
@@ -27,15 +28,15 @@ def train_closing(summary: dict[str, Any]) -> Closing:
     if summary.get("tilt_share") is not None:
         figures["of the best possible gain"] = f"{summary['tilt_share']:.0%} at this KL"
     return figures, [
-        f"rlhf-kl eval --run {folder}",
-        f"tensorboard --logdir {folder}",
+        f"rlhf-kl eval --run {place}",
+        f"tensorboard --logdir {place}",
         f"{folder}/samples.jsonl holds responses token by token, {folder}/final the policy",
     ]
 
 
-def supervised_closing(summary: dict[str, Any]) -> Closing:
-    """Figures and next steps after `sft` and `reward-model`."""
-    final, folder = summary["final"], summary["config"]["run"]["output_dir"]
+def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
+    """Figures and next steps after `sft` and `reward-model`, as `train_closing`."""
+    final = summary["final"]
     figures: dict[str, object] = {"steps": f"{summary['steps']} in {summary['seconds']:.0f} s"}
     figures |= {
         f"held-out {key.removeprefix('eval/').replace('_', ' ')}": f"{value:.3f}"
@@ -47,4 +48,4 @@ def supervised_closing(summary: dict[str, Any]) -> Closing:
         if name != "edges":
             low, high = histogram["edges"][0], histogram["edges"][-1]
             figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
-    return figures, [f"{folder}/final is the model", f"tensorboard --logdir {folder}"]
+    return figures, [f"{folder}/final is the model", f"tensorboard --logdir {shlex.quote(folder)}"]

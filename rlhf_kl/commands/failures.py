@@ -44,10 +44,15 @@ def _disk_words(folder: RunFolder, error: OSError) -> str | None:
 
 
 def _what_to_free(folder: RunFolder, place: Path) -> str:
-    existing = next((p for p in (place, *place.parents) if p.exists()), Path("/"))
     size = max((_size(path) for path in folder.checkpoints.glob("step-*")), default=0)
     need = f"a checkpoint takes {_megabytes(size)}, " if size else ""
-    return f"{need}{_megabytes(shutil.disk_usage(existing).free)} are free: make room there, or look at your quota"
+    return f"{need}{room_words(place)}"
+
+
+def room_words(place: Path) -> str:
+    """How much room the disk of `place`, which need not exist, has."""
+    existing = next((p for p in (place, *place.parents) if p.exists()), Path("/"))
+    return f"{_megabytes(shutil.disk_usage(existing).free)} are free: make room there, or look at your quota"
 
 
 def _whats_left(folder: RunFolder) -> str:

@@ -18,14 +18,14 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.data.texts import UNUSABLE, read_prompts
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, RunFailed
 from rlhf_kl.models.actor_critic import ActorCritic, freeze
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
 from rlhf_kl.reward_functions import checked_scores
 from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.files import write_atomic
+from rlhf_kl.tracking.files import check_writable, write_atomic
 from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.types import PromptBatch
 
@@ -70,9 +70,16 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
             found += batch
             advance(len(batch))
     if request.output is not None:
-        write_atomic(request.output, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in found))
+        _write(request.output, found)
         display.message(f"{len(found)} responses in {request.output}")
     return found
+
+
+def _write(path: Path, samples: list[Sample]) -> None:
+    try:
+        write_atomic(path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    except OSError as error:
+        raise RunFailed(f"--output: {path}: cannot be written: {error.strerror or error}") from error
 
 
 def _check(request: GenerateRequest) -> None:
@@ -88,10 +95,20 @@ def _check(request: GenerateRequest) -> None:
             "--scores": request.scores,
         }
         problems += [f"{name} belongs to a run: name one with --run" for name, value in given.items() if value]
-    if request.output is not None and request.output.suffix != ".jsonl":
-        problems.append(f"--output: {request.output}: must end in .jsonl")
+    if request.output is not None:
+        problems += _output_problems(request.output)
     if problems:
         raise InputError(*problems)
+
+
+def _output_problems(path: Path) -> list[str]:
+    if path.suffix != ".jsonl":
+        return [f"--output: {path}: must end in .jsonl"]
+    try:
+        check_writable(path)  # now: after the sampling all of it would be lost
+    except OSError as error:
+        return [f"--output: {path}: cannot be written: {error.strerror or error}"]
+    return []
 
 
 def _run_config(request: GenerateRequest) -> TrainConfig:

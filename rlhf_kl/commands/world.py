@@ -15,8 +15,10 @@ from typing import Any
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.world import WorldSpec, cache_folder, part_key, world_spec
 from rlhf_kl.checkpoint import CHECKSUMS, damage, sweep, write_folder
+from rlhf_kl.commands.failures import FULL, room_words
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.errors import InputError, RunFailed
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.run_folder import open_run_folder
 
@@ -125,14 +127,35 @@ class World:
 
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
         target = self.folder / name
-        if not _is_whole(target):
-            with _lock(self.folder / f".{name}.lock", self.display, f"another process is building {name}: waiting"):
-                sweep(self.folder, re.compile(re.escape(name)))
-                if not _is_whole(target):  # else the other process has built it by now
-                    if target.is_dir():
-                        self.display.alert(f"{target}: {damage(target)}: building it again")
-                    write_folder(target, build, checksums=True)
+        with _cache_failures():
+            if not _is_whole(target):
+                self._build(target, build)
         return target
+
+    def _build(self, target: Path, build: Callable[[Path], None]) -> None:
+        name = target.name
+        with _lock(self.folder / f".{name}.lock", self.display, f"another process is building {name}: waiting"):
+            sweep(self.folder, re.compile(re.escape(name)))
+            if not _is_whole(target):  # else the other process has built it by now
+                if target.is_dir():
+                    self.display.alert(f"{target}: {damage(target)}: building it again")
+                write_folder(target, build, checksums=True)
+
+
+@contextlib.contextmanager
+def _cache_failures() -> Iterator[None]:
+    """Here, where it is known that an OSError is the cache's: a run would take it for its own folder's.
+
+    Errors: RunFailed for a disk that is full, InputError for a folder that cannot be used.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder = cache_folder()
+        words = f"{folder}: the built-in world cannot be kept there: {error.strerror or error}"
+        if error.errno in FULL:
+            raise RunFailed(f"{words}: {room_words(folder)}, or name another folder in RLHF_KL_CACHE") from error
+        raise InputError(f"{words}: name another folder in RLHF_KL_CACHE") from error
 
 
 def _is_whole(part: Path) -> bool:

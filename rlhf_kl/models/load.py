@@ -32,6 +32,10 @@ class Access:
 
 
 SAFE = Access()
+NO_TOKENIZER = (
+    "there is no tokenizer.json, nor files that one can be made from here "
+    "(vocab.json and merges.txt; tokenizer.model where sentencepiece is installed)"
+)
 CLASSIFIES = "SequenceClassification"  # in the names of architectures
 
 
@@ -81,6 +85,8 @@ def _load(cls: Any, ref: str, what: str, access: Access) -> Model:
 def _load_failure(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it brings code of its own: read that, then set run.trust_remote_code"
+    if "instantiate the backend tokenizer" in str(error):  # transformers goes on with a list of lines
+        return NO_TOKENIZER
     return first_line(error)
 
 
@@ -179,6 +185,8 @@ def load_tokenizer(ref: str, what: str = "model", access: Access = SAFE) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(ref, trust_remote_code=access.remote_code)
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
         raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {_load_failure(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # of some models an empty one is made where there is none
+        raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         stand_in = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token

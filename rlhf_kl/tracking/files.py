@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """`write_atomic` for bytes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -26,6 +27,19 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """For what takes long to make. Errors: OSError where `write_atomic` could not write `path`; it stays as it is."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    temporary = _temporary(path)
+    temporary.open("wb").close()
+    temporary.unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def sync_folder(folder: Path) -> None:

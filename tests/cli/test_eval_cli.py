@@ -135,3 +135,15 @@ def test_a_real_model(real_data: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
     found = json.loads(outcome.out)
     assert found["nats_per_token"] == pytest.approx(3.2278, rel=1e-3)
     assert found["bits_per_byte"] == pytest.approx(1.1775, rel=1e-3)
+
+
+def test_large_figures_stay_apart() -> None:
+    from rlhf_kl.cli.evaluate import _table
+
+    table = _table({"perplexity": 2170519.9644, "tokens": 5, "reference": {"perplexity": 2450362.8208, "tokens": 5}})
+    assert [line.split() for line in table.splitlines()] == [
+        ["policy", "reference"],
+        ["perplexity", "2170519.9644", "2450362.8208"],
+        ["tokens", "5", "5"],
+    ]
+    assert len({len(line) for line in table.splitlines()}) == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,7 @@ def test_from_a_file_to_a_file(rlhf_kl: Cli, run: Path, tmp_path: Path) -> None:
     outcome = rlhf_kl("generate", "--run", run, *options)
     assert (outcome.code, outcome.out) == (0, "")
     assert "48 responses" in outcome.err
+    assert rlhf_kl("generate", "--run", run, *options, "--json", "--quiet").out == ""
     rows = read_jsonl(tmp_path / "out.jsonl")
     assert [row["prompt"] for row in rows] == [x + y for x in "abcd" for y in "abcdabcdabcd"]
 
@@ -93,6 +95,7 @@ def test_any_model_samples_too(rlhf_kl: Cli, tiny_folder: Path) -> None:
         (("--prompts", "nowhere.jsonl"), "--prompts: no such file"),
         (("--prompt", "a", "--checkpoint", "99"), "no such checkpoint"),
         (("--prompt", "a", "--output", "x.txt"), "must end in .jsonl"),
+        (("--prompt", "a", "--output", "/proc/x.jsonl"), "--output: /proc/x.jsonl: cannot be written: No such file"),
         (("--prompt", "a" * 40), "longer than the 26 tokens"),
     ],
 )
@@ -108,3 +111,34 @@ def test_a_model_has_no_reference_of_its_own(rlhf_kl: Cli, tiny_folder: Path) ->
     outcome = rlhf_kl("generate", "--model", tiny_folder, "--prompt", "a", "--with-reference", "--scores", "--quiet")
     assert outcome.code == 2
     assert [line.split()[1] for line in outcome.err.splitlines()] == ["--with-reference", "--scores"]
+
+
+def test_an_output_that_cannot_be_written_is_told_before_sampling(
+    rlhf_kl: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_kl.commands import generate
+
+    def never(*_: Any) -> None:
+        raise AssertionError("sampled")
+
+    monkeypatch.setattr(generate, "draw", never)
+    (tmp_path / "folder.jsonl").mkdir()
+    for place, reason in ((tmp_path / "no" / "x.jsonl", "No such file"), (tmp_path / "folder.jsonl", "Is a directory")):
+        outcome = rlhf_kl("generate", "--run", run, "--prompt", "a", "--output", place, "--quiet")
+        assert (outcome.code, outcome.out) == (2, "")
+        (line,) = outcome.err.splitlines()
+        assert f"error: --output: {place}: cannot be written: {reason}" in line
+
+
+def test_a_disk_that_fills_up_while_it_samples(
+    rlhf_kl: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_kl.commands import generate
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "write_atomic", full)
+    outcome = rlhf_kl("generate", "--run", run, "--prompt", "a", "--output", tmp_path / "x.jsonl", "--quiet")
+    assert outcome.code == 1
+    assert outcome.err == f"error: --output: {tmp_path}/x.jsonl: cannot be written: No space left on device\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -177,6 +178,17 @@ def test_a_finished_run_prints_its_summary(smoke: tuple[Path, Any], rlhf_kl: Cli
     assert "finished" in outcome.err
     assert "held-out perplexity" in outcome.err
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_to_do_next_names_the_folder_where_the_run_is_now(
+    smoke: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(smoke[0], tmp_path / "moved here"))
+    outcome = rlhf_kl("train", "--config", "smoke.yaml", "--output-dir", folder, "--resume")
+    assert outcome.code == 0
+    assert str(smoke[0]) not in outcome.err
+    commands = [line.strip() for line in outcome.err.splitlines() if "--run" in line or "--logdir" in line]
+    assert [shlex.split(line)[-1] for line in commands] == [str(folder)] * 2
 
 
 def test_overwriting_leaves_nothing_of_the_old_run(smoke: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path) -> None:

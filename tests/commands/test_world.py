@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.builtin.world import WORLDS, WorldSpec
 from rlhf_kl.commands.world import World
+from rlhf_kl.errors import InputError, RunFailed
 from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.tracking.jsonl import read_jsonl
 
@@ -131,6 +133,28 @@ def test_a_damaged_part_is_noticed_and_built_again(
     said = " ".join(capsys.readouterr().err.split())
     assert "pairs.jsonl" in said
     assert "building it again" in said
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/below"])
+def test_a_cache_that_cannot_be_written_is_one_line(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / place))
+    with pytest.raises(InputError, match="RLHF_KL_CACHE") as caught:
+        tiny().corpus()
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).startswith(f"{tmp_path / place}: ")
+
+
+def test_a_full_disk_is_the_cache_s_and_not_the_run_s(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # a failed write names no file
+
+    monkeypatch.setattr("rlhf_kl.commands.world.write_corpus", full)
+    with pytest.raises(RunFailed, match=rf"^{own_cache}: .*No space left on device: .* MB are free.*RLHF_KL_CACHE"):
+        tiny().corpus()
+    assert [path.name for path in own_cache.rglob("*") if path.name.endswith(".tmp")] == []
 
 
 def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,3 +182,12 @@ def test_a_gelu_of_seven_operations_becomes_one(copied: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["activation_function"] == "gelu_new"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert torch.equal(again(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("gone", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+def test_a_folder_without_a_tokenizer(copied: Path, gone: list[str]) -> None:
+    for name in gone:
+        (copied / name).unlink()
+    found = problem(load_tokenizer, copied)
+    assert "there is no tokenizer.json" in found
+    assert not found.endswith(":")

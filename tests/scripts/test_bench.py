@@ -164,3 +164,13 @@ def test_a_policy_that_never_ends_a_text(bench: ModuleType, world: Any, tmp_path
     assert float(plain.softmax(-1)[..., end].max()) > 1e-4
     kept = [i for i in range(world.shape.vocabulary) if i != end]
     torch.testing.assert_close(changed[..., kept], plain[..., kept], rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "phases", "--out", "/proc/x.json"])
+    with pytest.raises(SystemExit) as caught:
+        bench.arguments()
+    assert caught.value.code == 2
+    assert "error: --out: /proc/x.json: cannot be written: No such file" in capsys.readouterr().err

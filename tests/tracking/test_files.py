@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_kl.tracking.files import write_atomic
+from rlhf_kl.tracking.files import check_writable, write_atomic
 
 
 def test_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -28,3 +28,15 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_whether_a_file_can_be_written_is_told_without_touching_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    check_writable(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    check_writable(path)
+    assert path.read_text() == "old"
+    for place in (tmp_path, tmp_path / "no" / "a.txt", path / "a.txt", tmp_path / ("n" * 300)):
+        with pytest.raises(OSError, match=r"Is a directory|No such file|Not a directory|name too long"):
+            check_writable(place)
