@@ -248,10 +248,13 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
 
 
 def _contradict(a: Any, b: Any) -> bool:
-    """Whether one holds a single value where the other holds a mapping; of two single values the later wins."""
+    """Whether one holds a single value where the other holds a mapping.
+
+    Of two single values the later wins, and of a mapping and null, which leaves a section out.
+    """
     if isinstance(a, dict) and isinstance(b, dict):
         return any(_contradict(a[key], b[key]) for key in a.keys() & b.keys())
-    return isinstance(a, dict) or isinstance(b, dict)
+    return a is not None and b is not None and isinstance(a, dict) != isinstance(b, dict)
 
 
 def _merge_plain(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:

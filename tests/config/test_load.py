@@ -275,12 +275,18 @@ def test_a_set_that_cannot_be_read_is_told_with_the_rest(write: Write) -> None:
 
 
 def test_sets_that_contradict_each_other(write: Write) -> None:
-    for sets in (["kl=3", "kl.target=0.1"], ["kl.ceiling.value=2x", "kl={ceiling: null}"]):
+    for sets in (["kl=3", "kl.target=0.1"], ["kl.ceiling.value=2x", "kl={ceiling: 3}"]):
         assert f"--set {sets[0]!r} and --set {sets[1]!r} contradict each other: drop one" in problems(
             "run: {}\n", write, *sets
         )
     again = load_config("train", write(), ["kl.target=0.1", "run.seed=1", "kl={target: 0.2}", "run.seed=2"])
     assert (again.kl.target, again.run.seed) == (0.2, 2)
+
+
+def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
+    file = write()
+    assert load_config("train", file, ["kl.ceiling.value=1.3x", "kl.ceiling=null"]).kl.ceiling is None
+    assert load_config("train", file, ["kl.ceiling=null", "kl.ceiling.value=0.2"]).kl.ceiling_value == 0.2
 
 
 @pytest.mark.parametrize(
