@@ -48,8 +48,7 @@ class Recorder:
         self.environment = environment(device)
         self.checkpoint = None
         if not folder.replaces:
-            sweep(folder.checkpoints)
-            sweep(folder.path, re.compile("final"))
+            self._sweep()
             self.checkpoint = last_checkpoint(folder, config, display)
         self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         if self.checkpoint is not None:
@@ -66,7 +65,9 @@ class Recorder:
         """Open the files. Before this the folder stays free: a run that cannot start does not occupy it."""
         folder, config = self.folder, self.config
         plugins = self._plugins()
-        folder.clear()
+        if folder.replaces:
+            self._sweep()
+            folder.clear()
         for path in (folder.metrics, folder.samples):
             self._truncate(path)
         for name, content in plugins.items():
@@ -84,6 +85,11 @@ class Recorder:
             # The process may have died between writing this checkpoint and dropping an older one.
             best, section = self.state.get("best_checkpoint"), config.checkpoint
             prune(folder.checkpoints, section.keep, every=section.every, spared=[best["step"]] if best else [])
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed left half written."""
+        sweep(self.folder.checkpoints)
+        sweep(self.folder.path, re.compile("final"))
 
     def _truncate(self, path: Path) -> None:
         """Back to what the checkpoint has seen: the rows after it are computed again."""

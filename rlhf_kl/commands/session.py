@@ -51,7 +51,10 @@ def _check_inputs(config: AnyConfig, path: Path) -> None:
     problems = [
         f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
         for key, value in flat(config.model_dump()).items()
-        if isinstance(value, str) and path.resolve() in Path(value).resolve().parents and Path(value).exists()
+        if isinstance(value, str)
+        and Path(value).is_absolute()  # as whatever is on the disk stands in a config
+        and path.resolve() in Path(value).resolve().parents
+        and Path(value).exists()
     ]
     if problems:
         raise InputError(*problems)
