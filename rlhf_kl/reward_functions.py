@@ -18,10 +18,11 @@ from torch import Tensor
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.actor_critic import choose_trunk_way, read_trunk
+from rlhf_kl.models.compiled import compiled_weights
 from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
 from rlhf_kl.models.load import context_length, save_model
 from rlhf_kl.models.lora import has_adapter
-from rlhf_kl.models.prefix_sharing import SHARES, least_share, shares
+from rlhf_kl.models.prefix_sharing import least_share
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.ops.prefixes import find_prefixes
@@ -96,27 +97,27 @@ class RewardModel:
         self.output = names.index(label) if label is not None else 0
         self.encoder = not hasattr(model, "score")  # it reads its first token and not the last
         self.limit = context_length(model)
+        self.by_states = False  # whether its head reads the last states and nothing else
         self.read: list[ReadText] | None = None  # of the last batch, where somebody wants them: see `keep_states`
         if not self.encoder:
             text_config = model.config.get_text_config()
             pad_id = text_config.pad_token_id
             try_last_mlp(model, lambda: self.forward([[1, 2, 3, 1], [3, 2]]), SHORT_AGREES)
             if not has_adapter(model):
-                self._try_sharing()
+                choose_trunk_way(self.trunk)
+                self.by_states = self._states_suffice()
             text_config.pad_token_id = pad_id
 
-    def _try_sharing(self) -> None:
-        """Read beginnings once where the scores are the same, which the model's head must make of its last states."""
-        choose_trunk_way(self.trunk)
+    @torch.no_grad()
+    def _states_suffice(self) -> bool:
+        """Whether the scores come out the same from last states alone; beginnings that repeat are read once for it."""
         rows = [[1, 2, 3, 1], [1, 2, 2]]
-        if not shares(self.trunk):
-            return
         try:
-            with torch.no_grad():
-                gap = float((self.forward_once([0, 1], rows) - self.forward(rows)).abs().max())
+            whole = self.forward(rows)
+            gaps = [(self.forward_by_states([0, 1], rows, once=once) - whole).abs().max() for once in (False, True)]
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            gap = float("inf")  # a head that wants more than the states
-        setattr(self.trunk, SHARES, gap <= SHORT_AGREES)
+            return False  # a head that wants more than the states
+        return bool(max(gaps) <= SHORT_AGREES)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """One score per response, in the model's own unit."""
@@ -133,10 +134,12 @@ class RewardModel:
         )
         if self.read is not None:
             self.read = [ReadText(row, torch.empty(0)) for row in rows]
-        once = self._begin_alike(rows, device)
+        once = self.by_states and self._begin_alike(rows, device)
+        by_states = once or (self.by_states and compiled_weights(self.trunk, device) is not None)
         for picked in groups:
-            if once:
-                scores[picked] = self.forward_once(picked, [rows[i] for i in picked]).float().cpu()
+            if by_states:
+                found = self.forward_by_states(picked, [rows[i] for i in picked], once=once)
+                scores[picked] = found.float().cpu()
                 continue
             with self.listening(picked):
                 scores[picked] = self.forward([rows[i] for i in picked]).float().cpu()
@@ -144,7 +147,7 @@ class RewardModel:
 
     def _begin_alike(self, rows: Sequence[Sequence[int]], device: torch.device) -> bool:
         """Whether so much of these texts is repeated that reading it once pays."""
-        least = float("inf") if self.encoder else least_share(self.trunk, device)
+        least = least_share(self.trunk, device)
         return least < 1 and find_prefixes(*pad(rows, 0, left=False)).repeated >= least
 
     def keep_states(self) -> None:
@@ -203,13 +206,16 @@ class RewardModel:
                 logits = self.model(input_ids=ids, attention_mask=torch.ones_like(mask)).logits
         return self._score_of(logits)
 
-    def forward_once(self, picked: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor:
-        """As `forward`, of a decoder that reads beginnings once; `picked` numbers the texts in the batch."""
+    def forward_by_states(self, picked: Sequence[int], rows: Sequence[Sequence[int]], *, once: bool) -> Tensor:
+        """As `forward`, from a decoder's states; `picked` numbers the texts in the batch.
+
+        `once`: what they begin with in common is read once.
+        """
         ids, mask = (x.to(next(self.model.parameters()).device) for x in pad(rows, 0, left=False))
         lengths, first = mask.sum(1), torch.arange(len(rows), device=ids.device) * ids.shape[1]
         last = first + lengths - 1
         wanted = last if self.read is None else mask.flatten().nonzero().squeeze(1)
-        states = read_trunk(self.trunk, ids, wanted, find_prefixes(ids, mask))
+        states = read_trunk(self.trunk, ids, mask, wanted, find_prefixes(ids, mask) if once else None)
         if self.read is not None:
             for i, row, seen in zip(picked, rows, states.split(lengths.tolist()), strict=True):
                 self.read[i] = ReadText(list(row), seen)

@@ -122,6 +122,16 @@ def new_model(letters: Any) -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without compiled functions: models that are first asked now do their own work for good."""
+    from rlhf_kl.models import compiled
+    from rlhf_kl.ops import logprobs
+
+    for module in (compiled, logprobs):
+        monkeypatch.setattr(module, "library", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any, new_model: Callable[..., Any]) -> Path:
     """The seven-letter GPT-2 as a folder that transformers loads; a context of 32."""

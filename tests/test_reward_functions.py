@@ -15,7 +15,6 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models import prefix_sharing
 from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
-from rlhf_kl.models.prefix_sharing import shares
 from rlhf_kl.reward_functions import (
     ResponseTraits,
     RewardModel,
@@ -295,7 +294,9 @@ def test_a_head_that_wants_more_than_states_reads_whole_texts(tiny_reward_folder
         return own(states).view(rows, -1, 1)
 
     classifier.score.forward = of_rows
-    assert not shares(RewardModel(classifier, load_tokenizer(str(tiny_reward_folder))).trunk)
+    reward = RewardModel(classifier, load_tokenizer(str(tiny_reward_folder)))
+    assert not reward.by_states
+    assert reward(["ab"], ["cd"]) == pytest.approx(reward(["a"], ["bcd"]))
 
 
 def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:

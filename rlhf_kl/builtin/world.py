@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,14 +55,6 @@ def world_spec(ref: str) -> WorldSpec:
     if name not in WORLDS:
         raise InputError(f"{ref}: no such built-in world{suggestion(name, WORLDS, PREFIX)}")
     return WORLDS[name]
-
-
-def cache_folder() -> Path:
-    """$RLHF_KL_CACHE, or rlhf-kl in the user's cache folder."""
-    if own := os.environ.get("RLHF_KL_CACHE"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "rlhf-kl"
 
 
 def part_key(spec: WorldSpec, sources: Sequence[Path], versions: dict[str, str], settings: Sequence[str]) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.builtin.corpus import write_corpus
-from rlhf_kl.builtin.world import WorldSpec, cache_folder, part_key, world_spec
+from rlhf_kl.builtin.world import WorldSpec, part_key, world_spec
+from rlhf_kl.cache import cache_folder
 from rlhf_kl.checkpoint import CHECKSUMS, damage, sweep, write_folder
 from rlhf_kl.commands.failures import FULL, room_words
 from rlhf_kl.config.load import load_config

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.kernels.logits import HeadLogits
+from rlhf_kl.models.compiled import compiled_weights, plain_head, read_rows
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
 from rlhf_kl.models.prefix_sharing import packed_inputs, shares, take_rows, try_sharing
@@ -51,8 +53,11 @@ def read_states(
     """Logits (N, V) at `states` (N,), counted through the B * L positions of `ids` (B, L), and what the LM head reads.
 
     The latter is (N, H). Rows are padded on the right only. `prefixes`: theirs, which a model that can reads in their
-    place. Runs the model's own forward.
+    place. Runs the model's own forward, or compiled functions that say the same.
     """
+    if prefixes is None and (weights := compiled_weights(model, ids.device)) is not None:
+        seen = read_rows(weights, ids, mask, states)
+        return HeadLogits.apply(seen, plain_head(model)), seen
     if plain_reason(model):
         output = model(
             input_ids=ids,
@@ -77,8 +82,10 @@ def read_states(
     return logits.flatten(0, 1), read[0]  # flatten, since the gradient of an index is a whole tensor of zeros first
 
 
-def read_trunk(trunk: Any, ids: Tensor, states: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+def read_trunk(trunk: Any, ids: Tensor, mask: Tensor, states: Tensor, prefixes: Prefixes | None = None) -> Tensor:
     """Last hidden states (N, H) of a model without a head at `states`; arguments as of `read_states`."""
+    if prefixes is None and (weights := compiled_weights(trunk, ids.device)) is not None:
+        return read_rows(weights, ids, mask, states)
     reading = Reading.of(trunk, ids, states, prefixes)
     with last_mlp_at(trunk, reading.needed):
         output = trunk(**reading.inputs, use_cache=False)
@@ -146,7 +153,7 @@ def choose_way(model: Any) -> None:
 
 def choose_trunk_way(trunk: Any) -> None:
     """As `choose_way`, for a model without a head, which is read by `read_trunk`."""
-    try_sharing(trunk, lambda ids, _, states, prefixes: read_trunk(trunk, ids, states, prefixes), WAYS_AGREE)
+    try_sharing(trunk, lambda *rows: read_trunk(trunk, *rows), WAYS_AGREE)
 
 
 class ActorCritic(nn.Module):
@@ -172,14 +179,16 @@ class ActorCritic(nn.Module):
         """`ids` and `mask` (B, L), padded on the right, `states` (N,) of the B * L -> logits (N, V), values (N,)."""
         with recomputing(self.policy):
             logits, hidden = read_states(self.policy, ids, mask, states, prefixes)
-        return StateOutput(logits, self.values(ids, states, hidden, prefixes))
+        return StateOutput(logits, self.values(ids, mask, states, hidden, prefixes))
 
-    def values(self, ids: Tensor, states: Tensor, hidden: Tensor, prefixes: Prefixes | None = None) -> Tensor | None:
+    def values(
+        self, ids: Tensor, mask: Tensor, states: Tensor, hidden: Tensor, prefixes: Prefixes | None = None
+    ) -> Tensor | None:
         """Values (N,) at `states`, where the policy's LM head reads `hidden` (N, H); None with a critic."""
         if self.value_head is None:
             return None
         if self.value_trunk is not None:
-            hidden = read_trunk(self.value_trunk, ids, states, prefixes)
+            hidden = read_trunk(self.value_trunk, ids, mask, states, prefixes)
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values.float()
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from rlhf_kl.models.compiled import compiled_weights
 from rlhf_kl.models.quiet import quiet_transformers
 from rlhf_kl.ops.prefixes import Grid, Prefixes, find_prefixes
 
@@ -28,6 +29,8 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 # Laying rows out moves as many bytes a layer as hidden sizes, the products grow with their squares: so the share of
 # tokens below which nothing is gained is this over the hidden size. CPU: measured; GPU: estimated from its rates.
 LAYING_OUT = {"cpu": 25.0, "cuda": 80.0}
+# At least this share where the model's place is taken by compiled functions, which read every row whole but faster.
+BESIDE_COMPILED = 0.45
 
 
 class _LaidOut(torch.autograd.Function):
@@ -150,7 +153,8 @@ def least_share(model: Any, device: torch.device) -> float:
     if not shares(model):
         return float("inf")
     hidden = int(model.config.get_text_config().hidden_size)
-    return LAYING_OUT.get(device.type, LAYING_OUT["cuda"]) / hidden
+    least = LAYING_OUT.get(device.type, LAYING_OUT["cuda"]) / hidden
+    return max(least, BESIDE_COMPILED) if compiled_weights(model, device) is not None else least
 
 
 Read = Callable[[Tensor, Tensor, Tensor, Prefixes | None], Tensor]

@@ -33,10 +33,14 @@ class DecodedStates:
         with model.get_output_embeddings().register_forward_pre_hook(catch):
             yield
 
-    def add(self, rows: Tensor, logits: Tensor) -> None:
-        """One decoding step: the rows (b,) that were in the batch and their logits (b, V)."""
+    def add(self, rows: Tensor, logits: Tensor, hidden: Tensor | None) -> None:
+        """One decoding step: the rows (b,) that were in the batch, their logits (b, V), and unless it was caught what
+        the LM head read (b, H).
+        """
         self.rows.append(rows)
         self.logits.append(logits)
+        if hidden is not None:
+            self.hidden.append(hidden)
 
     def settle(self, layout: Layout) -> None:
         """All steps as one tensor, in the order of the layout's response tokens; the rest is dropped."""
@@ -53,4 +57,4 @@ class DecodedStates:
     def output(self, model: ActorCritic, packed: Packed) -> StateOutput:
         """What `model` would say of a pass over the rollout, without its policy's part of the work."""
         logits, hidden = (x[0].index_select(0, packed.numbers) for x in (self.logits, self.hidden))
-        return StateOutput(logits, model.values(packed.ids, packed.states, hidden, packed.prefixes))
+        return StateOutput(logits, model.values(packed.ids, packed.mask, packed.states, hidden, packed.prefixes))

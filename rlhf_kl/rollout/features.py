@@ -45,7 +45,7 @@ class StateFeatures:
                 overhead=pass_overhead(layout.ids.device),
                 least_share=least_share(reward.trunk, layout.ids.device),
             ):
-                seen = read_trunk(reward.trunk, packed.ids, packed.states, packed.prefixes)
+                seen = read_trunk(reward.trunk, packed.ids, packed.mask, packed.states, packed.prefixes)
                 into[packed.numbers] = _scaled(seen)
             end -= size
 

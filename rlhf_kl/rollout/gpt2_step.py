@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.models.actor_critic import position_ids
+from rlhf_kl.models.compiled import is_plain_gpt2
 from rlhf_kl.rollout.cache import holds_everything
 
 AGREES = "rlhf_kl_step"  # attribute of a model: whether the step says what its own forward says
@@ -119,16 +118,7 @@ def gpt2_step(model: Any) -> GPT2Step | None:
 
     Whether they agree is tried once for a model.
     """
-    if type(model) is not GPT2LMHeadModel or model.config.add_cross_attention or model.config.reorder_and_upcast_attn:
-        return None
-    for block in model.transformer.h:
-        products = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-        if not all(type(product) is Conv1D for product in products):  # an adapter
-            return None
-    hooks = (
-        hook for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values()
-    )
-    if not all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):  # its own only listen
+    if not is_plain_gpt2(model) or not hasattr(model, "lm_head"):
         return None
     if getattr(model, AGREES, None) is None:
         setattr(model, AGREES, _agrees(model, GPT2Step(model)))

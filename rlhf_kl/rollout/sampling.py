@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.actor_critic import position_ids
-from rlhf_kl.rollout.cache import reserve
 from rlhf_kl.rollout.decoded import DecodedStates
-from rlhf_kl.rollout.gpt2_step import GPT2Step, gpt2_step
-from rlhf_kl.rollout.prefill import read_once
+from rlhf_kl.rollout.decoding import decoding_of
 
-STOP_TEST_EVERY = 4  # asking the device which rows are done makes it wait
+STOP_TEST_EVERY = {"cpu": 1, "cuda": 4}  # steps; asking a GPU which rows are done makes it wait
 COMPACT_BELOW = 0.8  # share of rows still going at which the others leave the batch
 
 
@@ -55,79 +52,35 @@ def sample_responses(
     `uniforms` (B, T) holds the sampling noise. A response ends with its first EOS; shapes are trimmed to the
     longest response. `decoded` is told what the model said.
     """
-    quick = gpt2_step(model)
-    with decoded.listening(model) if decoded is not None else nullcontext():
-        return _decode(model, quick, prompt_ids, prompt_mask, uniforms, eos_ids, pad_id, temperature, decoded)
-
-
-def _decode(
-    model: Any,
-    quick: GPT2Step | None,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    uniforms: Tensor,
-    eos_ids: list[int],
-    pad_id: int,
-    temperature: float,
-    decoded: DecodedStates | None,
-) -> Sampled:
     device, limit = prompt_ids.device, uniforms.shape[1]
+    decoding = decoding_of(model, prompt_ids, prompt_mask, limit)
     stops = torch.tensor(eos_ids, device=device)
-    (rows, width), end = prompt_ids.shape, prompt_ids.shape[1] + limit
+    test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
     drawn: list[tuple[Tensor, Tensor]] = []  # a step each: the rows (b,) in the batch and their tokens (b,)
 
     # Of the rows that are still in the batch:
-    going = torch.arange(rows, device=device)
-    alive = torch.ones(rows, dtype=torch.bool, device=device)
-    noise = uniforms.to(device)
-    attention = torch.cat([prompt_mask, torch.ones((rows, limit), dtype=torch.bool, device=device)], 1)
-    positions = position_ids(attention)
-    cache: Any = None
-    inputs, compact = prompt_ids, False
-    for step in range(limit):
-        seen = width + step
-        if quick is not None and step:
-            logits, hidden = quick(inputs[:, 0], positions[:, seen - 1], seen)
+    going = torch.arange(len(prompt_ids), device=device)
+    alive = torch.ones(len(prompt_ids), dtype=torch.bool, device=device)
+    noise, tokens = uniforms.to(device), going
+    with decoded.listening(model) if decoded is not None else nullcontext():
+        for step in range(limit):
+            logits, hidden = decoding.next(tokens) if step else decoding.first()
             if decoded is not None:
-                decoded.hidden.append(hidden)
-        elif cache is None and (read := read_once(model, prompt_ids, prompt_mask)) is not None:
-            logits, cache = read
-        else:
-            output = model(
-                input_ids=inputs,
-                attention_mask=attention[:, :seen],
-                position_ids=positions[:, seen - inputs.shape[1] : seen],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            logits, cache = output.logits[:, -1], output.past_key_values
-        if not step:
-            if quick is not None and not quick.begin(cache, attention):
-                quick = None
-            compact = quick is not None or reserve(cache, end)
-        if decoded is not None:
-            decoded.add(going, logits)
-        tokens = pick_tokens(logits, noise[:, step], temperature)
-        drawn.append((going, tokens))
-        inputs = tokens.unsqueeze(1)
-        if (step + 1) % STOP_TEST_EVERY:
-            continue
-        recent = torch.stack([tokens for _, tokens in drawn[-STOP_TEST_EVERY:]])
-        alive &= ~torch.isin(recent, stops).any(0)
-        left = int(alive.sum())
-        if left == 0:
-            break
-        if compact and left <= COMPACT_BELOW * len(going):
-            kept = alive.nonzero().squeeze(1)
-            if quick is not None:
-                quick.keep(kept)
-            else:
-                cache.batch_select_indices(kept)
-            going, alive, noise, attention, positions, inputs = (
-                x.index_select(0, kept) for x in (going, alive, noise, attention, positions, inputs)
-            )
-    return _until_stop(drawn, rows, stops, pad_id)
+                decoded.add(going, logits, hidden)
+            tokens = pick_tokens(logits, noise[:, step], temperature)
+            drawn.append((going, tokens))
+            if (step + 1) % test_every:
+                continue
+            recent = torch.stack([each for _, each in drawn[-test_every:]])
+            alive &= ~torch.isin(recent, stops).any(0)
+            left = int(alive.sum())
+            if left == 0:
+                break
+            if decoding.lets_go and left <= COMPACT_BELOW * len(going):
+                kept = alive.nonzero().squeeze(1)
+                decoding.keep(kept)
+                going, alive, noise, tokens = (x.index_select(0, kept) for x in (going, alive, noise, tokens))
+    return _until_stop(drawn, len(prompt_ids), stops, pad_id)
 
 
 def _until_stop(drawn: list[tuple[Tensor, Tensor]], rows: int, stops: Tensor, pad_id: int) -> Sampled:

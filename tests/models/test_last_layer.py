@@ -3,12 +3,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from rlhf_kl.models.actor_critic import WAYS_AGREE, choose_way, read_states
 from rlhf_kl.models.last_layer import ALONE, last_mlp, last_mlp_at, try_last_mlp
 from rlhf_kl.models.recompute import enable_recompute
+
+pytestmark = pytest.mark.usefixtures("uncompiled")  # this is about what models do themselves
 
 Make = Callable[..., Any]
 IDS = torch.tensor([[1, 3, 4, 5, 6], [1, 4, 0, 0, 0]])

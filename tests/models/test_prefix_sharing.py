@@ -19,6 +19,8 @@ from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.text import pad
 from rlhf_kl.ops.prefixes import Prefixes, find_prefixes
 
+pytestmark = pytest.mark.usefixtures("uncompiled")  # this is about what models do themselves
+
 Make = Callable[..., Any]
 IDS = torch.tensor([[1, 3, 4, 5, 6, 2], [1, 3, 4, 4, 0, 0], [1, 3, 4, 5, 6, 3], [1, 3, 4, 5, 6, 2]])
 MASK = torch.tensor([[True] * 6, [True] * 4 + [False] * 2, [True] * 6, [True] * 6])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.models.actor_critic import ActorCritic
-from rlhf_kl.rollout import sampling
+from rlhf_kl.rollout import decoding, sampling
 from rlhf_kl.rollout.collect import Sampling, draw, measure
 from rlhf_kl.rollout.decoded import DecodedStates
 from rlhf_kl.seeding import uniforms
@@ -47,9 +47,9 @@ def test_rows_leave_without_a_trace(
     """The same tokens whether finished rows stay or go, and in the model's own cache or ours."""
     model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x")
     found = []
-    for share, reserve in ((0.99, sampling.reserve), (0.0, sampling.reserve), (0.99, lambda *_: False)):
+    for share, reserve in ((0.99, decoding.reserve), (0.0, decoding.reserve), (0.99, lambda *_: False)):
         monkeypatch.setattr(sampling, "COMPACT_BELOW", share)
-        monkeypatch.setattr(sampling, "reserve", reserve)
+        monkeypatch.setattr(decoding, "reserve", reserve)
         found.append(draw(model, prompts, noise, Sampling(12, 1.0, [2, 5], 0), "cpu"))
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):

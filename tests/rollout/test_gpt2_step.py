@@ -5,25 +5,33 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from rlhf_kl.models.actor_critic import choose_way
 from rlhf_kl.models.lora import add_adapter
-from rlhf_kl.rollout import sampling
+from rlhf_kl.rollout import decoding
 from rlhf_kl.rollout.decoded import DecodedStates
 from rlhf_kl.rollout.gpt2_step import AGREES, gpt2_step
 from rlhf_kl.rollout.sampling import Sampled, sample_responses
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch
 
+pytestmark = pytest.mark.usefixtures("uncompiled")  # this is about what models do themselves
+
 Make = Callable[..., Any]
 Prompts = Callable[..., PromptBatch]
 
 
-def calls(model: Any) -> list[int]:
+def calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens that each call of the model's own forward reads, from here on."""
     seen: list[int] = []
-    own = model.forward
-    model.forward = lambda *args, **kwargs: (seen.append(kwargs["input_ids"].shape[1]), own(*args, **kwargs))[1]
+    own = type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["input_ids"].shape[1])
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", forward)
     return seen
 
 
@@ -34,11 +42,13 @@ def sample(model: Any, prompts: PromptBatch, decoded: DecodedStates | None = Non
     )
 
 
-def test_the_model_is_asked_about_the_prompts_only(new_model: Make, prompts_of: Prompts) -> None:
+def test_the_model_is_asked_about_the_prompts_only(
+    new_model: Make, prompts_of: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, prompts = new_model(seed=3), prompts_of(*("ab", "abcdab", "d") * 8)
     choose_way(model)  # after which transformers listens to its layers
     assert gpt2_step(model) is not None
-    seen = calls(model)
+    seen = calls(model, monkeypatch)
     sample(model, prompts)
     assert seen == [prompts.ids.shape[1]]
 
@@ -48,7 +58,7 @@ def test_it_says_what_the_model_says(new_model: Make, prompts_of: Prompts, monke
     model, prompts = new_model(seed=3), prompts_of(*("ab", "abcdab", "d") * 8)
     quick = DecodedStates()
     found = sample(model, prompts, quick)
-    monkeypatch.setattr(sampling, "gpt2_step", lambda _model: None)
+    monkeypatch.setattr(decoding, "gpt2_step", lambda _model: None)
     plain = DecodedStates()
     expected = sample(model, prompts, plain)
     for a, b in zip(found, expected, strict=True):
@@ -79,13 +89,15 @@ def test_scaling_of_attention_by_layer_is_kept(new_model: Make, prompts_of: Prom
     assert gpt2_step(model) is not None
 
 
-def test_a_model_whose_layers_do_something_else_decodes_itself(new_model: Make, prompts_of: Prompts) -> None:
+def test_a_model_whose_layers_do_something_else_decodes_itself(
+    new_model: Make, prompts_of: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = new_model()
-    own = model.transformer.h[0].mlp.forward
-    model.transformer.h[0].mlp.forward = lambda x: 2 * own(x)
+    own = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: 2 * own(self, x))
     assert gpt2_step(model) is None
     assert getattr(model, AGREES) is False
-    seen = calls(model)
+    seen = calls(model, monkeypatch)
     sample(model, prompts_of("ab", "d"))
     assert len(seen) > 1
 

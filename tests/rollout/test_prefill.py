@@ -14,6 +14,8 @@ from rlhf_kl.rollout.sampling import Sampled, sample_responses
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch
 
+pytestmark = pytest.mark.usefixtures("uncompiled")  # this is about what models do themselves
+
 Make = Callable[..., Any]
 SYSTEM = "abba" * 2
 
@@ -27,11 +29,16 @@ def llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def tokens_read(model: Any) -> list[int]:
+def tokens_read(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens in each call of the model's own forward from here on, the prompts' in the largest."""
     seen: list[int] = []
-    own = model.forward
-    model.forward = lambda *args, **kwargs: (seen.append(kwargs["input_ids"].numel()), own(*args, **kwargs))[1]
+    own = type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["input_ids"].numel())
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", forward)
     return seen
 
 
@@ -43,7 +50,7 @@ def test_responses_are_those_to_prompts_read_one_by_one(
     choose_way(model)
     prompts = prompts_of(*(SYSTEM + end for end in ("ab", "c", "abc", "d", "c")))
     found: list[tuple[Sampled, DecodedStates, int]] = []
-    seen = tokens_read(model)
+    seen = tokens_read(model, monkeypatch)
     for share in (math.inf, 0.0):
         monkeypatch.setitem(prefix_sharing.LAYING_OUT, "cpu", share)
         seen.clear()
@@ -64,11 +71,11 @@ def test_responses_are_those_to_prompts_read_one_by_one(
 
 
 def test_a_system_message_is_read_once_at_the_width_of_a_real_model(
-    new_model: Make, prompts_of: Callable[..., PromptBatch]
+    new_model: Make, prompts_of: Callable[..., PromptBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = new_model(seed=3, spread=0.1, hidden_size=64)  # pays from 39 % on
     choose_way(model)
-    seen = tokens_read(model)
+    seen = tokens_read(model, monkeypatch)
     noise = uniforms(4, 2, 0, "x")
     for prompts, expected in ((prompts_of("ab", "c", "d", "b"), 4 * 3), (prompts_of("ab", "ab", "ab", "a"), 3)):
         seen.clear()

@@ -1,0 +1,126 @@
+"""The C of this folder as a library for this machine's processor."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rlhf_kl.cache import cache_folder
+
+SOURCES = ("gpt2.c", "logits.c")
+# Nothing that lets results depend on how an expression is written, but for fused multiply-add. OpenMP's functions are
+# left open: they are found in the library that torch has loaded, and so its threads are used and not a second team.
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+COMPILERS = ("gcc", "cc")
+COMPILE_SECONDS = 120.0  # usually three
+VECTORS = {"avx2", "fma"}  # what a processor must have: the tiles are made for its registers
+
+
+class _Unavailable(Exception):
+    """Why there is no library."""
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    import torch  # noqa: F401  its OpenMP must be there first
+
+    try:
+        return _load()
+    except _Unavailable as reason:
+        return str(reason)
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None where there are none, for the reason that `missing` names."""
+    found = _loaded()
+    return found if isinstance(found, ctypes.CDLL) else None
+
+
+def missing() -> str | None:
+    """Why there is no library; None where there is one."""
+    found = _loaded()
+    return found if isinstance(found, str) else None
+
+
+def _load() -> ctypes.CDLL:
+    features = _processor_features()
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise _Unavailable("there is no C compiler (gcc)")
+    name = f"kernels-{_key(compiler, features)}.so"
+    for folder in (cache_folder() / "kernels", None):
+        try:
+            if folder is None:  # the cache cannot be written
+                with tempfile.TemporaryDirectory() as elsewhere:
+                    return _open(_built(Path(elsewhere) / name, compiler))
+            folder.mkdir(parents=True, exist_ok=True)
+            return _open(_built(folder / name, compiler))
+        except OSError as error:
+            problem = error
+    raise _Unavailable(f"they cannot be built: {problem.strerror or problem}") from problem
+
+
+def _processor_features() -> str:
+    """What the processor says it can do. Errors: _Unavailable where the tiles are not made for it."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise _Unavailable("they are made for Linux on x86-64")
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise _Unavailable("the processor does not say what it can do") from error
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    if not set(flags.split()) >= VECTORS:
+        raise _Unavailable("the processor has no AVX2")
+    return flags
+
+
+def _key(compiler: str, features: str) -> str:
+    """Changes with the sources, the flags, the compiler and the processor: a home may be on several machines."""
+    digest = hashlib.sha256(repr((FLAGS, compiler, os.stat(os.path.realpath(compiler)).st_mtime, features)).encode())
+    for path in sorted(Path(__file__).parent.glob("*.[ch]")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _built(target: Path, compiler: str) -> Path:
+    """The library, compiled where it is not there yet."""
+    if target.is_file():
+        return target
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as work:
+        objects = [f"{work}/{Path(source).stem}.o" for source in SOURCES]
+        for source, made in zip(SOURCES, objects, strict=True):
+            _run(compiler, *FLAGS, "-fopenmp", "-fPIC", "-c", str(Path(__file__).parent / source), "-o", made)
+        _run(compiler, "-shared", *objects, "-o", f"{work}/library.so", "-lm")
+        os.replace(f"{work}/library.so", target)
+    return target
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _Unavailable(f"{command[0]} took longer than {COMPILE_SECONDS:.0f} s") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise _Unavailable(f"{command[0]} failed: {lines[0].strip() if lines else done.returncode}")
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _Unavailable(f"what was built cannot be loaded: {error}") from error
+    for name in ("lanes", "gpt2_kept", "gpt2_packed"):
+        getattr(found, name).restype = ctypes.c_int64
+    return found
