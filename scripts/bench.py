@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import yaml
 
+from rlhf_kl.kernels.build import library
+from rlhf_kl.kernels.logits import HeadLogits, plain_matrix
 from rlhf_kl.tracking.files import check_writable
 
 PEER_DTYPE = "float32"  # what the peer's script computes in
@@ -43,22 +45,23 @@ SCRIPT_REWARD = '''def count(prompts, responses):
     """Something to score where no reward model is needed."""
     return [float(sum(map(ord, response)) % 101) for response in responses]
 '''
-# The command line without its short cuts: transformers' own forward and cache at every step and position, one padded
-# pass over all rows, and policy, reference and reward model asked again for every figure. Still computed in one
-# operation or in chunks: GELU and log-probs.
+# The command line without its short cuts: no compiled functions, transformers' own forward and cache at every step and
+# position, one padded pass over all rows, and policy, reference and reward model asked again for every figure. Still
+# computed in one operation or in chunks: GELU and log-probs.
 PLAIN_WAYS = """
 from rlhf_kl import reward_functions
 from rlhf_kl.commands import parts
-from rlhf_kl.models import actor_critic, load
-from rlhf_kl.ops import packing
-from rlhf_kl.rollout import features, reference, sampling
+from rlhf_kl.models import actor_critic, compiled, load
+from rlhf_kl.ops import logprobs, packing
+from rlhf_kl.rollout import decoding, features, reference
 from rlhf_kl.trainers import ppo
 
 packing.group_lengths = reward_functions.group_lengths = lambda rows, **_: [list(range(len(rows)))] if rows else []
 features._recall = lambda layout, *_: list(range(len(layout.lengths)))
 load.choose_way = lambda model: setattr(model, actor_critic.PLAIN, "asked for")
 reward_functions.try_last_mlp = reward_functions.choose_trunk_way = parts.choose_trunk_way = lambda *_: None
-sampling.gpt2_step = sampling.reserve = lambda *_: None
+compiled.library = logprobs.library = lambda: None
+decoding.gpt2_step = decoding.reserve = lambda *_: None
 reference.KEPT_ELEMENTS = 0
 ppo.PPOTrainer.listener = lambda *_: None
 
@@ -363,14 +366,21 @@ def timed(call: Callable[[], Any], device: str, seconds: float = 0.4) -> float:
 
 
 def multiply_rate(shape: Shape, rows: int, device: str, dtype: str) -> float:
-    """Operations per second over the products of one layer at `rows` tokens, forward and both backward ones."""
+    """Operations per second over the products of one layer at `rows` tokens, forward and both backward ones.
+
+    By torch or, where it is faster, by the compiled functions.
+    """
     kind, h = getattr(torch, dtype), shape.hidden
     total = spent = 0.0
     for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)):
         x, w, g = (torch.randn(*size, device=device).to(kind) for size in ((rows, k), (k, n), (rows, n)))
         for a, b in ((x, w), (g, w.T), (x.T, g)):
             total += 2.0 * rows * k * n
-            spent += timed(lambda a=a, b=b: a @ b, device, 0.15)  # type: ignore[misc]
+            ways: list[Callable[[], Any]] = [lambda a=a, b=b: a @ b]  # type: ignore[misc]
+            if plain_matrix(x) and library() is not None:
+                a, b = a.contiguous(), b.T.contiguous()
+                ways.append(lambda a=a, b=b: HeadLogits.apply(a, b))  # type: ignore[misc]
+            spent += min(timed(way, device, 0.15) for way in ways)
     return total / spent
 
 

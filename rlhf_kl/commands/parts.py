@@ -20,6 +20,7 @@ from rlhf_kl.models.actor_critic import (
     plain_reason,
     value_head_from_reward,
 )
+from rlhf_kl.models.compiled import slower_reason
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
 from rlhf_kl.models.lora import AdapterReference, has_adapter
@@ -65,6 +66,8 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     policy, tokenizer = loaded.model.to(device), loaded.tokenizer
     if reason := plain_reason(policy):
         display.message(f"policy.model: logits are computed at every position, not at responses only: {reason}")
+    if reason := slower_reason(policy, config.run.dtype):
+        display.message(f"policy.model: updates take about twice the time without compiled functions: {reason}")
     reference, same = build_reference(config, sources, loaded)
     reward = sources.reward(config.reward)
     gold = sources.gold(config.reward, config.reward.model or "", config.data.prompts)

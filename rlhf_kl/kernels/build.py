@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -61,9 +62,9 @@ def _load() -> ctypes.CDLL:
         try:
             if folder is None:  # the cache cannot be written
                 with tempfile.TemporaryDirectory() as elsewhere:
-                    return _open(_built(Path(elsewhere) / name, compiler))
+                    return _from(Path(elsewhere) / name, compiler)
             folder.mkdir(parents=True, exist_ok=True)
-            return _open(_built(folder / name, compiler))
+            return _from(folder / name, compiler)
         except OSError as error:
             problem = error
     raise _Unavailable(f"they cannot be built: {problem.strerror or problem}") from problem
@@ -91,17 +92,21 @@ def _key(compiler: str, features: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _built(target: Path, compiler: str) -> Path:
-    """The library, compiled where it is not there yet."""
+def _from(target: Path, compiler: str) -> ctypes.CDLL:
+    """The library at `target`, compiled where it is not there yet or cannot be loaded."""
     if target.is_file():
-        return target
+        with contextlib.suppress(OSError):
+            return _open(target)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as work:
         objects = [f"{work}/{Path(source).stem}.o" for source in SOURCES]
         for source, made in zip(SOURCES, objects, strict=True):
             _run(compiler, *FLAGS, "-fopenmp", "-fPIC", "-c", str(Path(__file__).parent / source), "-o", made)
         _run(compiler, "-shared", *objects, "-o", f"{work}/library.so", "-lm")
         os.replace(f"{work}/library.so", target)
-    return target
+    try:
+        return _open(target)
+    except OSError as error:
+        raise _Unavailable(f"what {compiler} made cannot be loaded: {error}") from error
 
 
 def _run(*command: str) -> None:
@@ -117,10 +122,7 @@ def _run(*command: str) -> None:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    try:
-        found = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise _Unavailable(f"what was built cannot be loaded: {error}") from error
+    found = ctypes.CDLL(str(path))
     for name in ("lanes", "gpt2_kept", "gpt2_packed"):
         getattr(found, name).restype = ctypes.c_int64
     return found

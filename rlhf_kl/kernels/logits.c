@@ -80,38 +80,41 @@ INLINE vec next(const float *x, i64 left) {
     return rest;
 }
 
-/* log sum exp of scale * x over a row. */
-static float log_sum_exp(i64 size, const float *x, float scale) {
+/* The largest number of a row of scale * x, and the log of the sum of exp(scale * x - largest): apart, since their sum
+   would round the smaller one away. */
+static void normaliser(i64 size, const float *x, float scale, float *largest, float *log_sum) {
     vec most = SPLAT(-INFINITY), total = {0};
     for (i64 j = 0; j < size; j += LANES) {
         vec y = scale * next(x + j, size - j);
         most = pick(y > most, y, most);
     }
-    float top = largest_of(most);
-    for (i64 j = 0; j < size; j += LANES) total += exp_of(scale * next(x + j, size - j) - top);
-    return top + logf(sum_of(total));
+    *largest = largest_of(most);
+    for (i64 j = 0; j < size; j += LANES) total += exp_of(scale * next(x + j, size - j) - *largest);
+    *log_sum = logf(sum_of(total));
 }
 
-/* log softmax(scale * logits)[id] and the log sum exp of each row of logits (rows, size). */
-void chosen_forward(i64 rows, i64 size, const float *logits, const i64 *ids, float scale, float *logprobs, float *lse,
-                    int threads) {
+/* log softmax(scale * logits)[id] of each row of logits (rows, size), and what `chosen_backward` wants to know of it:
+   norms (rows, 2). */
+void chosen_forward(i64 rows, i64 size, const float *logits, const i64 *ids, float scale, float *logprobs,
+                    float *norms, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (i64 r = 0; r < rows; r++) {
-        lse[r] = log_sum_exp(size, logits + r * size, scale);
-        logprobs[r] = scale * logits[r * size + ids[r]] - lse[r];
+        normaliser(size, logits + r * size, scale, norms + 2 * r, norms + 2 * r + 1);
+        logprobs[r] = scale * logits[r * size + ids[r]] - norms[2 * r] - norms[2 * r + 1];
     }
 }
 
 /* Gradient of the logits from that of the log-probabilities, `grad` (rows,). */
-void chosen_backward(i64 rows, i64 size, const float *logits, const i64 *ids, float scale, const float *lse,
+void chosen_backward(i64 rows, i64 size, const float *logits, const i64 *ids, float scale, const float *norms,
                      const float *grad, float *dlogits, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (i64 r = 0; r < rows; r++) {
         const float *x = logits + r * size;
-        float *out = dlogits + r * size, weight = -scale * grad[r];
+        float *out = dlogits + r * size, weight = -scale * grad[r], largest = norms[2 * r], log_sum = norms[2 * r + 1];
         i64 j = 0;
-        for (; j + LANES <= size; j += LANES) AT(out + j) = weight * exp_of(scale * AT(x + j) - lse[r]);
-        vec tail = weight * exp_of(scale * next(x + j, size - j) - lse[r]);
+        for (; j + LANES <= size; j += LANES)
+            AT(out + j) = weight * exp_of(scale * AT(x + j) - largest - log_sum);
+        vec tail = weight * exp_of(scale * next(x + j, size - j) - largest - log_sum);
         for (i64 i = 0; j + i < size; i++) out[j + i] = tail[i];
         out[ids[r]] += scale * grad[r];
     }

@@ -90,8 +90,8 @@ class ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
         ids = ids.contiguous()
-        logprobs, lse = logits.new_empty(len(logits)), logits.new_empty(len(logits))
-        ctx.save_for_backward(logits, ids, lse)
+        logprobs, norms = logits.new_empty(len(logits)), logits.new_empty(len(logits), 2)
+        ctx.save_for_backward(logits, ids, norms)
         ctx.scale = FLOAT(1.0 / temperature)
         compiled().chosen_forward(
             SIZE(len(logits)),
@@ -100,7 +100,7 @@ class ChosenLogprobs(torch.autograd.Function):
             address(ids),
             ctx.scale,
             address(logprobs),
-            address(lse),
+            address(norms),
             threads(),
         )
         return logprobs
@@ -108,7 +108,7 @@ class ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, ids, lse = ctx.saved_tensors
+        logits, ids, norms = ctx.saved_tensors
         d_logits, grad = torch.empty_like(logits), grad.contiguous()
         compiled().chosen_backward(
             SIZE(len(logits)),
@@ -116,7 +116,7 @@ class ChosenLogprobs(torch.autograd.Function):
             address(logits),
             address(ids),
             ctx.scale,
-            address(lse),
+            address(norms),
             address(grad),
             address(d_logits),
             threads(),

@@ -52,9 +52,12 @@ def _is_plain(module: nn.Module) -> bool:
     return all(getattr(hook, "__module__", "").startswith(("transformers.", "rlhf_kl.")) for hook in hooks)
 
 
-def slower_reason(model: Any) -> str | None:
-    """Why a model on the CPU that the compiled functions know has to do without them; None where it has not."""
-    if next(model.parameters()).device.type != "cpu" or not _known(model):
+def slower_reason(model: Any, dtype: str) -> str | None:
+    """Why a model on the CPU that the compiled functions know has to do without them; None where it has not.
+
+    `dtype`: what the run computes in.
+    """
+    if dtype != "float32" or next(model.parameters()).device.type != "cpu" or not _known(model):
         return None
     return missing()
 

@@ -19,6 +19,7 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.kl_controllers import KLControl
 from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.actor_critic import ActorCritic, plain_reason
+from rlhf_kl.models.compiled import compiled_weights
 from rlhf_kl.ops.gae import gae
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
@@ -546,6 +547,12 @@ class PPOTrainer:
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled functions do the policy's work."""
+        with self.autocast():
+            return compiled_weights(self.core.policy, self.accelerator.device) is not None
+
     def state_dict(self) -> dict[str, Any]:
         """State besides tensors, JSON-able."""
         return {
@@ -554,6 +561,7 @@ class PPOTrainer:
             "forecast": self.forecast.state_dict(),
             "microbatch": self.microbatch.halved,
             "decoding_agrees": self.decoding_agrees,
+            "compiled": self.compiled,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -563,6 +571,12 @@ class PPOTrainer:
         self.forecast.load_state_dict(state["forecast"])
         self.microbatch.halve_to(state["microbatch"])
         self.decoding_agrees = state.get("decoding_agrees")  # near its limit, other weights would say otherwise
+        began = bool(state.get("compiled", False))
+        if began is not self.compiled:
+            self.notes.append(
+                f"other-functions: the policy was computed {'with' if began else 'without'} compiled functions before, "
+                "so this run is not to the last bit what it would have been"
+            )
 
 
 def most_tokens_of_a_pass(config: TrainConfig, model: ActorCritic, device: torch.device) -> int | None:

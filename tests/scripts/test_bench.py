@@ -87,6 +87,7 @@ def test_bad_arguments(arguments: list[str], said: str) -> None:
     assert said in done.stderr
 
 
+@pytest.mark.usefixtures("uncompiled")  # whose operations torch cannot count
 def test_the_floor_counts_what_a_pass_over_a_rollout_computes(bench: ModuleType, world: Any) -> None:
     from rlhf_kl.models.actor_critic import read_states
     from rlhf_kl.models.load import load_causal_lm

@@ -1,0 +1,67 @@
+"""Against torch in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlhf_kl.kernels.logits import ChosenLogprobs, HeadLogits
+from rlhf_kl.ops.logprobs import chosen_logprobs
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 12, 500])
+@pytest.mark.parametrize("vocabulary", [5, 7, 64, 133])
+def test_logits_and_their_gradients(rows: int, vocabulary: int) -> None:
+    noise = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 48, generator=noise, requires_grad=True)
+    head = torch.randn(vocabulary, 48, generator=noise, requires_grad=True)
+    weight = torch.randn(rows, vocabulary, generator=noise)
+    logits = HeadLogits.apply(hidden, head)
+    expected = F.linear(hidden.double(), head.double())
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
+    found = torch.autograd.grad(logits, (hidden, head), weight)
+    for own, theirs in zip(found, torch.autograd.grad(expected, (hidden, head), weight.double()), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 16, 829])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("spread", [1e-3, 3.0, 300.0])
+def test_logprobs_and_their_gradient(vocabulary: int, temperature: float, spread: float) -> None:
+    noise = torch.Generator().manual_seed(0)
+    logits = (torch.randn(40, vocabulary, generator=noise) * spread).requires_grad_()
+    ids, weight = torch.randint(vocabulary, (40,), generator=noise), torch.randn(40, generator=noise)
+    found = ChosenLogprobs.apply(logits, ids, temperature)
+    exact = torch.log_softmax(logits.double() / temperature, -1).gather(1, ids.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=2e-6)
+    (own,) = torch.autograd.grad(found, logits, weight)
+    (theirs,) = torch.autograd.grad(exact, logits, weight.double())
+    torch.testing.assert_close(own, theirs.float(), rtol=1e-5, atol=2e-6)
+
+
+def test_forbidden_tokens_and_numbers_that_are_not_finite() -> None:
+    logits = torch.tensor(
+        [[0.0, -math.inf, 0.0], [1.0, -math.inf, -math.inf], [math.nan, 0.0, 0.0], [0.0, math.inf, 0.0]]
+    )
+    found = ChosenLogprobs.apply(logits, torch.tensor([0, 0, 1, 1]), 1.0)
+    torch.testing.assert_close(found[:2], torch.tensor([-math.log(2.0), 0.0]))
+    assert not found[2:].isfinite().any()
+
+
+def test_log_probs_of_flat_logits_are_computed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others, of another dtype or shape, by torch: and both say the same."""
+    asked = []
+    own = ChosenLogprobs.forward
+    monkeypatch.setattr(ChosenLogprobs, "forward", lambda *a: (asked.append(1), own(*a))[1])
+    logits, ids = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    flat = chosen_logprobs(logits, ids)
+    assert asked == [1]
+    for other in (logits.view(2, 3, 5), logits.t().contiguous().t()):
+        torch.testing.assert_close(chosen_logprobs(other, ids.view(other.shape[:-1])).flatten(), flat)
+    torch.testing.assert_close(chosen_logprobs(logits.double(), ids), flat)
+    assert asked == [1]
