@@ -8,8 +8,11 @@
 #include "attention.h"
 
 #define CHUNK 96 /* rows that one thread takes through a layer at a time: they stay in its cache */
-#define GRADIENT_ROWS 288  /* of a weight's gradient, a panel wide, that one thread sums */
+#ifndef GRADIENT_ROWS
+#define GRADIENT_ROWS 144    /* block of a weight's gradient that one thread sums, */
+#define GRADIENT_COLUMNS 96
 #define GRADIENT_DEPTH 192 /* over so many rows of a pass at a time */
+#endif
 
 typedef struct {
     i64 layers, hidden, inner, heads, vocabulary;
@@ -256,39 +259,43 @@ int gpt2_forward(const Shape *s, const Batch *b, const float *const *w, float *k
 
 /* ------------------------------------------------------------------ backward */
 
-/* One panel of C (n_in, n_out) = X^T D over all rows, where X (rows, n_in) and D (rows, n_out), and of D's column
-   sums. Rows of the result from `from` to `to`. `panel` (ROWS, PANEL). */
-static void weight_gradient(i64 rows, i64 j, i64 n_out, i64 from, i64 to, const float *x, i64 ldx, const float *d,
-                            float *panel, float *c, float *bias) {
-    i64 width = min64(PANEL, n_out - j);
-    if (!from) memset(bias + j, 0, 4 * width);
-    if (!rows)
-        for (i64 i = from; i < to; i++) memset(c + i * n_out + j, 0, 4 * width);
-    for (i64 r = 0; r < rows; r += GRADIENT_DEPTH) {
-        i64 m = min64(GRADIENT_DEPTH, rows - r);
-        for (i64 i = 0; i < m; i++)
-            for (i64 k = 0; k < width; k += LANES) AT(panel + i * width + k) = AT(d + (r + i) * n_out + j + k);
-        if (!from)
-            for (i64 i = 0; i < m; i++)
-                for (i64 k = 0; k < width; k += LANES) AT(bias + j + k) = AT(bias + j + k) + AT(panel + i * width + k);
-        product(to - from, width, m, x + r * ldx + from, 1, ldx, panel, width, 0, c + from * n_out + j, n_out, r > 0);
-    }
-}
-
+/* C (n_in, n_out) = X^T D over all rows, where X (rows, n_in) and D (rows, n_out), and D's column sums. */
 typedef struct {
     i64 rows, n_in, n_out;
     const float *x, *d;
     float *c, *bias;
 } Gradient;
 
+static i64 blocks(i64 n, i64 size) { return (n + size - 1) / size; }
+
 static i64 gradient_items(const Gradient *g) {
-    return panels(g->n_out) * ((g->n_in + GRADIENT_ROWS - 1) / GRADIENT_ROWS);
+    return blocks(g->n_in, GRADIENT_ROWS) * blocks(g->n_out, GRADIENT_COLUMNS);
 }
 
-static void gradient_item(const Gradient *g, i64 item, float *panel) {
-    i64 wide = panels(g->n_out), from = item / wide * GRADIENT_ROWS;
-    weight_gradient(g->rows, item % wide * PANEL, g->n_out, from, min64(g->n_in, from + GRADIENT_ROWS), g->x,
-                    g->n_in, g->d, panel, g->c, g->bias);
+/* One block of C; those in its first rows also sum their columns of D. `packed` (GRADIENT_DEPTH, GRADIENT_COLUMNS). */
+static void gradient_item(const Gradient *g, i64 item, float *packed) {
+    i64 across = blocks(g->n_out, GRADIENT_COLUMNS), from = item / across * GRADIENT_ROWS;
+    i64 first = item % across * GRADIENT_COLUMNS, high = min64(GRADIENT_ROWS, g->n_in - from);
+    i64 wide = min64(GRADIENT_COLUMNS, g->n_out - first);
+    float *c = g->c + from * g->n_out + first;
+    if (!from) memset(g->bias + first, 0, 4 * wide);
+    for (i64 i = 0; !g->rows && i < high; i++) memset(c + i * g->n_out, 0, 4 * wide);
+    for (i64 r = 0; r < g->rows; r += GRADIENT_DEPTH) {
+        i64 m = min64(GRADIENT_DEPTH, g->rows - r);
+        for (i64 j = 0; j < wide; j += PANEL) {
+            i64 width = min64(PANEL, wide - j);
+            float *panel = packed + j * m;
+            for (i64 i = 0; i < m; i++)
+                for (i64 k = 0; k < width; k += LANES)
+                    AT(panel + i * width + k) = AT(g->d + (r + i) * g->n_out + first + j + k);
+            for (i64 k = 0; !from && k < width; k += LANES) {
+                vec sum = AT(g->bias + first + j + k);
+                for (i64 i = 0; i < m; i++) sum += AT(panel + i * width + k);
+                AT(g->bias + first + j + k) = sum;
+            }
+        }
+        product(high, wide, m, g->x + r * g->n_in + from, 1, g->n_in, packed, 0, 0, c, g->n_out, r > 0);
+    }
 }
 
 /* A row of a weight behind a norm: from the gradient behind the normalised input to those of weight, scale, shift. */
@@ -319,8 +326,8 @@ int gpt2_backward(const Shape *s, const Batch *b, const float *const *w, float *
         float *next = dqkv + 3 * rows * h, *du = next + rows * h, *dlast = du + rows * inner;
         float *weights = dlast + states * h;
         Head head = {0};
-        float *wide = room(CHUNK * inner), *spare = room(CHUNK * h), *panel = room(GRADIENT_DEPTH * PANEL);
-        int ready = head_room(&head, size, most, 1) && wide && spare && panel;
+        float *wide = room(CHUNK * inner), *spare = room(CHUNK * h), *packed = room(GRADIENT_DEPTH * GRADIENT_COLUMNS);
+        int ready = head_room(&head, size, most, 1) && wide && spare && packed;
         if (!ready)
 #pragma omp atomic write
             failed = 1;
@@ -398,7 +405,7 @@ int gpt2_backward(const Shape *s, const Batch *b, const float *const *w, float *
                     const Gradient *which = all_four;
                     i64 item = i;
                     while (item >= gradient_items(which)) item -= gradient_items(which++);
-                    gradient_item(which, item, panel);
+                    gradient_item(which, item, packed);
                 }
                 /* behind the gradients, for which dx is still what came in */
 #pragma omp for schedule(dynamic) nowait
@@ -424,7 +431,7 @@ int gpt2_backward(const Shape *s, const Batch *b, const float *const *w, float *
                     AT(wpe) = AT(wpe) + AT(dx + r * h + j);
                 }
         }
-        free(wide), free(spare), free(panel), free(head.all);
+        free(wide), free(spare), free(packed), free(head.all);
     }
     free(all);
     return failed;

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#if defined(__AVX__)
 #include <immintrin.h>
-#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -29,17 +27,22 @@ LOCAL i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 LOCAL i64 up_to(i64 n, i64 step) { return (n + step - 1) / step * step; }
 LOCAL float *room(i64 floats) { return aligned_alloc(64, up_to(4 * floats + 64, 64)); }
 
-INLINE float sum_of(vec x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-
-INLINE float largest_of(vec x) {
-    float top = x[0];
-    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
-    return top;
-}
+/* Sum and largest of a vector's numbers, always in the same order. */
+#if defined(__AVX512F__)
+INLINE float sum_of(vec x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE float largest_of(vec x) { return _mm512_reduce_max_ps((__m512)x); }
+#elif defined(__AVX__)
+#define HALVED(name, op4, op1) \
+    INLINE float name(vec x) { \
+        __m128 a = op4(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1)); \
+        a = op4(a, _mm_movehl_ps(a, a)); \
+        return _mm_cvtss_f32(op1(a, _mm_movehdup_ps(a))); \
+    }
+HALVED(sum_of, _mm_add_ps, _mm_add_ss)
+HALVED(largest_of, _mm_max_ps, _mm_max_ss)
+#else
+#error "made for AVX"
+#endif
 
 INLINE vec pick(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
@@ -65,12 +68,10 @@ INLINE vec reciprocal(vec x) {
 #if defined(__AVX512F__)
     vec y = (vec)_mm512_rcp14_ps((__m512)x);
     return y * (2.0f - x * y);
-#elif defined(__AVX__)
+#else
     vec y = (vec)_mm256_rcp_ps((__m256)x);
     y = y * (2.0f - x * y);
     return y * (2.0f - x * y);
-#else
-    return 1.0f / x;
 #endif
 }
 

@@ -38,16 +38,27 @@ def is_plain_gpt2(model: Any) -> bool:
         return False
     if model.config.add_cross_attention or model.config.reorder_and_upcast_attn:
         return False
-    activations = {id(block.mlp.act) for block in _body(model).h if hasattr(block.mlp, "act")}
-    return all(id(module) in activations or _is_plain(module) for module in model.modules())
+    waiting: list[nn.Module] = [model]
+    while waiting:  # quicker than model.modules(): this is asked before every pass
+        module = waiting.pop()
+        if not _is_plain(module):
+            return False
+        parts = module._modules
+        waiting += [
+            part for name, part in parts.items() if part is not None and not (name == "act" and "c_fc" in parts)
+        ]
+    return True
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if type(module) not in PARTS or "forward" in vars(module):
+    kind = type(module)
+    if kind not in PARTS or "forward" in module.__dict__:
         return False
-    if isinstance(module, nn.Dropout):
-        return not (module.training and module.p)
-    # Hooks of transformers' own and of this program only listen to a model that is asked directly.
+    if kind is nn.Dropout and module.training and module.p:
+        return False
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return True
+    # Those of transformers' own and of this program only listen to a model that is asked directly.
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return all(getattr(hook, "__module__", "").startswith(("transformers.", "rlhf_kl.")) for hook in hooks)
 
