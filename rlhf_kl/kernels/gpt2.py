@@ -63,7 +63,7 @@ class Weights:
             and self.inner % lanes == 0
             and self.inner >= self.hidden
             and self.hidden % self.heads == 0
-            and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in self.tensors)
+            and all(x.dtype is torch.float32 and x.is_cpu and x.is_contiguous() for x in self.tensors)
         )
 
 

@@ -37,9 +37,9 @@ def compiled() -> Any:
 
 
 def check(failed: int) -> None:
-    """Errors: MemoryError where a compiled function had none."""
+    """Errors: torch.OutOfMemoryError where a compiled function had no memory to work in."""
     if failed:
-        raise MemoryError("not enough memory: a compiled function could not get its working room")
+        raise torch.OutOfMemoryError("a compiled function could not get its working memory")
 
 
 class HeadLogits(torch.autograd.Function):

@@ -15,7 +15,7 @@ from rlhf_kl.kernels.gpt2 import Rows, Weights, read
 
 AGREES = "rlhf_kl_compiled"  # attribute of a model: whether the compiled functions say what its own forward says
 STATES_AGREE = 1e-4  # largest difference of a hidden state over the largest, in float32
-# What a GPT-2 consists of; its activations are told by what they compute.
+# What a GPT-2 consists of.
 PARTS = {
     GPT2LMHeadModel,
     GPT2Model,
@@ -43,10 +43,8 @@ def is_plain_gpt2(model: Any) -> bool:
         module = waiting.pop()
         if not _is_plain(module):
             return False
-        parts = module._modules
-        waiting += [
-            part for name, part in parts.items() if part is not None and not (name == "act" and "c_fc" in parts)
-        ]
+        # An activation is told by what it computes.
+        waiting += [part for name, part in module._modules.items() if not (name == "act" and type(module) is GPT2MLP)]
     return True
 
 
@@ -85,7 +83,10 @@ def compiled_weights(model: Any, device: torch.device) -> Weights | None:
     if getattr(model, AGREES, None) is None:
         setattr(model, AGREES, False)  # its own forward is asked meanwhile
         setattr(model, AGREES, _agrees(model))
-    return _weights(model) if getattr(model, AGREES) and is_plain_gpt2(model) else None
+    if not getattr(model, AGREES) or not is_plain_gpt2(model):
+        return None
+    weights = _weights(model)
+    return weights if weights.fit else None
 
 
 def read_rows(weights: Weights, ids: Tensor, mask: Tensor, states: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ def _agrees(model: Any) -> bool:
     if not _known(model) or library() is None:
         return False
     weights = _weights(model)
-    if not weights.fit or not all(x.is_contiguous() for x in weights.tensors):
+    if not weights.fit:
         return False
     ids = (torch.arange(12).view(2, 6) * 7 + 1) % len(weights.tensors[0])
     mask = torch.ones_like(ids, dtype=torch.bool)

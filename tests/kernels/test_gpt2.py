@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rlhf_kl.kernels import gpt2 as kernel
 from rlhf_kl.kernels.gpt2 import Decoder, Rows, Weights, read
 from rlhf_kl.models.compiled import _weights
 from rlhf_kl.models.load import fuse_activations
@@ -216,4 +217,18 @@ def test_sizes_that_fill_no_vector_do_not_fit() -> None:
     assert not _weights(gpt2(hidden=20, heads=2)).fit
     assert not _weights(gpt2(inner=24)).fit  # narrower than a state
     plain = _weights(gpt2())
-    assert not Weights([x.double() for x in plain.tensors], 2, plain.eps, plain.scaling).fit
+    for change in (torch.Tensor.double, lambda x: x.t().contiguous().t() if x.dim() > 1 else x):
+        assert not Weights([change(x) for x in plain.tensors], 2, plain.eps, plain.scaling).fit
+
+
+def test_no_memory_is_an_error_that_smaller_passes_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own, after which a microbatch is halved."""
+    library = kernel.compiled()
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name) if name != "gpt2_forward" else lambda *_: 1
+
+    monkeypatch.setattr(kernel, "compiled", Full)
+    with pytest.raises(torch.OutOfMemoryError):
+        read(_weights(gpt2()), Rows.of(*rows([6, 4]), torch.tensor([2])))
