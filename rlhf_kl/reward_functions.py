@@ -115,9 +115,9 @@ class RewardModel:
         try:
             whole = self.forward(rows)
             gaps = [(self.forward_by_states([0, 1], rows, once=once) - whole).abs().max() for once in (False, True)]
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False  # a head that wants more than the states
-        return bool(max(gaps) <= SHORT_AGREES)
+        return bool(torch.stack(gaps).max() <= SHORT_AGREES)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """One score per response, in the model's own unit."""

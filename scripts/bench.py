@@ -53,14 +53,14 @@ from rlhf_kl import reward_functions
 from rlhf_kl.commands import parts
 from rlhf_kl.models import actor_critic, compiled, load
 from rlhf_kl.ops import logprobs, packing
-from rlhf_kl.rollout import decoding, features, reference
+from rlhf_kl.rollout import decoding, features, reference, sampling
 from rlhf_kl.trainers import ppo
 
 packing.group_lengths = reward_functions.group_lengths = lambda rows, **_: [list(range(len(rows)))] if rows else []
 features._recall = lambda layout, *_: list(range(len(layout.lengths)))
 load.choose_way = lambda model: setattr(model, actor_critic.PLAIN, "asked for")
 reward_functions.try_last_mlp = reward_functions.choose_trunk_way = parts.choose_trunk_way = lambda *_: None
-compiled.library = logprobs.library = lambda: None
+compiled.library = logprobs.library = sampling.library = lambda: None
 decoding.gpt2_step = decoding.reserve = lambda *_: None
 reference.KEPT_ELEMENTS = 0
 ppo.PPOTrainer.listener = lambda *_: None

@@ -123,12 +123,22 @@ def new_model(letters: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def compiler() -> None:
+    """Skips where there are no compiled functions."""
+    from rlhf_kl.kernels import build
+
+    if reason := build.missing():
+        pytest.skip(reason)
+
+
+@pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without compiled functions: models that are first asked now do their own work for good."""
     from rlhf_kl.models import compiled
     from rlhf_kl.ops import logprobs
+    from rlhf_kl.rollout import sampling
 
-    for module in (compiled, logprobs):
+    for module in (compiled, logprobs, sampling):
         monkeypatch.setattr(module, "library", lambda: None)
 
 

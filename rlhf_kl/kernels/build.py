@@ -57,17 +57,36 @@ def _load() -> ctypes.CDLL:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise _Unavailable("there is no C compiler (gcc)")
-    name = f"kernels-{_key(compiler, features)}.so"
-    for folder in (cache_folder() / "kernels", None):
-        try:
-            if folder is None:  # the cache cannot be written
-                with tempfile.TemporaryDirectory() as elsewhere:
-                    return _from(Path(elsewhere) / name, compiler)
-            folder.mkdir(parents=True, exist_ok=True)
-            return _from(folder / name, compiler)
-        except OSError as error:
-            problem = error
-    raise _Unavailable(f"they cannot be built: {problem.strerror or problem}") from problem
+    try:
+        name = f"kernels-{_key(compiler, features)}.so"
+        with contextlib.suppress(OSError, RuntimeError):  # no home, or one that cannot be written or run from
+            return _kept(name, compiler)
+        with tempfile.TemporaryDirectory() as folder:
+            return _open(_made(Path(folder) / name, compiler))
+    except OSError as error:
+        raise _Unavailable(f"they cannot be loaded: {error}") from error
+
+
+def _kept(name: str, compiler: str) -> ctypes.CDLL:
+    """The library in the cache, made where it is not there or cannot be loaded. Errors: OSError, RuntimeError."""
+    folder = cache_folder() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    target = folder / name
+    if not (_is_ours(folder) and (not target.exists() or _is_ours(target))):
+        raise OSError("somebody else can write there")  # and have their code run here
+    if target.is_file():
+        with contextlib.suppress(OSError):
+            return _open(target)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as work:
+        made = _made(Path(work) / name, compiler)
+        _open(made)
+        os.replace(made, target)
+    return _open(target)
+
+
+def _is_ours(path: Path) -> bool:
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _processor_features() -> str:
@@ -92,21 +111,13 @@ def _key(compiler: str, features: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _from(target: Path, compiler: str) -> ctypes.CDLL:
-    """The library at `target`, compiled where it is not there yet or cannot be loaded."""
-    if target.is_file():
-        with contextlib.suppress(OSError):
-            return _open(target)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as work:
-        objects = [f"{work}/{Path(source).stem}.o" for source in SOURCES]
-        for source, made in zip(SOURCES, objects, strict=True):
-            _run(compiler, *FLAGS, "-fopenmp", "-fPIC", "-c", str(Path(__file__).parent / source), "-o", made)
-        _run(compiler, "-shared", *objects, "-o", f"{work}/library.so", "-lm")
-        os.replace(f"{work}/library.so", target)
-    try:
-        return _open(target)
-    except OSError as error:
-        raise _Unavailable(f"what {compiler} made cannot be loaded: {error}") from error
+def _made(target: Path, compiler: str) -> Path:
+    objects = [str(target.with_name(f"{Path(source).stem}.o")) for source in SOURCES]
+    for source, made in zip(SOURCES, objects, strict=True):
+        _run(compiler, *FLAGS, "-fopenmp", "-fPIC", "-c", str(Path(__file__).parent / source), "-o", made)
+    _run(compiler, "-shared", *objects, "-o", str(target), "-lm")
+    target.chmod(0o700)
+    return target
 
 
 def _run(*command: str) -> None:

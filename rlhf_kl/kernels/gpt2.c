@@ -15,7 +15,7 @@
 #endif
 
 typedef struct {
-    i64 layers, hidden, inner, heads, vocabulary;
+    i64 layers, hidden, inner, heads;
     const float *eps;     /* (1,) */
     const float *scaling; /* (layers,) of the attention's scores */
 } Shape;

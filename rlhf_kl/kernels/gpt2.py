@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
-from rlhf_kl.kernels.logits import ADDRESS, SIZE, HeadLogits, address, check, compiled, threads
+from rlhf_kl.kernels.logits import ADDRESS, FLOATS, SIZE, address, check, compiled, head_logits, plain, threads
 
 EMBEDDINGS = 2  # the first of the tensors, whose gradients are added up row by row
 
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, SIZE) for name in ("layers", "hidden", "inner", "heads", "vocabulary")),
+        *((name, SIZE) for name in ("layers", "hidden", "inner", "heads")),
         ("eps", ADDRESS),
         ("scaling", ADDRESS),
     ]
@@ -41,7 +42,7 @@ class Weights:
 
     tensors: Sequence[Tensor]  # token and position embeddings, last norm; of each layer norm, qkv, out, norm, up, down
     heads: int
-    eps: float
+    eps: Sequence[float]  # of all norms
     scaling: Sequence[float]  # of each layer's attention scores
 
     @property
@@ -54,16 +55,15 @@ class Weights:
         """Width of the feed-forward part."""
         return self.tensors[12].shape[1]
 
-    @property
-    def fit(self) -> bool:
-        """Whether the compiled functions can work with tensors of these sizes."""
-        lanes = compiled().lanes()
+    def fit(self, lanes: int) -> bool:
+        """Whether compiled functions whose vectors have so many numbers can work with these tensors."""
         return (
-            self.hidden % lanes == 0
+            all(type(x) in (Tensor, Parameter) and plain(x) for x in self.tensors)
+            and self.hidden % lanes == 0
             and self.inner % lanes == 0
             and self.inner >= self.hidden
             and self.hidden % self.heads == 0
-            and all(x.dtype is torch.float32 and x.is_cpu and x.is_contiguous() for x in self.tensors)
+            and len(set(self.eps)) == 1
         )
 
 
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor, states: Tensor) -> Rows:
         """Of rows `ids` (B, L) padded on the right, `states` (N,) rising through the B * L places of the grid."""
-        lengths = mask.sum(1)
+        ids, lengths = ids.long(), mask.sum(1)
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         places = mask.flatten().nonzero().squeeze(1)
         at = (mask.flatten().cumsum(0) - 1).index_select(0, states)
@@ -86,9 +86,9 @@ class Rows(NamedTuple):
 
 
 def _shape(weights: Weights) -> tuple[_Shape, Any]:
-    eps = torch.tensor([weights.eps], dtype=torch.float32)
-    scaling = torch.tensor(list(weights.scaling), dtype=torch.float32)
-    sizes = (len(weights.scaling), weights.hidden, weights.inner, weights.heads, len(weights.tensors[0]))
+    eps = torch.tensor([weights.eps[0]], **FLOATS)
+    scaling = torch.tensor(list(weights.scaling), **FLOATS)
+    sizes = (len(weights.scaling), weights.hidden, weights.inner, weights.heads)
     return _Shape(*sizes, eps.data_ptr(), scaling.data_ptr()), (eps, scaling)
 
 
@@ -102,10 +102,18 @@ def _batch(rows: Rows) -> _Batch:
 
 
 def _forward(weights: Weights, rows: Rows, *, backward: bool, cache: _Cache | None = None) -> tuple[Tensor, Tensor]:
-    """What the LM head reads (states, H), and what the pass keeps for its gradients."""
+    """What the LM head reads (states, H), and what the pass keeps for its gradients.
+
+    Errors: IndexError for a token or a position that the model does not know.
+    """
+    tokens, positions = len(weights.tensors[0]), len(weights.tensors[1])
+    if len(rows.ids) and (int(rows.ids.min()) < 0 or int(rows.ids.max()) >= tokens):
+        raise IndexError(f"a token beyond the model's {tokens}")
+    if len(rows.ids) and int(rows.positions.max()) >= positions:
+        raise IndexError(f"a row longer than the model's {positions} positions")
     (shape, _alive), batch = _shape(weights), _batch(rows)
-    kept = torch.empty(compiled().gpt2_kept(ctypes.byref(shape), ctypes.byref(batch), int(backward)))
-    hidden = torch.empty(len(rows.at), weights.hidden)
+    kept = torch.empty(compiled().gpt2_kept(ctypes.byref(shape), ctypes.byref(batch), int(backward)), **FLOATS)
+    hidden = torch.empty(len(rows.at), weights.hidden, **FLOATS)
     check(
         compiled().gpt2_forward(
             ctypes.byref(shape),
@@ -163,23 +171,28 @@ def read(weights: Weights, rows: Rows) -> Tensor:
 class Decoder:
     """Continues sequences token by token. Made for one rollout: it holds a copy of the weights as they are."""
 
-    def __init__(self, weights: Weights, head: Tensor, slots: int, length: int) -> None:
-        """Room for `slots` sequences of `length` tokens."""
-        self.weights, self.head = weights, head
+    def __init__(self, weights: Weights, head: Tensor, slots: int, length: int, *, kept: bool = True) -> None:
+        """Room for `slots` sequences of `length` tokens, which the model knows, as it does what the head can say.
+
+        Without `kept` the logits of a step are gone with the next: large blocks that come and go between small ones
+        that stay would leave holes that nothing fits in.
+        """
+        self.weights, self.head, self.kept = weights, head, kept
+        self.logits: Tensor | None = None
         self.shape, self._alive = _shape(weights)
         self.pointers = _pointers(weights.tensors)
         lanes, size = compiled().lanes(), weights.hidden // weights.heads
         self.capacity = -(-length // lanes) * lanes
         wide = (len(weights.scaling), slots, weights.heads)
         # A little more than is used: the last value of a slot is read in whole vectors.
-        self.keys = torch.zeros(*wide, size, self.capacity)
-        self.room = torch.zeros(self.keys.numel() + lanes)
+        self.keys = torch.zeros(*wide, size, self.capacity, **FLOATS)
+        self.room = torch.zeros(self.keys.numel() + lanes, **FLOATS)
         self.values = self.room[: self.keys.numel()].view(*wide, self.capacity, size)
         self.cache = _Cache(slots, self.capacity, self.keys.data_ptr(), self.room.data_ptr())
-        self.packed = torch.empty(compiled().gpt2_packed(ctypes.byref(self.shape)))
+        self.packed = torch.empty(compiled().gpt2_packed(ctypes.byref(self.shape)), **FLOATS)
         compiled().gpt2_pack(ctypes.byref(self.shape), self.pointers, address(self.packed), threads())
-        self.slots = torch.arange(slots)
-        self.lengths = torch.zeros(slots, dtype=torch.long)  # tokens that each slot holds
+        self.slots = torch.arange(slots, device="cpu")
+        self.lengths = torch.zeros_like(self.slots)  # tokens that each slot holds
 
     def read(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Begin with rows `ids` (slots, P) padded on the right: logits (slots, V) behind each, and hidden states."""
@@ -204,7 +217,7 @@ class Decoder:
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """One more token each (b,): logits (b, V) and what the LM head reads (b, H)."""
-        hidden, tokens = torch.empty(len(tokens), self.weights.hidden), tokens.contiguous()
+        hidden, tokens = torch.empty(len(tokens), self.weights.hidden, **FLOATS), tokens.contiguous()
         check(
             compiled().gpt2_step(
                 ctypes.byref(self.shape),
@@ -223,5 +236,8 @@ class Decoder:
         return self._logits(hidden), hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = HeadLogits.apply(hidden, self.head)
-        return logits
+        if self.kept:
+            return head_logits(hidden, self.head)
+        if self.logits is None:
+            self.logits = torch.empty(len(hidden), len(self.head), **FLOATS)
+        return head_logits(hidden, self.head, self.logits)

@@ -119,3 +119,47 @@ void chosen_backward(i64 rows, i64 size, const float *logits, const i64 *ids, fl
         out[ids[r]] += scale * grad[r];
     }
 }
+
+/* Inverse-CDF sampling: in each row of logits (rows, size) the first token whose cumulative probability under
+   softmax(scale * logits) is above uniform (rows,). Returns 0, or 1 where memory ran out. */
+int pick_forward(i64 rows, i64 size, const float *logits, const double *uniform, float scale, i64 *ids, int threads) {
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *p = room(up_to(size, LANES));
+        if (!p)
+#pragma omp atomic write
+            failed = 1;
+#pragma omp for schedule(static)
+        for (i64 r = 0; r < rows; r++) {
+            if (!p) continue;
+            const float *x = logits + r * size;
+            vec most = SPLAT(-INFINITY);
+            for (i64 j = 0; j < size; j += LANES) {
+                vec y = scale * next(x + j, size - j);
+                most = pick(y > most, y, most);
+            }
+            float largest = largest_of(most);
+            double total = 0, before = 0;
+            for (i64 j = 0; j < size; j += LANES) {
+                vec y = scale * next(x + j, size - j);
+                /* what is forbidden must not have the smallest number that exp knows */
+                AT(p + j) = pick(y > SPLAT(-INFINITY), exp_of(y - largest), (vec){0});
+                total += sum_of(AT(p + j));
+            }
+            i64 j = 0, last = 0;
+            double threshold = uniform[r] * total;
+            for (; j + LANES < size && before + sum_of(AT(p + j)) <= threshold; j += LANES)
+                before += sum_of(AT(p + j));
+            ids[r] = -1;
+            for (i64 i = j; i < min64(size, j + LANES) && ids[r] < 0; i++) {
+                before += p[i];
+                if (p[i] > 0) last = i;
+                if (before > threshold) ids[r] = i;
+            }
+            if (ids[r] < 0) ids[r] = last; /* sums of another order round otherwise */
+        }
+        free(p);
+    }
+    return failed;
+}

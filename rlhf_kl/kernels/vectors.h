@@ -46,8 +46,9 @@ HALVED(largest_of, _mm_max_ps, _mm_max_ss)
 
 INLINE vec pick(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-/* exp to about an ulp, between exp(-87) and exp(88). */
-INLINE vec exp_of(vec x) {
+/* exp to about an ulp, between exp(-87) and exp(88); NaN stays NaN. */
+INLINE vec exp_of(vec any) {
+    vec x = any;
     x = pick(x < SPLAT(-87.0f), SPLAT(-87.0f), x);
     x = pick(x > SPLAT(88.0f), SPLAT(88.0f), x);
     vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the sum's low bits are the rounded number */
@@ -60,7 +61,7 @@ INLINE vec exp_of(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return (vec)((ivec)p + ((ivec)shifted << 23));
+    return pick(any == any, (vec)((ivec)p + ((ivec)shifted << 23)), any);
 }
 
 /* 1 / x to about an ulp; a division takes several times as long. */

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.kernels.gpt2 import Weights
 from rlhf_kl.kernels.logits import HeadLogits
-from rlhf_kl.models.compiled import compiled_weights, plain_head, read_rows
+from rlhf_kl.models.compiled import by_itself, compiled_weights, plain_head, read_rows
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.last_layer import last_mlp_at, try_last_mlp
 from rlhf_kl.models.prefix_sharing import packed_inputs, shares, take_rows, try_sharing
@@ -55,7 +56,7 @@ def read_states(
     The latter is (N, H). Rows are padded on the right only. `prefixes`: theirs, which a model that can reads in their
     place. Runs the model's own forward, or compiled functions that say the same.
     """
-    if prefixes is None and (weights := compiled_weights(model, ids.device)) is not None:
+    if (weights := _read_whole(model, ids, prefixes)) is not None:
         seen = read_rows(weights, ids, mask, states)
         return HeadLogits.apply(seen, plain_head(model)), seen
     if plain_reason(model):
@@ -84,12 +85,17 @@ def read_states(
 
 def read_trunk(trunk: Any, ids: Tensor, mask: Tensor, states: Tensor, prefixes: Prefixes | None = None) -> Tensor:
     """Last hidden states (N, H) of a model without a head at `states`; arguments as of `read_states`."""
-    if prefixes is None and (weights := compiled_weights(trunk, ids.device)) is not None:
+    if (weights := _read_whole(trunk, ids, prefixes)) is not None:
         return read_rows(weights, ids, mask, states)
     reading = Reading.of(trunk, ids, states, prefixes)
     with last_mlp_at(trunk, reading.needed):
         output = trunk(**reading.inputs, use_cache=False)
     return reading.pick(output.last_hidden_state.flatten(0, 1))
+
+
+def _read_whole(model: Any, ids: Tensor, prefixes: Prefixes | None) -> Weights | None:
+    """What compiled functions read in the model's place; None where it does its own work."""
+    return compiled_weights(model, ids.device) if prefixes is None or not shares(model) else None
 
 
 class Reading(NamedTuple):
@@ -130,6 +136,11 @@ def plain_reason(model: Any) -> str | None:
 @torch.no_grad()
 def choose_way(model: Any) -> None:
     """Try the short way of `read_states` on a small batch; where it fails mark the model for the plain one."""
+    with by_itself(model):
+        _choose_way(model)
+
+
+def _choose_way(model: Any) -> None:
     device = next(model.parameters()).device
     ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -153,7 +164,8 @@ def choose_way(model: Any) -> None:
 
 def choose_trunk_way(trunk: Any) -> None:
     """As `choose_way`, for a model without a head, which is read by `read_trunk`."""
-    try_sharing(trunk, lambda *rows: read_trunk(trunk, *rows), WAYS_AGREE)
+    with by_itself(trunk):
+        try_sharing(trunk, lambda *rows: read_trunk(trunk, *rows), WAYS_AGREE)
 
 
 class ActorCritic(nn.Module):

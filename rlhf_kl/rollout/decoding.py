@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf_kl.kernels.gpt2 import Decoder
 from rlhf_kl.models.actor_critic import position_ids
 from rlhf_kl.models.compiled import compiled_weights, plain_head
-from rlhf_kl.rollout.cache import holds_everything, reserve
+from rlhf_kl.rollout.cache import reserve
 from rlhf_kl.rollout.gpt2_step import GPT2Step, gpt2_step
 from rlhf_kl.rollout.prefill import read_once
 
@@ -35,11 +35,15 @@ class Decoding(Protocol):
         ...
 
 
-def decoding_of(model: Any, ids: Tensor, mask: Tensor, limit: int) -> Decoding:
-    """The fastest way for this model to go on from prompts (B, P), padded on the left, for up to `limit` tokens."""
+def decoding_of(model: Any, ids: Tensor, mask: Tensor, limit: int, *, kept: bool) -> Decoding:
+    """The fastest way for this model to go on from prompts (B, P), padded on the left, for up to `limit` tokens.
+
+    `kept`: somebody keeps the logits; else those of a step may be gone with the next.
+    """
     weights = compiled_weights(model, ids.device)
     if weights is not None and hasattr(model, "lm_head") and ids.shape[1] + limit <= len(weights.tensors[1]):
-        return Compiled(model, Decoder(weights, plain_head(model), len(ids), ids.shape[1] + limit), ids, mask)
+        decoder = Decoder(weights, plain_head(model), len(ids), ids.shape[1] + limit, kept=kept)
+        return Compiled(model, decoder, ids, mask)
     return Own(model, ids, mask, limit)
 
 
@@ -54,7 +58,7 @@ class Compiled:
     def first(self) -> Said:
         """Prompts that hardly differ are read by the model, each beginning once; else by the compiled functions."""
         read = read_once(self.model, self.ids, self.mask)
-        if read is not None and holds_everything(read[1]):
+        if read is not None:
             self.decoder.take([(layer.keys, layer.values) for layer in read[1].layers], self.mask)
             return read[0], None
         lengths, columns = self.mask.sum(1, keepdim=True), torch.arange(self.ids.shape[1])

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_kl.kernels.build import library
+from rlhf_kl.kernels.logits import plain_matrix, sample
 from rlhf_kl.rollout.decoded import DecodedStates
 from rlhf_kl.rollout.decoding import decoding_of
 
@@ -29,6 +31,8 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     The token is where the cumulative probability first exceeds the number: one random number a token, so
     runs with the same seed see the same noise whatever their policies do.
     """
+    if plain_matrix(logits) and library() is not None:
+        return sample(logits, uniform, temperature)
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     cumulative = torch.softmax(scaled, -1).double().cumsum(-1)
     threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
@@ -53,7 +57,7 @@ def sample_responses(
     longest response. `decoded` is told what the model said.
     """
     device, limit = prompt_ids.device, uniforms.shape[1]
-    decoding = decoding_of(model, prompt_ids, prompt_mask, limit)
+    decoding = decoding_of(model, prompt_ids, prompt_mask, limit, kept=decoded is not None)
     stops = torch.tensor(eos_ids, device=device)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
     drawn: list[tuple[Tensor, Tensor]] = []  # a step each: the rows (b,) in the batch and their tokens (b,)

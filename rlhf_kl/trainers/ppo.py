@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.kernels.build import library
 from rlhf_kl.kl_controllers import KLControl
 from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.actor_critic import ActorCritic, plain_reason
-from rlhf_kl.models.compiled import compiled_weights
 from rlhf_kl.ops.gae import gae
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
@@ -548,10 +548,10 @@ class PPOTrainer:
     # ------------------------------------------------------------------ state
 
     @property
-    def compiled(self) -> bool:
-        """Whether compiled functions do the policy's work."""
-        with self.autocast():
-            return compiled_weights(self.core.policy, self.accelerator.device) is not None
+    def compiled(self) -> int:
+        """Numbers in a vector of the compiled functions, by which sums are ordered; 0 = there are none."""
+        found = library() if self.accelerator.device.type == "cpu" else None
+        return int(found.lanes()) if found is not None else 0
 
     def state_dict(self) -> dict[str, Any]:
         """State besides tensors, JSON-able."""
@@ -571,11 +571,10 @@ class PPOTrainer:
         self.forecast.load_state_dict(state["forecast"])
         self.microbatch.halve_to(state["microbatch"])
         self.decoding_agrees = state.get("decoding_agrees")  # near its limit, other weights would say otherwise
-        began = bool(state.get("compiled", False))
-        if began is not self.compiled:
+        if state.get("compiled", 0) != self.compiled:
             self.notes.append(
-                f"other-functions: the policy was computed {'with' if began else 'without'} compiled functions before, "
-                "so this run is not to the last bit what it would have been"
+                "other-functions: this run began with other compiled functions, or without them, "
+                "so it is not to the last bit what it would have been"
             )
 
 

@@ -56,3 +56,26 @@ def test_a_library_that_is_damaged_is_built_again(fresh: Path) -> None:
     made.write_bytes(b"not a library")
     build._loaded.cache_clear()
     assert isinstance(build.library(), ctypes.CDLL)
+
+
+def test_code_that_somebody_else_can_write_is_not_run(fresh: Path) -> None:
+    build.library()
+    (made,) = (fresh / "kernels").iterdir()
+    for path, mode in ((made, 0o777), (fresh / "kernels", 0o777)):
+        path.chmod(mode)
+        with pytest.raises(OSError, match="somebody else"):
+            build._kept(made.name, "gcc")
+        path.chmod(0o700)
+
+
+def test_no_home_costs_a_compilation_only(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_KL_CACHE", "~nobody-of-this-name/cache")
+    assert isinstance(build.library(), ctypes.CDLL)
+
+
+def test_a_library_that_nothing_can_load_says_why(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that names functions of another OpenMP."""
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Dfree=no_such_function"))
+    assert build.library() is None
+    assert "no_such_function" in str(build.missing())
+    assert list((fresh / "kernels").iterdir()) == []

@@ -213,12 +213,13 @@ def test_it_goes_on_from_keys_and_values_of_the_model() -> None:
 
 
 def test_sizes_that_fill_no_vector_do_not_fit() -> None:
-    assert _weights(gpt2()).fit
-    assert not _weights(gpt2(hidden=20, heads=2)).fit
-    assert not _weights(gpt2(inner=24)).fit  # narrower than a state
+    assert _weights(gpt2()).fit(8)
+    assert not _weights(gpt2(hidden=20, heads=2)).fit(8)
+    assert not _weights(gpt2(hidden=24, heads=2)).fit(16)
+    assert not _weights(gpt2(inner=24)).fit(8)  # narrower than a state
     plain = _weights(gpt2())
     for change in (torch.Tensor.double, lambda x: x.t().contiguous().t() if x.dim() > 1 else x):
-        assert not Weights([change(x) for x in plain.tensors], 2, plain.eps, plain.scaling).fit
+        assert not Weights([change(x) for x in plain.tensors], 2, plain.eps, plain.scaling).fit(8)
 
 
 def test_no_memory_is_an_error_that_smaller_passes_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhf_kl.kernels.logits import ChosenLogprobs, HeadLogits
+from rlhf_kl.kernels.logits import ChosenLogprobs, HeadLogits, sample
 from rlhf_kl.ops.logprobs import chosen_logprobs
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -65,3 +65,37 @@ def test_log_probs_of_flat_logits_are_computed_by_it(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(chosen_logprobs(other, ids.view(other.shape[:-1])).flatten(), flat)
     torch.testing.assert_close(chosen_logprobs(logits.double(), ids), flat)
     assert asked == [1]
+
+
+@pytest.mark.parametrize("ids", [[7, 0], [-1, 0], [0], [0, 0, 0]])
+def test_ids_beyond_the_vocabulary_or_of_another_number(ids: list[int]) -> None:
+    with pytest.raises(IndexError):
+        ChosenLogprobs.apply(torch.randn(2, 7), torch.tensor(ids), 1.0)
+
+
+def test_ids_of_fewer_bits() -> None:
+    logits, ids = torch.randn(3, 7), torch.tensor([1, 6, 0])
+    assert torch.equal(ChosenLogprobs.apply(logits, ids.int(), 1.0), ChosenLogprobs.apply(logits, ids, 1.0))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("vocabulary", [1, 5, 16, 130])
+def test_tokens_are_where_the_cumulative_probability_passes_the_number(vocabulary: int, temperature: float) -> None:
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, vocabulary, generator=noise) * 3
+    logits[:, ::4] = -math.inf if vocabulary > 4 else 0.0
+    uniform = torch.rand(300, dtype=torch.float64, generator=noise)
+    ids = sample(logits, uniform, temperature)
+    cumulative = torch.softmax(logits.double() / temperature, -1).cumsum(-1)
+    above = cumulative.gather(1, ids.unsqueeze(1)).squeeze(1)
+    below = above - torch.softmax(logits.double() / temperature, -1).gather(1, ids.unsqueeze(1)).squeeze(1)
+    assert bool((below <= uniform + 1e-6).all())
+    assert bool((uniform <= above + 1e-6).all())
+
+
+def test_no_number_draws_a_forbidden_token() -> None:
+    """At the ends of the unit interval, and behind tokens that are certain."""
+    logits = torch.full((3, 40), -math.inf)
+    logits[:, [3, 20]] = torch.tensor([0.0, 0.0])
+    uniform = torch.tensor([0.0, 1.0 - 2.0**-53, 0.75], dtype=torch.float64)
+    assert sample(logits, uniform, 1.0).tolist() == [3, 20, 20]

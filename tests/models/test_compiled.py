@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from rlhf_kl.kernels import build
 from rlhf_kl.models import compiled
 from rlhf_kl.models.actor_critic import choose_way, read_states, read_trunk, response_logits
 from rlhf_kl.models.compiled import AGREES, compiled_weights, is_plain_gpt2, slower_reason
@@ -15,7 +15,7 @@ from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.recompute import enable_recompute, recomputing
 from rlhf_kl.ops.prefixes import find_prefixes
 
-pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -112,3 +112,65 @@ def test_a_machine_without_them_is_told_only_where_they_would_help(
     assert slower_reason(model, "float32") == "no compiler"
     assert slower_reason(model, "bfloat16") is None
     assert slower_reason(torch.nn.Linear(2, 2), "float32") is None
+
+
+def test_logits_that_are_more_than_the_head_s_are_found_out(new_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = GPT2LMHeadModel.forward
+
+    def capped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = own(self, *args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", capped)
+    model = new_model()
+    choose_way(model)
+    assert compiled_weights(model, CPU) is None
+    assert float(read_states(model, IDS, MASK, STATES)[0].detach().abs().max()) <= 1.0
+
+
+def test_ways_of_a_model_are_compared_without_them(new_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run in bfloat16 or with layers computed again relies on."""
+    model, asked = new_model(), []
+    monkeypatch.setattr(compiled, "read", lambda *_: asked.append(1))
+    choose_way(model)
+    assert not asked
+    assert getattr(model, AGREES) is None
+
+
+@pytest.mark.parametrize("change", ["bias", "bfloat16", "more tokens", "norm"])
+def test_a_head_or_norm_that_they_cannot_read(new_model: Make, change: str) -> None:
+    model = new_model()
+    assert compiled_weights(model, CPU) is not None
+    if change == "norm":
+        model.transformer.h[0].ln_2.eps = 1e-2
+    else:
+        rows = 9 if change == "more tokens" else 7
+        dtype = torch.bfloat16 if change == "bfloat16" else torch.float32
+        model.lm_head = torch.nn.Linear(16, rows, bias=change == "bias", dtype=dtype)
+    assert compiled_weights(model, CPU) is None
+
+
+def test_whoever_listens_to_gradients_or_activations_is_heard(new_model: Make) -> None:
+    model = new_model()
+    assert compiled_weights(model, CPU) is not None
+    for listen in (
+        lambda: model.transformer.h[0].register_full_backward_hook(lambda *_: None),
+        lambda: model.transformer.h[0].mlp.act.register_forward_hook(lambda *_: None),
+        lambda: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+    ):
+        handle = listen()
+        assert compiled_weights(model, CPU) is None
+        handle.remove()
+    assert compiled_weights(model, CPU) is not None
+
+
+def test_torch_s_defaults_change_nothing(new_model: Make) -> None:
+    model = new_model()
+    expected = read_states(model, IDS, MASK, STATES)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = read_states(model, IDS, MASK, STATES)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)

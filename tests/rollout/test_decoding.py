@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.kernels import build
 from rlhf_kl.kernels.gpt2 import Decoder
 from rlhf_kl.models.actor_critic import choose_way
 from rlhf_kl.models.compiled import AGREES
@@ -15,7 +14,7 @@ from rlhf_kl.rollout.sampling import sample_responses
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch
 
-pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 Make = Callable[..., Any]
 
@@ -52,3 +51,17 @@ def test_it_samples_what_the_model_samples(
     for name in ("logits", "hidden"):
         one, other = torch.cat(getattr(said, name)), torch.cat(getattr(expected, name))
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_that_is_not_kept_changes_what_is_sampled(
+    new_model: Make, prompts_of: Callable[..., PromptBatch]
+) -> None:
+    model, prompts, noise = new_model(seed=3), prompts_of("ab", "abcdab", "d", "c"), uniforms(4, 12, 0, "x")
+    found = []
+    for decoded in (None, DecodedStates()):
+        found.append(
+            sample_responses(
+                model, prompts.ids, prompts.mask, noise, eos_ids=[2], pad_id=0, temperature=0.8, decoded=decoded
+            )
+        )
+    assert torch.equal(found[0].ids, found[1].ids)

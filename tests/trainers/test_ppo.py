@@ -200,6 +200,15 @@ def test_a_policy_that_decodes_otherwise_is_asked_again(make_trainer: Make, new_
     assert all(row["policy/logratio_first_max"] < 1e-5 for row in rows)
 
 
+def test_a_run_that_goes_on_with_other_functions_says_so(make_trainer: Make) -> None:
+    first, second = make_trainer(), make_trainer()
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert second.notes == []
+    second.load_state_dict(state | {"compiled": state["compiled"] + 1})
+    assert second.notes[0].startswith("other-functions: ")
+
+
 def test_whether_decoding_agrees_is_asked_once_a_run(make_trainer: Make, new_model: Make) -> None:
     """Near the limit other weights would say otherwise, and a resumed run go another way."""
     whole = make_trainer(policy=_Drifts(new_model(seed=3, spread=0.1)))
