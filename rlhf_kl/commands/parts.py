@@ -67,7 +67,7 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     if reason := plain_reason(policy):
         display.message(f"policy.model: logits are computed at every position, not at responses only: {reason}")
     if reason := slower_reason(policy, config.run.dtype):
-        display.message(f"policy.model: updates take some 1.7 times as long without compiled functions: {reason}")
+        display.message(f"policy.model: updates take up to 1.7 times as long without compiled functions: {reason}")
     reference, same = build_reference(config, sources, loaded)
     reward = sources.reward(config.reward)
     gold = sources.gold(config.reward, config.reward.model or "", config.data.prompts)

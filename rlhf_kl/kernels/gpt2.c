@@ -8,11 +8,9 @@
 #include "attention.h"
 
 #define CHUNK 96 /* rows that one thread takes through a layer at a time: they stay in its cache */
-#ifndef GRADIENT_ROWS
-#define GRADIENT_ROWS 144    /* block of a weight's gradient that one thread sums, */
+#define GRADIENT_ROWS 144 /* a block of a weight's gradient, which one thread sums ... */
 #define GRADIENT_COLUMNS 96
-#define GRADIENT_DEPTH 192 /* over so many rows of a pass at a time */
-#endif
+#define GRADIENT_DEPTH 192 /* ... over so many rows of a pass at a time */
 
 typedef struct {
     i64 layers, hidden, inner, heads;

@@ -197,7 +197,7 @@ class Decoder:
     def read(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Begin with rows `ids` (slots, P) padded on the right: logits (slots, V) behind each, and hidden states."""
         self.lengths = mask.sum(1)
-        first = torch.arange(len(ids)) * ids.shape[1]
+        first = torch.arange(len(ids), device="cpu") * ids.shape[1]
         rows = Rows.of(ids, mask, first + self.lengths - 1)
         hidden, _ = _forward(self.weights, rows, backward=False, cache=self.cache)
         return self._logits(hidden), hidden
@@ -205,7 +205,7 @@ class Decoder:
     def take(self, layers: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> None:
         """Begin with keys and values (slots, heads, P, size) a layer, of rows padded on the left as `mask` says."""
         self.lengths, width = mask.sum(1), mask.shape[1]
-        from_left = (torch.arange(width) + (width - self.lengths).unsqueeze(1)).clamp_max(width - 1)
+        from_left = (torch.arange(width, device="cpu") + (width - self.lengths).unsqueeze(1)).clamp_max(width - 1)
         for layer, (keys, values) in enumerate(layers):
             at = from_left[:, None, :, None].expand_as(keys)
             self.keys[layer, ..., :width] = keys.gather(2, at).transpose(2, 3) * self.weights.scaling[layer]

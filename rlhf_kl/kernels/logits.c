@@ -147,17 +147,14 @@ int pick_forward(i64 rows, i64 size, const float *logits, const double *uniform,
                 AT(p + j) = pick(y > SPLAT(-INFINITY), exp_of(y - largest), (vec){0});
                 total += sum_of(AT(p + j));
             }
-            i64 j = 0, last = 0;
+            i64 j = 0, end;
             double threshold = uniform[r] * total;
             for (; j + LANES < size && before + sum_of(AT(p + j)) <= threshold; j += LANES)
                 before += sum_of(AT(p + j));
-            ids[r] = -1;
-            for (i64 i = j; i < min64(size, j + LANES) && ids[r] < 0; i++) {
-                before += p[i];
-                if (p[i] > 0) last = i;
-                if (before > threshold) ids[r] = i;
-            }
-            if (ids[r] < 0) ids[r] = last; /* sums of another order round otherwise */
+            for (end = min64(size, j + LANES); j < end && (before += p[j]) <= threshold;) j++;
+            /* Sums of another order round otherwise: then it is the last that can be drawn. */
+            for (j = min64(j, end - 1); j > 0 && !(p[j] > 0);) j--;
+            ids[r] = j;
         }
         free(p);
     }

@@ -61,7 +61,7 @@ class Compiled:
         if read is not None:
             self.decoder.take([(layer.keys, layer.values) for layer in read[1].layers], self.mask)
             return read[0], None
-        lengths, columns = self.mask.sum(1, keepdim=True), torch.arange(self.ids.shape[1])
+        lengths, columns = self.mask.sum(1, keepdim=True), torch.arange(self.ids.shape[1], device="cpu")
         from_left = (columns + self.ids.shape[1] - lengths).clamp_max(self.ids.shape[1] - 1)
         return self.decoder.read(self.ids.gather(1, from_left), columns < lengths)
 

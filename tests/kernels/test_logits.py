@@ -99,3 +99,13 @@ def test_no_number_draws_a_forbidden_token() -> None:
     logits[:, [3, 20]] = torch.tensor([0.0, 0.0])
     uniform = torch.tensor([0.0, 1.0 - 2.0**-53, 0.75], dtype=torch.float64)
     assert sample(logits, uniform, 1.0).tolist() == [3, 20, 20]
+    ends = torch.full((200,), 1.0 - 2.0**-53, dtype=torch.float64)
+    many = torch.full((200, 40), -math.inf)
+    many[:, [3, 20]] = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    assert set(sample(many, ends, 1.0).tolist()) == {20}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_draw_some_token(bad: float) -> None:
+    ids = sample(torch.full((3, 21), bad), torch.tensor([0.0, 0.5, 0.999], dtype=torch.float64), 1.0)
+    assert bool(((ids >= 0) & (ids < 21)).all())
