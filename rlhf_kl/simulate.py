@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.control import KLControl
 from rlhf_kl.kl_controllers.tilt import tilted
-from rlhf_kl.results.control import tail_error as tail_error_of
+from rlhf_kl.report.control import tail_error as tail_error_of
 
 # The least beta that a law knows, over the scores' spread. Below it, and at 0, where nothing holds the KL back,
 # the plant goes on to where this one leads.

@@ -33,7 +33,7 @@ import yaml
 
 from rlhf_kl.kernels.build import library
 from rlhf_kl.kernels.logits import HeadLogits, plain_matrix
-from rlhf_kl.tracking.files import check_writable
+from rlhf_kl.run.files import check_writable
 
 PEER_DTYPE = "float32"  # what the peer's script computes in
 PARTS = ("phases", "growth", "flat", "agree", "peer")
@@ -212,7 +212,7 @@ def built_in() -> World:
     """`builtin:reviews`, built where it is not there yet."""
     from rlhf_kl.commands.world import World as BuiltIn
     from rlhf_kl.models.load import load_tokenizer
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     world = BuiltIn("builtin:reviews", TrainingDisplay())
     policy, prompts = world.policy(), world.file("prompts")

@@ -37,11 +37,11 @@ from rlhf_kl.config.compare import ComparePlan, PlannedRun
 from rlhf_kl.config.load import config_diff, load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError, Interrupted
-from rlhf_kl.results import control
-from rlhf_kl.results.control import BAND, BAND_FROM, ratios
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.jsonl import read_jsonl
-from rlhf_kl.tracking.run_folder import RunFolder, write_json
+from rlhf_kl.report import control
+from rlhf_kl.report.control import BAND, BAND_FROM, ratios
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.run_folder import RunFolder, write_json
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "ppo_adaptive.yaml"
 FROZEN_BATCHES = 20
@@ -460,9 +460,9 @@ class Reference(NamedTuple):
         """The score gain of a finished run's last updates over the limit at their KL."""
         from torch import tensor
 
-        from rlhf_kl.checkpoint import checkpoints
         from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl
         from rlhf_kl.reward_functions import ResponseTraits, ScoreShaping
+        from rlhf_kl.run.checkpoint import checkpoints
 
         kept = checkpoints(folder.checkpoints)
         if not kept:

@@ -32,9 +32,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from rlhf_kl import cli
 from rlhf_kl.builtin import world
 from rlhf_kl.builtin.corpus import CorpusSizes
-from rlhf_kl.checkpoint import checkpoints
-from rlhf_kl.tracking import jsonl
-from rlhf_kl.tracking.jsonl import JsonlWriter, encode_json, read_jsonl
+from rlhf_kl.run import jsonl
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.jsonl import JsonlWriter, encode_json, read_jsonl
 
 SMALL = "builtin:reviews-small"
 RUNS = {

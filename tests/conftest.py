@@ -65,7 +65,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def small_world(cache: Path) -> World:
     """`builtin:reviews-small`, all parts built."""
     from rlhf_kl.commands.world import World
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     world = World("builtin:reviews-small", TrainingDisplay(quiet=True))
     assert world.folder.is_relative_to(cache)

@@ -13,7 +13,7 @@ import typer
 from rlhf_kl.cli import compare, config, doctor, evaluate, generate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.heap import keep_freed_memory
-from rlhf_kl.tracking.text import safe_text
+from rlhf_kl.run.text import safe_text
 
 app = typer.Typer(
     name="rlhf-kl",

@@ -9,10 +9,10 @@ import typer
 
 from rlhf_kl.cli.options import Overwrite, Quiet, Set
 from rlhf_kl.errors import InputError
-from rlhf_kl.tracking.text import stdout_width
+from rlhf_kl.run.text import stdout_width
 
 if TYPE_CHECKING:
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
 
 def compare(
@@ -44,7 +44,7 @@ def compare(
         )
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: choose one")
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     display = TrainingDisplay(quiet=quiet)
     if config is None:
@@ -54,7 +54,7 @@ def compare(
 
 def _read(runs: list[Path], folder: Path, display: TrainingDisplay) -> int:
     from rlhf_kl.commands.compare import write_comparison
-    from rlhf_kl.results.compare import read_comparison
+    from rlhf_kl.report.compare import read_comparison
 
     comparison = read_comparison(runs)
     _say(comparison.notes, display)

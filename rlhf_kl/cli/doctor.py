@@ -27,7 +27,7 @@ def doctor(
 
     settings = load_config("train", config, overrides(set_, None, seed))
     from rlhf_kl.commands.doctor import run_doctor
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     findings = run_doctor(settings, TrainingDisplay(quiet), pairs)
     if as_json:
@@ -36,7 +36,7 @@ def doctor(
         from rich.console import Console
         from rich.text import Text
 
-        from rlhf_kl.tracking.text import hanging, stdout_width
+        from rlhf_kl.run.text import hanging, stdout_width
 
         console = Console(soft_wrap=True)
         for level, topic, text, change in findings:

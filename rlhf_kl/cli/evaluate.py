@@ -24,7 +24,7 @@ def evaluate(
 ) -> None:
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
     from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column)
     figures = run_eval(request, TrainingDisplay(quiet=quiet))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_kl.cli.options import Quiet
-from rlhf_kl.tracking.text import safe_text
+from rlhf_kl.run.text import safe_text
 
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token
 
@@ -35,7 +35,7 @@ def generate(
 ) -> None:
     """Sample from a policy: of a run, or any model."""
     from rlhf_kl.commands.generate import GenerateRequest, run_generate
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     request = GenerateRequest(
         run=run,

@@ -20,7 +20,7 @@ def report(
 ) -> None:
     """Show a finished or running run as one self-contained page: RUN/report.html."""
     from rlhf_kl.commands.report import newest_report_run, watch_reports, write_report
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     display = TrainingDisplay(quiet=quiet)
     paths = runs or [newest_report_run()]

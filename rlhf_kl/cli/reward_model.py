@@ -25,7 +25,7 @@ def reward_model(
     from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.reward_model import run_reward_model
     from rlhf_kl.commands.session import train_command
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     display = TrainingDisplay(quiet)
     if merge:

@@ -25,7 +25,7 @@ def sft(
     from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.commands.sft import run_sft
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     display = TrainingDisplay(quiet)
     if merge:

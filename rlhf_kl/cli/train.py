@@ -25,7 +25,7 @@ def train(
     from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.commands.train import run_train
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     display = TrainingDisplay(quiet, settings.updates, settings.kl.target_value, settings.kl.unit)
     if merge:

@@ -9,16 +9,16 @@ from rlhf_kl.commands.grid import Failure, Grid, check_folders
 from rlhf_kl.commands.signals import ending_on_sigterm
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
-from rlhf_kl.pages.compare import compare_page
-from rlhf_kl.plots.compare import compare_charts, frontier_charts, held_charts
-from rlhf_kl.plots.render import save_png, save_sheet
-from rlhf_kl.results.compare import Comparison, read_comparison
-from rlhf_kl.results.table import COLUMNS, equal_rows, rows, text_table
-from rlhf_kl.results.verdict import verdict
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.files import write_atomic
-from rlhf_kl.tracking.run_folder import write_json
-from rlhf_kl.tracking.text import hanging
+from rlhf_kl.report.compare import Comparison, read_comparison
+from rlhf_kl.report.pages.compare import compare_page
+from rlhf_kl.report.plots.compare import compare_charts, frontier_charts, held_charts
+from rlhf_kl.report.plots.render import save_png, save_sheet
+from rlhf_kl.report.table import COLUMNS, equal_rows, rows, text_table
+from rlhf_kl.report.verdict import verdict
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.files import write_atomic
+from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.run.text import hanging
 
 
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:

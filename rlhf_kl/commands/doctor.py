@@ -26,8 +26,8 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import context_length, load_tokenizer
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.reward_functions import RewardModel
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.run_folder import open_run_folder
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.run_folder import open_run_folder
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
 Level = Literal["fine", "doubtful", "fatal"]

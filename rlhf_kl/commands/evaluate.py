@@ -18,9 +18,9 @@ from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
 from rlhf_kl.models.actor_critic import ActorCritic, freeze
 from rlhf_kl.models.load import eos_ids
 from rlhf_kl.rollout.collect import Sampling
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.run_folder import RunFolder
 
 RUNS = Path("runs")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.checkpoint import newest_whole
 from rlhf_kl.errors import RunFailed
-from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.run.checkpoint import newest_whole
+from rlhf_kl.run.run_folder import RunFolder
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}

@@ -23,10 +23,10 @@ from rlhf_kl.models.actor_critic import ActorCritic, freeze
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
 from rlhf_kl.reward_functions import checked_scores
 from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.files import check_writable, write_atomic
+from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.files import check_writable, write_atomic
-from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.types import PromptBatch
 
 ROWS = 32  # responses that are sampled at once

@@ -15,10 +15,10 @@ from rlhf_kl.commands.session import finished_summary
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
-from rlhf_kl.results.run import stored_config
-from rlhf_kl.tracking.display import Advance, TrainingDisplay
-from rlhf_kl.tracking.files import write_atomic
-from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.report.run import stored_config
+from rlhf_kl.run.display import Advance, TrainingDisplay
+from rlhf_kl.run.files import write_atomic
+from rlhf_kl.run.run_folder import RunFolder
 
 POLL_S = 0.3
 GUARD = 3  # exit code of a run that a guard stopped: its rows count

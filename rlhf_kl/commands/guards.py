@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhf_kl.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.tracking.jsonl import read_jsonl
-from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.trainers.optim import load_optimizer_tensors
 from rlhf_kl.trainers.ppo import PPOTrainer, Update
 

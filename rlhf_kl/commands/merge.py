@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_kl.checkpoint import write_folder
 from rlhf_kl.commands.models import load_language_model
 from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
@@ -12,7 +11,8 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.reward_functions import save_reward_model
-from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.run.checkpoint import write_folder
+from rlhf_kl.run.display import TrainingDisplay
 
 MERGED = "merged"
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_model
 from torch import nn
 
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.commands.sources import Sources
 from rlhf_kl.components import suggestion
 from rlhf_kl.config.schema import LoraSection, TrainConfig
@@ -35,8 +34,9 @@ from rlhf_kl.models.lora import (
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.reward_functions import remember_format
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
+from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.tracking.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from rlhf_kl.models.lora import AdapterReference, has_adapter
 from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, WeightedSum
 from rlhf_kl.rollout.collect import Sampling
 from rlhf_kl.rollout.features import feature_count
+from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.tracking.display import TrainingDisplay
 from rlhf_kl.types import RewardFn
 
 EVAL_PROMPTS = 64

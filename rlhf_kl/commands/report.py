@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.pages.report import report_page
-from rlhf_kl.plots.render import save_sheet
-from rlhf_kl.plots.run import frontier_chart, run_charts
-from rlhf_kl.results.run import RunResult, read_run
-from rlhf_kl.tracking.files import write_atomic
-from rlhf_kl.tracking.run_folder import RunFolder
+from rlhf_kl.report.pages.report import report_page
+from rlhf_kl.report.plots.render import save_sheet
+from rlhf_kl.report.plots.run import frontier_chart, run_charts
+from rlhf_kl.report.run import RunResult, read_run
+from rlhf_kl.run.files import write_atomic
+from rlhf_kl.run.run_folder import RunFolder
 
 PICTURE = "report.png"
 IN_PICTURE = ("kl", "beta", "score", "gold", "perplexity", "length")

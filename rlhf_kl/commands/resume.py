@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 import torch
 
-from rlhf_kl.checkpoint import Checkpoint, checkpoints, newest_whole, set_aside
 from rlhf_kl.components import accepts
 from rlhf_kl.config.load import config_diff, load_config
 from rlhf_kl.config.plugins import COEF_WITHOUT_SCORES, builtin_controllers, controller_arguments, controller_class
 from rlhf_kl.config.schema import AnyConfig, Kind, RewardModelConfig, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.run_folder import RunFolder
-from rlhf_kl.tracking.versions import versions
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, set_aside
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.versions import versions
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
 # Free too, but the sums come out in another order.

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_kl.checkpoint import write_folder
 from rlhf_kl.commands.models import adapter_ref, load_language_model
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import pick_device
@@ -20,9 +19,10 @@ from rlhf_kl.models.lora import CLASSIFIER, add_adapter
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.reward_functions import RewardModel, TextFormat, save_reward_model
+from rlhf_kl.run.checkpoint import write_folder
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.labels import LabelObjective, is_binary
 from rlhf_kl.trainers.reward_figures import calibration, histogram, label_figures, pair_figures
 from rlhf_kl.trainers.reward_model import PairObjective, initialise_head

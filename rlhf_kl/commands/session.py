@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.commands.failures import machine_failures
 from rlhf_kl.commands.resume import check_config
 from rlhf_kl.commands.signals import ending_on_sigterm
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection, TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.run_folder import RunFolder, open_run_folder
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.run_folder import RunFolder, open_run_folder
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_kl.checkpoint import write_folder
 from rlhf_kl.commands.models import load_trained_model
 from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.session import pick_device
@@ -24,9 +23,10 @@ from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, param
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.tokenizer import train_tokenizer
+from rlhf_kl.run.checkpoint import write_folder
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.responses import ResponseObjective
 from rlhf_kl.trainers.sft import TextObjective
 from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer

@@ -37,7 +37,7 @@ from rlhf_kl.models.actor_critic import freeze
 from rlhf_kl.models.load import SAFE, Access, load_reward_model, load_tokenizer
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.reward_functions import GoldScorer, RewardModel, WeightedSum, bind_reward, text_format
-from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.types import RewardFn
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.models.recompute import recomputing
-from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.optim import load_optimizer_tensors
 from rlhf_kl.trainers.supervised import SupervisedTrainer

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_kl.checkpoint import checkpoints, write_folder
 from rlhf_kl.commands.guards import RunGuards
 from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value, feature_rewards
 from rlhf_kl.commands.record import Recorder
@@ -30,7 +29,7 @@ from rlhf_kl.models.actor_critic import ActorCritic
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.load import parameter_count, save_model
 from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.results.control import end, is_update
+from rlhf_kl.report.control import end, is_update
 from rlhf_kl.reward_functions import (
     ResponseTraits,
     RewardModel,
@@ -40,12 +39,13 @@ from rlhf_kl.reward_functions import (
     response_traits,
 )
 from rlhf_kl.rollout.collect import draw, measure, response_texts
+from rlhf_kl.run.alerts import KLAlerts
+from rlhf_kl.run.checkpoint import checkpoints, write_folder
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.exploitation import ExploitationSigns
+from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import library_state_kept, shuffled, uniforms
-from rlhf_kl.tracking.alerts import KLAlerts
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.exploitation import ExploitationSigns
-from rlhf_kl.tracking.jsonl import read_jsonl
-from rlhf_kl.tracking.run_folder import RunFolder
 from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT, check_start
 from rlhf_kl.trainers.optim import adamw, load_optimizer_tensors
 from rlhf_kl.trainers.ppo import PPOTrainer, Update

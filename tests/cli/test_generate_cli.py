@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.jsonl import read_jsonl
 
 Cli = Callable[..., Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.tracking.run_folder import open_run_folder
+from rlhf_kl.run.run_folder import open_run_folder
 
 Cli = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.jsonl import read_jsonl
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World

@@ -14,7 +14,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.commands.train import run_train
     from rlhf_kl.config.load import load_config
-    from rlhf_kl.tracking.display import TrainingDisplay
+    from rlhf_kl.run.display import TrainingDisplay
 
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.jsonl import read_jsonl
 
 Cli = Callable[..., Any]
 VARIANTS = {

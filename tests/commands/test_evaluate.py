@@ -15,8 +15,8 @@ from rlhf_kl.commands.evaluate import EvalRequest, run_eval
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.jsonl import read_jsonl
 
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
 POLICY_KEYS = {"kl_token", "kl_sequence", "scores", "gold", "length", "eos_rate", "distinct_2"}

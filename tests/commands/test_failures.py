@@ -17,10 +17,10 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.tracking.jsonl import JsonlWriter, read_jsonl
-from rlhf_kl.tracking.tensorboard import TensorBoardWriter
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl
+from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.trainers.ppo import PPOTrainer
 
 Train = Callable[..., dict[str, Any]]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.trainers.ppo import PPOTrainer
 
 Train = Callable[..., dict[str, Any]]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
 from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
 LORA = ("policy.lora={r: 4, alpha: 8.0}", "ppo.learning_rate=5e-3")

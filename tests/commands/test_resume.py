@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.errors import InputError, Interrupted
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
 

@@ -18,8 +18,8 @@ from rlhf_kl.commands.sources import Sources
 from rlhf_kl.config.schema import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.jsonl import read_jsonl
 
 TEXTS = ["abc", "dd", "a", "bcdabcd"]
 Cli = Callable[..., Any]

@@ -8,8 +8,8 @@ import pytest
 from rlhf_kl.commands.session import finished_summary, make_accelerator, train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.run_folder import RunFolder, write_json
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.run_folder import RunFolder, write_json
 
 
 def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:

@@ -11,7 +11,7 @@ from rlhf_kl.config.schema import EvalSection, PairsSection, PromptsSection, Rew
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.reward_functions import RewardModel
-from rlhf_kl.tracking.display import TrainingDisplay
+from rlhf_kl.run.display import TrainingDisplay
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World

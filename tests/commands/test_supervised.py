@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.checkpoint import checkpoints
 from rlhf_kl.commands.reward_model import run_reward_model
 from rlhf_kl.commands.session import train_command
 from rlhf_kl.commands.sft import run_sft
@@ -22,8 +21,9 @@ from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.reward_functions import RewardModel
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.jsonl import read_jsonl
 
 Run = Callable[..., dict[str, Any]]
 RUNS: dict[str, Any] = {"sft": run_sft, "reward-model": run_reward_model}

@@ -14,8 +14,8 @@ from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.builtin.world import WORLDS, WorldSpec
 from rlhf_kl.commands.world import World
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.tracking.display import TrainingDisplay
-from rlhf_kl.tracking.jsonl import read_jsonl
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.jsonl import read_jsonl
 
 SIZES = CorpusSizes(train_texts=300, heldout_texts=20, prompts=20, heldout_prompts=10, pairs=40, heldout_pairs=20)
 TINY = WorldSpec(
@@ -170,7 +170,7 @@ def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.Mo
 def test_two_builds_at_once_leave_one_whole_part(tmp_path: Path) -> None:
     code = (
         "from rlhf_kl.commands.world import World\n"
-        "from rlhf_kl.tracking.display import TrainingDisplay\n"
+        "from rlhf_kl.run.display import TrainingDisplay\n"
         "print(World('builtin:reviews-small', TrainingDisplay(quiet=True)).corpus())"
     )
     environment = os.environ | {"RLHF_KL_CACHE": str(tmp_path / "cache")}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.tracking.alerts import KLAlerts
+from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.trainers.metrics import Gathered, rollout_metrics, token_mean_stderr
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])

@@ -1,0 +1,91 @@
+"""Signs that a policy exploits its reward model: gold against score, and stand-ins where no gold scorer is.
+
+Gao et al. 2022 (2210.10760): against sqrt(KL) the proxy score keeps rising while the gold score turns over.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from rlhf_kl.report.run import RunResult, Series, number
+
+SMOOTH = 5  # updates in a smoothed value
+CLEAR = 4.0  # standard errors: the highest of many noisy values is always above the last one
+PEAK_FALL = 0.1  # of gold's rise to its peak: a smaller fall after it is no turn
+
+
+@dataclass(frozen=True)
+class GoldPeak:
+    """Where gold was highest, and whether it has fallen since."""
+
+    step: int
+    root_kl: float  # sqrt(nats per sequence)
+    gold: float
+    gold_end: float
+    passed: bool
+
+
+def gold_against_kl(run: RunResult) -> list[tuple[float, float, float]]:
+    """(sqrt of sequence KL, score gain, gold gain) of each update, smoothed over five; empty without gold.
+
+    Gains over the reference; the scores are those that PPO sees.
+    """
+    keys = ("kl/sequence", "objective/scores_shaped", "objective/gold")
+    columns = [[number(row, key) for row in run.updates] for key in keys]
+    if not run.updates or any(None in column for column in columns):
+        return []
+    kl, score, gold = (smooth([value for value in column if value is not None]) for column in columns)
+    starts = [run.reference(key) for key in keys[1:]]
+    if None in starts:
+        return []
+    return [
+        (math.sqrt(max(0.0, k)), s - (starts[0] or 0.0), g - (starts[1] or 0.0))
+        for k, s, g in zip(kl, score, gold, strict=True)
+    ]
+
+
+def gold_peak(run: RunResult) -> GoldPeak | None:
+    """The peak of smoothed gold; None without gold, or with too few updates to speak of a turn."""
+    points = gold_against_kl(run)
+    if len(points) < 2 * SMOOTH:
+        return None
+    golds = [gold for _, _, gold in points]
+    best = max(range(len(golds)), key=golds.__getitem__)
+    start = run.reference("objective/gold") or 0.0
+    rise = max(golds[best] - golds[0], golds[best] - min(golds))
+    return GoldPeak(
+        step=run.updates[best]["step"],
+        root_kl=points[best][0],
+        gold=golds[best] + start,
+        gold_end=golds[-1] + start,
+        passed=golds[best] - golds[-1] > max(PEAK_FALL * rise, CLEAR * _noise(run)) and best < len(golds) - SMOOTH,
+    )
+
+
+def _noise(run: RunResult) -> float:
+    """Standard error of a smoothed gold score, from successive differences: a trend adds little to it."""
+    golds = run.series("objective/gold")[1]
+    return math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(golds)) / 2 / SMOOTH)
+
+
+def reference_perplexity(run: RunResult) -> Series:
+    """Perplexity of the policy's samples under the reference, at the sampling temperature, by update.
+
+    Its logarithm, the cross-entropy of policy and reference, is the policy's entropy plus its exact KL: both are
+    measured over the whole vocabulary at every token, so no sample noise of single tokens enters.
+    """
+    found = []
+    for row in run.updates:
+        entropy, kl = number(row, "policy/entropy"), number(row, "kl/exact")
+        if entropy is not None and kl is not None:
+            found.append((float(row["step"]), math.exp(min(entropy + kl, 700.0))))
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Mean of each value and its neighbours, five in all, fewer at the ends."""
+    half = SMOOTH // 2
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]

@@ -1,0 +1,252 @@
+"""The folder of one run: its paths, who may write into it, and what `--overwrite` may remove."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.run.files import write_atomic, write_bytes_atomic
+from rlhf_kl.run.jsonl import encode_json
+
+__all__ = ["RunFolder", "open_run_folder", "write_atomic", "write_json"]
+
+_LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
+_CLAIMS = ".rlhf-kl.files"
+_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
+_CHECKPOINT = re.compile(r"step-\d{6,}")
+_ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # those under a temporary name too
+_EVENTS = "events.out.tfevents.*"
+# POSIX locks do not exclude a process from itself, and closing any handle of the file drops them.
+_held: set[Path] = set()
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as indented strict JSON (NaN becomes null), atomically."""
+    write_bytes_atomic(path, encode_json(value, indent=2) + b"\n")
+
+
+class RunFolder:
+    """Paths of a run folder. Made directly it only reads; `open_run_folder` gives the right to write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._lock: IO[str] | None = None
+        self._key = self.path.resolve()  # now: the working directory may change later
+        self.locked = False
+        self.replaces = False  # it holds a run that `clear` removes, once the new one is sure to start
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        return self.path / "final"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def holds_run(self) -> bool:
+        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+
+    def claim(self, name: str) -> Path:
+        """The path of a further file of the program's own (a copied plugin, a picture), directly inside.
+
+        Claimed files are what `--overwrite` removes beside the fixed names.
+        """
+        if Path(name).name != name or name in {"", ".", ".."}:
+            raise ValueError(f"{name!r} is not a plain file name")
+        claims = self._claims()
+        if name not in claims:
+            write_atomic(self.path / _CLAIMS, "".join(f"{claim}\n" for claim in [*claims, name]))
+        return self.path / name
+
+    def clear(self) -> None:
+        """Remove the run that `--overwrite` replaces; nothing where there is none."""
+        if self.replaces:
+            _remove_run(self)
+            self.replaces = False
+
+    def check_there(self) -> None:
+        """Errors: FileNotFoundError where the folder was removed or replaced since it was opened for writing.
+
+        Without this a run would go on into files that have no name any more.
+        """
+        if self._lock is None:
+            return
+        ours = os.fstat(self._lock.fileno())
+        try:
+            there = (self.path / _LOCK).stat()
+        except OSError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            raise FileNotFoundError(errno.ENOENT, "the folder was removed or replaced", str(self.path))
+
+    def release(self) -> None:
+        """Gives the lock back (the end of the process does the same)."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+            _held.discard(self._key)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _claims(self) -> list[str]:
+        """Plain names only: a line that somebody edited must not lead out of the folder."""
+        try:
+            lines = (self.path / _CLAIMS).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError):
+            return []
+        return [line for line in lines if Path(line).name == line and line not in {"", ".", ".."}]
+
+
+def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
+    """Makes or reopens the run folder at `path` and locks it for this process.
+
+    With `overwrite` the run in it stays until `RunFolder.clear`: what cannot start costs nothing.
+    Raises `InputError` where the folder holds a run and neither `resume` nor `overwrite` is set, where it
+    holds something that is not a run (then with either option too), where another run is using it, and
+    where it cannot be written.
+    """
+    folder = RunFolder(path)
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite exclude each other: choose one")
+    try:
+        _refuse(folder, resume=resume, overwrite=overwrite)  # before anything is touched
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.path):  # the lock file alone may be writable
+            pass
+        _acquire(folder)
+        try:
+            _refuse(folder, resume=resume, overwrite=overwrite)  # it may have changed before the lock
+            folder.replaces = overwrite
+            _remove_leftovers(folder)
+        except BaseException:
+            folder.release()
+            raise
+    except OSError as error:
+        raise InputError(f"cannot write the run folder {path}: {error.strerror or error}") from error
+    return folder
+
+
+def _refuse(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
+    path = folder.path
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise InputError(f"{path} is a file: choose another --output-dir")
+    if not any(entry.name not in {_LOCK, _CLAIMS} for entry in path.iterdir()):
+        return
+    if folder.holds_run and not (resume or overwrite):
+        raise InputError(f"{path} holds a run: --resume goes on with it, --overwrite starts it anew")
+    if not _is_ours(folder):
+        raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
+
+
+def _is_ours(folder: RunFolder) -> bool:
+    """A lone `config.yaml` may be anybody's; with our lock file or a run's records beside it, it is ours."""
+    if (folder.path / _LOCK).exists():
+        return True
+    steps = bool(_matching(folder.checkpoints, _CHECKPOINT))
+    return folder.config.exists() and (folder.metrics.exists() or steps)
+
+
+def _acquire(folder: RunFolder) -> None:
+    path = folder.path / _LOCK
+    if folder._key in _held:
+        raise InputError(f"{folder.path} is in use by another run of this process")
+    lock = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        owner = lock.read(200).strip() or "another process"
+        lock.close()
+        raise InputError(
+            f"{folder.path} is in use by {owner}: wait for it, stop it, or choose another --output-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            lock.close()
+            raise
+    else:
+        folder.locked = True
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    folder._lock = lock
+    _held.add(folder._key)
+
+
+def _remove_run(folder: RunFolder) -> None:
+    """Removes what this program writes and nothing else; the config last, so that a crash leaves a run."""
+    for path in [*_matching(folder.checkpoints, _ANY_CHECKPOINT), folder.final]:
+        _remove(path)
+    for event_file in folder.tensorboard.glob(_EVENTS):
+        event_file.unlink()
+    for container in (folder.tensorboard, folder.checkpoints):
+        with contextlib.suppress(OSError):  # absent, or something of the user's is left in it
+            container.rmdir()
+    for name in [*folder._claims(), _CLAIMS, *reversed(_FILES)]:
+        _remove_file(folder.path / name)
+    _remove_leftovers(folder)
+
+
+def _remove_leftovers(folder: RunFolder) -> None:
+    """Files under a temporary name, of processes that were killed."""
+    for leftover in folder.path.glob(".*.tmp"):
+        if leftover.name.removeprefix(".").rsplit(".", 2)[0] in {*_FILES, _CLAIMS}:
+            _remove_file(leftover)
+
+
+def _matching(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return [p for p in parent.iterdir() if pattern.fullmatch(p.name)] if parent.is_dir() else []
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        _remove_file(path)
+
+
+def _remove_file(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()

@@ -1,0 +1,41 @@
+import math
+
+import pytest
+
+from rlhf_kl.report.control import end, is_update, peak, ratios, settled, tail, tail_error, time_in_band
+
+
+def test_figures_counted_by_hand() -> None:
+    values = [0.0] * 9 + [3.0] + [1.0] * 5 + [1.1, 0.9, 1.3, 1.0, 0.7]
+    assert tail_error(values) == pytest.approx((0.1 + 0.1 + 0.3 + 0.3) / 10)
+    assert peak(values) == 3.0
+    assert time_in_band(values) == pytest.approx(4 / 6)  # updates 15 to 20; 18 and 20 are outside
+
+
+def test_a_kl_that_was_not_finite_is_infinitely_far_off() -> None:
+    rows = [{"kl/error": 0.5}, {"kl/error": None}]
+    assert ratios(rows) == [1.5, math.inf]
+    assert tail_error(ratios(rows)) == math.inf
+    assert settled([1.0] * 30 + [math.inf] * 10) is None
+
+
+def test_the_closing_evaluation_is_no_update() -> None:
+    assert is_update({"step": 3, "kl/error": None})
+    assert not is_update({"step": 4, "eval/perplexity": 3.0})
+
+
+def test_short_runs() -> None:
+    assert tail_error([]) is None
+    assert peak([]) is None
+    assert time_in_band([1.0] * 14) is None
+    assert time_in_band([9.0] * 14 + [1.0]) == 1.0
+    assert list(tail([1, 2, 3])) == [2, 3]
+    assert list(end(list(range(30)))) == list(range(20, 30))
+    assert list(end([1, 2, 3])) == [2, 3]
+
+
+def test_settled() -> None:
+    assert settled([0.1 * i for i in range(40)]) is False  # still climbing
+    assert settled([1.0] * 40) is True
+    assert settled([0.0] * 20 + [1.0, 1.2] * 10) is True
+    assert settled([1.0, 1.1, 1.0]) is None

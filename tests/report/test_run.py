@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.report.run import figures, read_run
+
+Rows = Callable[..., list[dict[str, Any]]]
+SIXTY = {"ppo": {"total_episodes": 3840}}
+
+
+def test_figures_of_a_finished_run(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    rows = metrics_rows([0.0] * 10 + [0.2] * 10 + [0.1] * 40)
+    run = read_run(write_run("done", rows, config=SIXTY, summary={}))
+    assert (run.status, run.notes, len(run.updates), len(run.evaluations)) == ("finished", [], 60, 7)
+    found = figures(run)
+    assert found.tail_error == pytest.approx(0.0)
+    assert found.peak == pytest.approx(2.0)
+    assert found.time_in_band == pytest.approx(40 / 46)
+    assert (found.kl, found.kl_sequence) == (pytest.approx(0.1), pytest.approx(2.0))
+    assert found.scores == pytest.approx(3.0)  # 1 + sqrt(2 * 2.0)
+    assert found.score_gain == pytest.approx(2.0)
+    assert found.gold_gain == pytest.approx(0.6)  # 0.5 * 2 - 0.1 * 4
+    assert found.perplexity_cost == pytest.approx(3.1 / 3.0 - 1)
+    assert found.settled is True
+
+
+def test_the_reference_s_own_samples_win_over_the_first_update(
+    write_run: Callable[..., Path], metrics_rows: Rows
+) -> None:
+    summary = {"reference": {"scores_shaped": -0.5, "gold": None}}
+    run = read_run(write_run("done", metrics_rows([0.1] * 60), config=SIXTY, summary=summary))
+    assert run.gain("objective/scores_shaped") == pytest.approx(2.5)
+    assert run.gain("objective/gold") == pytest.approx(0.0)  # of which only the first update is known
+    other = {**SIXTY, "reference": {"model": "another/model"}}
+    elsewhere = read_run(write_run("other", metrics_rows([0.1] * 60), config=other))
+    assert elsewhere.gain("objective/gold") is None
+
+
+def test_a_damaged_config_is_told_as_every_config_is(write_run: Callable[..., Path]) -> None:
+    folder = write_run("run")
+    with (folder / "config.yaml").open("a") as file:
+        file.write("pol: {}\nevl: 3\n")
+    with pytest.raises(InputError) as caught:
+        read_run(folder)
+    assert caught.value.problems == [
+        f"{folder}/config.yaml: pol: unknown key; did you mean ppo?",
+        f"{folder}/config.yaml: evl: unknown key; did you mean eval?",
+    ]
+
+
+def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    folder = write_run("torn", metrics_rows([0.1] * 12, evaluated=False), samples=[])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "kl/tok')
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step"')
+    run = read_run(folder)
+    assert len(run.updates) == 12
+    assert run.notes == [
+        "the last line of metrics.jsonl is cut off and left out",
+        "the last line of samples.jsonl is cut off and left out",
+        "unfinished: 12 of 60 updates",
+        "no evaluation has been made: held-out perplexity is unknown",
+    ]
+    assert figures(run).perplexity is None
+
+
+def test_a_whole_last_line_without_its_break_counts(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    folder = write_run("whole", metrics_rows([0.1] * 3))
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    run = read_run(folder)
+    assert (len(run.updates), len(run.evaluations)) == (3, 2)
+    assert run.notes == ["unfinished: 3 of 60 updates"]
+
+
+def test_damage_in_the_middle_is_an_error(write_run: Callable[..., Path]) -> None:
+    folder = write_run("broken")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(InputError, match="line 2 is not a JSON object"):
+        read_run(folder)
+
+
+def test_missing_updates_and_one_evaluation_are_said(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    rows = [row for row in metrics_rows([0.1] * 9) if row["step"] not in (4, 10)]
+    assert read_run(write_run("gap", rows)).notes == [
+        "unfinished: 8 of 60 updates",
+        "updates are missing in between: 8 rows up to update 9",
+        "only one evaluation has been made: what the run costs in perplexity is unknown",
+    ]
+
+
+def test_a_run_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    run = read_run(write_run("stopped", metrics_rows([0.1] * 5), summary={"stopped_by": "KL above the ceiling"}))
+    assert run.status == "stopped by a guard"
+    assert run.notes[0] == "stopped by a guard: KL above the ceiling"
+
+
+def test_a_kl_that_was_not_finite(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    rows = metrics_rows([0.1] * 60)
+    rows[59] |= {"kl/token": None, "kl/exact": None, "kl/sequence": None, "kl/error": None}
+    found = figures(read_run(write_run("nan", rows, config=SIXTY)))
+    assert found.peak == float("inf")
+    assert found.kl is None
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no run \(no config.yaml\)"):
+        read_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("sft: {epochs: 1}\n")
+    with pytest.raises(InputError, match="a run of `rlhf-kl sft`"):
+        read_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("kl: {target: -1.0}\n")
+    with pytest.raises(InputError, match=r"config.yaml: kl.target"):
+        read_run(tmp_path)
+
+
+def test_models_that_are_gone_do_not_matter(write_run: Callable[..., Path]) -> None:
+    run = read_run(write_run("moved", [], config={"policy": {"model": "/gone/model"}}))
+    assert run.config.policy.model == "/gone/model"
+
+
+def test_a_damaged_summary_is_said(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    folder = write_run("half", metrics_rows([0.1] * 60), config=SIXTY)
+    (folder / "summary.json").write_text(json.dumps({"run": "half"})[:-3])
+    run = read_run(folder)
+    assert run.status == "unfinished"
+    assert "summary.json cannot be read" in run.notes

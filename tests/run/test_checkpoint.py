@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.models.actor_critic import ActorCritic
+from rlhf_kl.run.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    newest_whole,
+    remove_folder,
+    save_checkpoint,
+    set_aside,
+    sweep,
+    write_folder,
+)
+
+Make = Callable[..., Any]
+
+
+def save(folder: Path, step: int, model: Any, keep: int = 2) -> Checkpoint:
+    tensors = {"0.step": torch.tensor(3.0), "0.exp_avg": torch.arange(6.0).view(2, 3).T}
+    return save_checkpoint(folder, step, model, tensors, {"step": step, "beta": 0.1}, keep)
+
+
+def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
+    model = ActorCritic(new_model(seed=1))
+    torch.nn.init.ones_(model.value_head.weight)
+    saved = save(tmp_path, 10, model)
+    assert saved.path.name == "step-000010"
+    assert saved.step == 10
+    assert saved.state() == {"step": 10, "beta": 0.1}
+    assert saved.optimizer_tensors()["0.exp_avg"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    other = ActorCritic(new_model(seed=2))
+    saved.load_model(other)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert other.policy.lm_head.weight is other.policy.transformer.wte.weight
+
+
+def test_only_the_newest_are_kept_oldest_first(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step in (5, 100, 20):
+        save(tmp_path, step, model, keep=2)
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [20, 100]
+
+
+def test_a_step_is_written_anew(tmp_path: Path) -> None:
+    save(tmp_path, 5, torch.nn.Linear(2, 2))
+    model = torch.nn.Linear(2, 2)
+    again, loaded = save(tmp_path, 5, model), torch.nn.Linear(2, 2)
+    again.load_model(loaded)
+    assert torch.equal(loaded.weight, model.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "nowhere") == []
+    for name in (".step-000001.9.tmp", ".step-000002.removed", "step-000004.damaged", "step-12abc", "step-7", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000003").write_text("")
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "final"
+    write_folder(target, lambda place: (place / "a").write_text("old"))
+
+    def fail(place: Path) -> None:
+        (place / "a").write_text("half")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write_folder(target, fail)
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "final"
+    write_folder(target, lambda place: (place / "old").write_text(""))
+    write_folder(target, lambda place: (place / "new").write_text(json.dumps(1)))
+    assert [path.name for path in target.iterdir()] == ["new"]
+    remove_folder(target)
+    remove_folder(target)  # nothing there: nothing to do
+    assert list(target.parent.iterdir()) == []
+
+
+# ---- damage ----
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "checksums.json")
+
+
+def flip_a_bit(path: Path, at: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * len(data))] ^= 4
+    path.write_bytes(data)
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "flipped": flip_a_bit,
+    "flipped at its start": lambda path: flip_a_bit(path, 0.0),
+    "flipped at its end": lambda path: flip_a_bit(path, 0.999),
+    "torn": tear,
+    "empty": empty,
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path, name: str, how: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step in (5, 10):
+        assert save(tmp_path, step, model).damage() is None
+    DAMAGES[how](tmp_path / "step-000010" / name)
+    found, problems = newest_whole(tmp_path)
+    assert found is not None
+    assert found.step == 5
+    assert len(problems) == 1
+    assert problems[0].startswith("step-000010: ")
+    assert name in problems[0] or name == "checksums.json"
+
+
+def test_a_file_that_was_put_there_later_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 5, torch.nn.Linear(2, 2))
+    (tmp_path / "step-000005" / "pytorch_model.bin").write_bytes(b"pickled")
+    assert newest_whole(tmp_path) == (None, ["step-000005: pytorch_model.bin is not listed in checksums.json"])
+
+
+def test_a_damaged_checkpoint_counts_no_more_and_goes_when_it_is_written_anew(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step in (5, 10):
+        save(tmp_path, step, model)
+    set_aside(checkpoints(tmp_path)[-1])
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [5]
+    assert (tmp_path / "step-000010.damaged" / "state.json").is_file()
+    save(tmp_path, 10, model, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_a_checkpoint_between_two_regular_ones_displaces_none(tmp_path: Path) -> None:
+    """An interrupted run keeps the checkpoints that an uninterrupted one has, whatever it may roll back to."""
+    model = torch.nn.Linear(2, 2)
+
+    def kept(step: int) -> list[int]:
+        save_checkpoint(tmp_path, step, model, {}, {}, keep=2, every=5, spared={5})
+        return [checkpoint.step for checkpoint in checkpoints(tmp_path)]
+
+    assert [kept(step) for step in (5, 10, 15)][-1] == [5, 10, 15]
+    assert kept(17) == [5, 10, 15, 17]
+    assert kept(20) == [5, 15, 20]
+
+
+# ---- crashes and failing disks ----
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: the code under test gets no chance to clean up (see `kill_at`)."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The process ends at its `count`-th call that changes names or syncs; nothing after it happens."""
+    import os
+    import shutil
+
+    calls = iter(range(1, 1000))
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) >= count:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", dying(os.fsync))
+    monkeypatch.setattr(Path, "rename", dying(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+
+
+def test_wherever_a_write_is_killed_the_old_or_the_new_folder_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = []
+    for count in range(1, 40):
+        place = tmp_path / str(count)
+        write_folder(place / "final", lambda at: (at / "a").write_text("old") and None)
+        with monkeypatch.context() as patch:
+            kill_at(patch, count)
+            try:
+                write_folder(place / "final", lambda at: (at / "a").write_text("new") and None)
+            except Killed:
+                reached.append(count)
+        sweep(place, re.compile("final"))
+        assert tree(place) in ({"final/a": "old"}, {"final/a": "new"}), count
+    assert 5 < len(reached) < 39  # it was killed at every place, and ended by itself after the last
+
+
+def test_wherever_a_removal_is_killed_the_folder_is_whole_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in range(1, 8):
+        place = tmp_path / str(count)
+        write_folder(place / "final", lambda at: (at / "a").write_text("old") and None)
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            kill_at(patch, count)
+            remove_folder(place / "final")
+        sweep(place, re.compile("final"))
+        assert tree(place) in ({"final/a": "old"}, {}), count
+
+
+def test_sweeping_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    for name in (".notes.1.tmp", ".step-000003.1.tmp", ".step-000004.removed", "step-000005"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".step-000006.1.tmp").write_text("a file")
+    sweep(tmp_path)
+    sweep(tmp_path / "nowhere")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.1.tmp", ".step-000006.1.tmp", "step-000005"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_sync_that_fails_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    import os
+
+    save(tmp_path, 5, torch.nn.Linear(2, 2))
+    before = {name: (tmp_path / "step-000005" / name).read_bytes() for name in FILES}
+
+    def fails(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            save(tmp_path, 10, torch.nn.Linear(2, 2))
+    assert "step-000010" in str(caught.value.filename)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+    assert {name: (tmp_path / "step-000005" / name).read_bytes() for name in FILES} == before
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """A real one: files may not grow beyond a limit, which the system enforces under safetensors too."""
+    code = (
+        "import pathlib, resource, sys, torch\n"
+        "from rlhf_kl.run.checkpoint import save_checkpoint\n"
+        "folder, model = pathlib.Path(sys.argv[1]), torch.nn.Linear(100, 100)\n"
+        "save_checkpoint(folder, 5, model, {}, {}, 2)\n"
+        "for limit in (0, 50, 4096, 40000):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
+        "    try:\n"
+        "        save_checkpoint(folder, 10, model, {'0.x': torch.zeros(20000)}, {}, 2)\n"
+        "    except OSError as error:\n"
+        "        print(limit, error.errno)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{limit} {errno.EFBIG}" for limit in (0, 50, 4096, 40000)]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+    assert checkpoints(tmp_path)[0].damage() is None

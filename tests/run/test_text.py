@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from rlhf_kl.run.text import hanging, safe_text, stdout_width
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("plain [bold]text[/bold] é 漢 👩‍🔬", "plain [bold]text[/bold] é 漢 👩‍🔬"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("a\nb\r\tc", r"a\nb\r\tc"),
+        ("\x9b31m\x00\x7f", r"\x9b31m\x00\x7f"),
+        ("abc\u202edcba", r"abc\u202edcba"),
+        ("\ud800", r"\ud800"),
+        ("a\u2028b", r"a\u2028b"),
+    ],
+)
+def test_controls_are_shown_as_text(raw: str, shown: str) -> None:
+    assert safe_text(raw) == shown
+
+
+def test_newlines_can_stay() -> None:
+    assert safe_text("a\nb\x07", keep_newlines=True) == "a\nb\\x07"
+
+
+def test_a_hanging_indent_fits_the_width_and_keeps_paths_whole() -> None:
+    path = "/a/very/long/path/to/a-file-that-has-a-name.py"
+    text = f"policy and reference agree; padding changes nothing in {path} or elsewhere"
+    lines = hanging(text, 40, 10).split("\n")
+    assert " ".join(line.strip() for line in lines) == text
+    assert f"{' ' * 10}{path}" in lines
+    assert all(line.startswith(" " * 10) for line in lines[1:])
+    assert all(len(line) <= 40 for line in [" " * 10 + lines[0], *lines[1:]] if path not in line)
+
+
+def test_lines_stay_whole_where_stdout_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stdout_width() is None
+    assert hanging("word " * 50, None, 5) == "word " * 50
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert stdout_width() == 60
