@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.actor_critic import ActorCritic, position_ids
 from rlhf_kl.models.load import context_length
-from rlhf_kl.models.text import encode_all, pad
-from rlhf_kl.ops.logprobs import chosen_logprobs
-from rlhf_kl.reward_functions import GoldScorer, checked_scores, gold_scores_of
-from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
-from rlhf_kl.types import PromptBatch, RewardFn
+from rlhf_kl.models.lm import LM, TransformersLM
+from rlhf_kl.models.text import encode_all
+from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
+from rlhf_kl.rollout.collect import measure, respond, response_layout
+from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.trainers.sft import negative_log_likelihood
+from rlhf_kl.types import RewardFn, Sampling
 
 ROWS = 32
 DEFAULT_WINDOW = 1024  # for a model whose config names no context length
@@ -58,7 +61,7 @@ def windows(ids: Sequence[int], size: int) -> Iterator[Window]:
 
 @torch.no_grad()
 def perplexity(
-    model: Any,
+    lm: TransformersLM,
     tokenizer: Any,
     texts: Sequence[str],
     *,
@@ -68,11 +71,10 @@ def perplexity(
 ) -> Perplexity:
     """exp(total nll / total scored tokens) at temperature 1; bos in front, eos not scored.
 
-    `window` is the most tokens read at once (default: the model's context). `advance(n)` is told of every n
-    windows done. Errors: InputError where nothing can be scored.
+    `window`: most tokens in one row (default: the model's context); `rows` in one pass; `advance(n)` is called after
+    every n windows. Errors: InputError where nothing can be scored.
     """
-    limit = window or context_length(model) or DEFAULT_WINDOW
-    device = next(model.parameters()).device
+    limit = window or context_length(lm.model) or DEFAULT_WINDOW
     pieces = [piece for ids in encode_all(tokenizer, texts) for piece in windows(ids, limit)]
     if not pieces:
         raise InputError("eval.texts: no document has a token to score")
@@ -80,16 +82,8 @@ def perplexity(
     total, count = 0.0, 0
     for start in range(0, len(pieces), rows):
         group = pieces[start : start + rows]
-        ids, mask = pad([piece.ids for piece in group], tokenizer.pad_token_id, left=False)
-        ids, mask = ids.to(device), mask.to(device)
-        first = torch.tensor([piece.first for piece in group], device=device).unsqueeze(1)
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False).logits[
-            :, :-1
-        ]
-        scored = mask[:, 1:] & (torch.arange(1, ids.shape[1], device=device) >= first)
-        logprobs = chosen_logprobs(logits, ids[:, 1:])
-        total -= float(logprobs[scored].double().sum())
-        count += int(scored.sum())
+        loss, tokens = negative_log_likelihood(lm, [piece.ids for piece in group], [piece.first for piece in group])
+        total, count = total + float(loss), count + tokens
         if advance:
             advance(len(group))
     size = sum(len(text.encode()) for text in texts)
@@ -124,29 +118,38 @@ class PolicyFigures:
 
 
 def policy_figures(
-    model: ActorCritic,
-    reference: Any,
-    prompts: PromptBatch,
-    noise: Tensor,
+    policy: LM,
+    reference: LM,
+    prompts: PromptStream,
+    seed: int,
     sampling: Sampling,
     tokenizer: Any,
     reward: RewardFn | None = None,
     gold: GoldScorer | None = None,
+    batch_size: int = ROWS,
 ) -> PolicyFigures:
-    """Sample one response to each prompt and measure; `noise` (B, max_new_tokens) fixes the samples."""
-    device = next(reference.parameters()).device
-    sampled = draw(model.policy, prompts, noise, sampling, device)
-    measured = measure(model, reference, prompts, sampled, sampling.temperature)
-    responses = response_texts(tokenizer, sampled)
-    per_response = measured.exact_kl.double().sum(1)
-    scores = checked_scores(reward, prompts.texts, responses, "function") if reward else None
-    golds = gold_scores_of(gold, prompts.texts, responses)
+    """Sample one response to each prompt, `batch_size` at a time, and measure; `seed` fixes the samples."""
+    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")
+    model, states = ActorCritic(policy), ReferenceStates(reference)
+    kl, lengths, ended, texts, scores, golds = [], [], [], [], [], []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts.pick(range(start, min(start + batch_size, len(prompts))))
+        _, sampled, responses = respond(policy, batch, noise[start : start + batch_size], sampling, tokenizer)
+        stats = measure(model, states, response_layout(batch, sampled), sampling.temperature)
+        kl.append(stats.exact_kl.double().sum(1))
+        lengths.append(sampled.mask.sum(1))
+        ended.append(sampled.ended)
+        texts += responses
+        if reward is not None:
+            scores.append(checked_scores(reward, batch.texts, responses, "function"))
+        golds += gold_scores_of(gold, batch.texts, responses) or []
+    per_response, tokens = torch.cat(kl), torch.cat(lengths).double()
     return PolicyFigures(
-        kl_token=float(per_response.sum() / sampled.mask.sum()),
+        kl_token=float(per_response.sum() / tokens.sum()),
         kl_sequence=float(per_response.mean()),
-        scores=float(scores.mean()) if scores is not None else None,
-        gold=sum(golds) / len(golds) if golds is not None else None,
-        length=float(sampled.mask.sum(1).double().mean()),
-        eos_rate=float(sampled.ended.double().mean()),
-        distinct_2=distinct_n(responses),
+        scores=float(torch.cat(scores).mean()) if scores else None,
+        gold=sum(golds) / len(golds) if golds else None,
+        length=float(tokens.mean()),
+        eos_rate=float(torch.cat(ended).double().mean()),
+        distinct_2=distinct_n(texts),
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,25 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    max_new_tokens: int
+    temperature: float
+    eos_ids: list[int]
+    pad_id: int
+
+
+class Sampled(NamedTuple):
+    """Responses, padded on the right."""
+
+    ids: Tensor  # (B, T) long, EOS included
+    mask: Tensor  # (B, T) bool
+    ended: Tensor  # (B,) bool: the response has an EOS
+    logprobs: Tensor  # (B, T) of the tokens, as they were drawn
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """Responses of one policy with everything that PPO needs to know about them; never mutated."""
 
@@ -47,23 +66,35 @@ class RolloutBatch:
     scores: Tensor  # (B,) raw
     shaped_scores: Tensor  # (B,) normalised, clipped, penalties taken off
     ended: Tensor  # (B,) bool, True = the response has an EOS
+    prompts: list[str]  # B texts
+    responses: list[str]  # B texts, special tokens left out
+    score_terms: dict[str, Tensor] = field(default_factory=dict)  # of a sum, what each term adds: (B,) by name
+    penalties: dict[str, Tensor] = field(default_factory=dict)  # taken from the score: (B,) by name
 
     def __post_init__(self) -> None:
         b, t = self.response_ids.shape
-        for field in fields(self):
-            shape = getattr(self, field.name).shape
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if not isinstance(value, Tensor):
+                continue
+            shape = value.shape
             expected: tuple[int, ...]
-            if field.name.startswith("prompt_"):
+            if column.name.startswith("prompt_"):
                 expected = (b, self.prompt_ids.shape[1])
-            elif field.name in ("scores", "shaped_scores", "ended"):
+            elif column.name in ("scores", "shaped_scores", "ended"):
                 expected = (b,)
             else:
                 expected = (b, t)
             if tuple(shape) != expected:
-                raise ValueError(f"RolloutBatch.{field.name} has shape {tuple(shape)}, expected {expected}")
+                raise ValueError(f"RolloutBatch.{column.name} has shape {tuple(shape)}, expected {expected}")
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+    def cpu(self) -> RolloutBatch:
+        """The same on the CPU."""
+        moved = {f.name: value.cpu() for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
 
     @property
     def lengths(self) -> Tensor:

@@ -353,6 +353,8 @@ class PPOSection(OptimiserSection):
     """Course of the learning rate over the run: constant, or linear or cosine down to zero."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
+    advantage: Literal["gae"] = "gae"
+    """How advantages are estimated: gae, generalised advantage estimation."""
     gamma: Unit = 1.0
     """Discount."""
     lam: Unit = 0.95
@@ -514,6 +516,12 @@ class TrainConfig(Section):
     def updates(self) -> int:
         """Rollouts in the whole run."""
         return math.ceil(self.ppo.total_episodes / self.rollout.batch_size)
+
+    @property
+    def critic_lam(self) -> float:
+        """Lambda of the value function's targets."""
+        otherwise = 1.0 if self.policy.value == "features" else self.ppo.lam
+        return otherwise if self.ppo.critic_lam is None else self.ppo.critic_lam
 
     # On the field and not on the model: it speaks up while another section is still wrong.
     @field_validator("ppo")

@@ -20,7 +20,7 @@ def kept_per_token(model: Any) -> int:
     """Numbers that a pass with gradients keeps for a token, logits left out; good to about a third."""
     shape = model.config.get_text_config()
     layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
-    if getattr(model, "recomputes", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return (layers + KEPT_PER_LAYER) * hidden  # the inputs of all layers, and the one that is computed again
     return layers * hidden * KEPT_PER_LAYER
 

@@ -17,7 +17,7 @@ from transformers.activations import NewGELUActivation
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
-from rlhf_kl.models.actor_critic import choose_way
+from rlhf_kl.models.lm import check_head
 from rlhf_kl.models.quiet import quiet_transformers
 
 Model = Any  # transformers models are untyped
@@ -133,7 +133,7 @@ def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
 def load_causal_lm(ref: str, what: str = "model", access: Access = SAFE) -> Model:
     """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
     model = _load(AutoModelForCausalLM, ref, what, access)
-    choose_way(model)
+    check_head(model, f"{what} {ref}")
     return model
 
 

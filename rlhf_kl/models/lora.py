@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import switch_dropout_off
 
 TRAINED, KEPT = "default", "start"  # names of the adapter that learns, and of its frozen beginning
@@ -139,15 +140,16 @@ def load_adapter(model: Any, folder: str | Path, what: str) -> Any:
     return adapted
 
 
-class AdapterReference:
+class AdapterReference(TransformersLM):
     """The frozen starting point inside a model with an adapter: no second copy of the weights.
 
-    Called like the model. A policy that began without an adapter is read with its adapter off; one that began as
-    an adapter keeps that beginning as a second, frozen adapter.
+    A policy that began without an adapter is read with its adapter off; one that began as an adapter keeps that
+    beginning as a second, frozen adapter.
     """
 
-    def __init__(self, policy: Any, *, keep_start: bool) -> None:
-        self.policy, self.keep_start, self.config = policy, keep_start, policy.config
+    def __init__(self, policy: Any, dtype: torch.dtype = torch.float32, *, keep_start: bool) -> None:
+        super().__init__(policy, dtype, active=self._at_start)
+        self.keep_start = keep_start
         if keep_start:
             policy.add_adapter(KEPT, policy.peft_config[TRAINED])
             with torch.no_grad():
@@ -157,38 +159,30 @@ class AdapterReference:
                         parameter.copy_(state[name.replace(f".{KEPT}.", f".{TRAINED}.")])
             policy.set_adapter(TRAINED)
         self._start = {
-            name: parameter.detach().clone() for name, parameter in policy.named_parameters() if f".{TRAINED}." in name
+            f"model.{name}": parameter.detach().clone()
+            for name, parameter in policy.named_parameters()
+            if f".{TRAINED}." in name
         }
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._at_start():
-            return self.policy(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else one asks a model for: its LM head, the mark of how its logits are read."""
-        if name == "policy":  # not there yet: while it is being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.policy, name)
 
     @contextlib.contextmanager
     def _at_start(self) -> Iterator[None]:
         if not self.keep_start:
-            with self.policy.disable_adapter():
+            with self.model.disable_adapter():
                 yield
             return
         try:
-            self.policy.set_adapter(KEPT)
+            self.model.set_adapter(KEPT)
             yield
         finally:
-            self.policy.set_adapter(TRAINED)
+            self.model.set_adapter(TRAINED)
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The tensors that it reads, none of which is trained."""
-        return (p for name, p in self.policy.named_parameters() if f".{TRAINED}." not in name)
+        return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if f".{TRAINED}." not in name)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The policy's tensors as they were at the start."""
-        return {**self.policy.state_dict(), **self._start}
+        return {**super().state_dict(*args, **kwargs), **self._start}
 
 
 def checkpointed(model: nn.Module) -> nn.Module:

@@ -21,19 +21,19 @@ def enable_recompute(model: Any, what: str) -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise InputError(f"{what}: {first_line(error)}") from error
-    model.recomputes = True
 
 
 @contextlib.contextmanager
 def recomputing(model: Any) -> Iterator[None]:
-    """A forward pass whose layers are recomputed, where that was switched on and gradients are.
+    """A forward pass whose layers are computed again later, where that was switched on and gradients are.
 
-    Layers recompute in training mode only, in which they refuse the cache that sampling needs: so their mode is
+    Layers do so in training mode only, in which they refuse the cache that sampling needs: so their mode is
     changed for this pass alone. What is inside them keeps its own: the router of a mixture of experts, for one,
     draws noise in training mode.
     """
-    wanted = getattr(model, "recomputes", False) and torch.is_grad_enabled()
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if wanted else []
+    layers = []
+    if torch.is_grad_enabled():
+        layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True
     try:

@@ -38,6 +38,11 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tens
     return ids, mask
 
 
+def position_ids(mask: Tensor) -> Tensor:
+    """Positions (B, L) that count real tokens only, so that padding on the left shifts nothing."""
+    return (mask.long().cumsum(1) - 1).clamp_min(0)
+
+
 def decode_responses(tokenizer: Any, ids: Tensor, mask: Tensor) -> list[str]:
     """Texts of responses (B, T) without special tokens."""
     rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_kl.kernels.build import library
-from rlhf_kl.kernels.logits import ChosenLogprobs, plain_matrix
-
 CHUNK_ELEMENTS = 1 << 17  # float32 numbers in one temporary: 512 KiB, which a core's own cache holds
 DEVICE_CHUNKS = 256  # such chunks at once on a GPU, where each launch costs
 
@@ -59,8 +56,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 def chosen_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """log pi(id) for `logits` (..., V) and `ids` (...), sampling temperature included: (...) float32."""
-    function = ChosenLogprobs if plain_matrix(logits) and library() is not None else _ChosenLogprobs
-    flat: Tensor = function.apply(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1), temperature)
+    flat: Tensor = _ChosenLogprobs.apply(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1), temperature)
     return flat.view(ids.shape)
 
 

@@ -7,18 +7,13 @@ behind its last token changes nothing. Only the states that a response token was
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.ops.prefixes import Prefixes, find_prefixes
-
 # What a pass costs whatever its size, in tokens: as long as that is more, padding a row is cheaper.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
-# Tokens that attention lays out again and nothing else reads, for as much memory and time as one that is read.
-LAID_OUT = 4
 
 
 def pass_overhead(device: torch.device) -> int:
@@ -30,11 +25,9 @@ class Packed(NamedTuple):
     """Some rows of a batch as one forward pass reads them, and where its N response tokens belong."""
 
     ids: Tensor  # (B', L) long: prompt and response without a gap from column 0 on
-    mask: Tensor  # (B', L) bool, True = a token that is read
     states: Tensor  # (N,) long, into the B' * L positions: the state that each response token was drawn from
     places: Tensor  # (N,) long, into the B * T places of the whole batch's responses
     numbers: Tensor  # (N,) long: the same, counting the response tokens of the whole batch only
-    prefixes: Prefixes | None = None  # where many rows begin alike
 
 
 class Layout:
@@ -52,13 +45,17 @@ class Layout:
         self.lengths: list[int] = (self.prompts + self.responses - 1).clamp_min(1).tolist()
         self.tokens = int(self.responses.sum())
 
+    @property
+    def response_ids(self) -> Tensor:
+        """(B, T) long."""
+        return self.ids[:, self.prompt_width :]
+
     def pack(self, rows: Sequence[int]) -> Packed:
         """These rows as one pass."""
         picked, device = torch.as_tensor(rows), self.ids.device
         prompts, responses = self.prompts[picked], self.responses[picked]
         length = max(self.lengths[row] for row in rows)
         columns = torch.arange(length)
-        mask = columns < torch.tensor([self.lengths[row] for row in rows]).unsqueeze(1)
         source = (self.prompt_width - prompts).unsqueeze(1) + columns
         source.clamp_max_(self.ids.shape[1] - 1)
         owner = torch.repeat_interleave(torch.arange(len(picked)), responses)
@@ -67,36 +64,36 @@ class Layout:
         places = picked[owner] * (self.ids.shape[1] - self.prompt_width) + place
         numbers = self.first[picked][owner] + place
         ids = self.ids[picked.to(device)].gather(1, source.to(device))
-        return Packed(ids, mask.to(device), states.to(device), places.to(device), numbers.to(device))
-
-    @cached_property
-    def prefixes(self) -> Prefixes:
-        """Of the whole batch."""
-        whole = self.pack(range(len(self.lengths)))
-        return find_prefixes(whole.ids, whole.mask)
+        return Packed(ids, states.to(device), places.to(device), numbers.to(device))
 
     def passes(
-        self,
-        rows: Sequence[int],
-        *,
-        most_rows: int,
-        most_tokens: int,
-        overhead: int,
-        least_share: float = float("inf"),
+        self, rows: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int | None = None
     ) -> Iterator[Packed]:
-        """The rows in passes of near-equal length: see `group_lengths`.
-
-        With their prefixes, where of the whole batch at least `least_share` is repeated.
-        """
-        shared = least_share < 1 and self.prefixes.repeated >= least_share
+        """The rows in passes of near-equal length: see `group_lengths`."""
         lengths = [self.lengths[row] for row in rows]
-        if shared:  # a pass has what all rows begin with once, and of each the rest
-            common = self.prefixes.common
-            lengths = [length - common + length // LAID_OUT for length in lengths]
-            overhead, most_tokens = overhead + common, max(1, most_tokens - common)
-        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
-            packed = self.pack([rows[i] for i in group])
-            yield packed._replace(prefixes=find_prefixes(packed.ids, packed.mask)) if shared else packed
+        cost = pass_overhead(self.ids.device) if overhead is None else overhead
+        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=cost):
+            yield self.pack([rows[i] for i in group])
+
+
+def text_layout(rows: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device) -> Layout:
+    """The layout of plain texts, whose tokens from `starts` (at least 1) on are the ones to score."""
+    prompt, response = max(starts), max(len(row) - start for row, start in zip(rows, starts, strict=True))
+    ids = torch.zeros(len(rows), prompt + response, dtype=torch.long)
+    for line, row, start in zip(ids, rows, starts, strict=True):
+        line[prompt - start : prompt - start + len(row)] = torch.tensor(row)
+    lengths = torch.tensor([len(row) for row in rows])
+    return Layout(ids.to(device), prompt, torch.tensor(starts), lengths - torch.tensor(starts))
+
+
+def pack_last(rows: Sequence[Sequence[int]], device: torch.device) -> Packed:
+    """Texts as one pass that reads the state of each one's last token."""
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    for line, row in zip(ids, rows, strict=True):
+        line[: len(row)] = torch.tensor(row)
+    states = (torch.arange(len(rows)) * ids.shape[1] + lengths - 1).to(device)
+    return Packed(ids.to(device), states, states, states)
 
 
 def group_lengths(lengths: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int) -> list[list[int]]:

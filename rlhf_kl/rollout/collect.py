@@ -1,61 +1,37 @@
-"""One rollout: sample, then measure with one pass of each model."""
+"""One rollout: sample responses, score them, and compare policy and reference at every token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.actor_critic import ActorCritic, read_states
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.text import decode_responses
+from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
-from rlhf_kl.ops.packing import Layout, Packed
-from rlhf_kl.rollout.decoded import DecodedStates
+from rlhf_kl.ops.packing import Layout
+from rlhf_kl.rewards.functions import score_responses
+from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.rollout.features import StateFeatures
-from rlhf_kl.rollout.reference import ReferenceLogits
-from rlhf_kl.rollout.sampling import Sampled, sample_responses
-from rlhf_kl.types import PromptBatch, RolloutBatch
-
-SCORING_ROWS = 64  # in one pass, at most
+from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import PromptBatch, RewardFn, RolloutBatch, Sampled, Sampling
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn."""
+class Responses(NamedTuple):
+    """Prompts and what the policy answered."""
 
-    max_new_tokens: int
-    temperature: float
-    eos_ids: list[int]
-    pad_id: int
+    prompts: PromptBatch
+    sampled: Sampled
+    texts: list[str]  # of the responses, special tokens left out
 
 
-def draw(
-    model: Any,
-    prompts: PromptBatch,
-    uniforms: Tensor,
-    sampling: Sampling,
-    device: Any,
-    decoded: DecodedStates | None = None,
-) -> Sampled:
-    """Responses of a causal LM to a batch of prompts; `uniforms` (B, max_new_tokens) is the noise."""
-    return sample_responses(
-        model,
-        prompts.ids.to(device),
-        prompts.mask.to(device),
-        uniforms,
-        eos_ids=sampling.eos_ids,
-        pad_id=sampling.pad_id,
-        temperature=sampling.temperature,
-        decoded=decoded,
-    )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the models say of sampled responses; every tensor (B, T)."""
+class TokenStats(NamedTuple):
+    """Policy and reference at sampled tokens; every tensor (B, T), zeros in padding."""
 
     logprobs: Tensor
     ref_logprobs: Tensor
@@ -64,95 +40,129 @@ class Measured:
     values: Tensor
 
 
+class Sampler:
+    """Step -> responses of the policy. Prompts and noise depend on the seed and the step alone."""
+
+    def __init__(
+        self, policy: LM, prompts: PromptStream, tokenizer: Any, sampling: Sampling, seed: int, rows: slice | None = None
+    ) -> None:
+        """`rows`: of the global batch, those of this process; None = all."""
+        self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
+        self.rows = rows or slice(0, prompts.batch_size)
+
+    def __call__(self, step: int) -> Responses:
+        """Responses of update `step` (from 1)."""
+        prompts = self.prompts.batch(step, self.rows.start, self.rows.stop - self.rows.start)
+        noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)[self.rows]
+        return respond(self.policy, prompts, noise, self.sampling, self.tokenizer)
+
+
+def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
+    """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
+    sampled = policy.sample(prompts, noise, sampling)
+    return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask))
+
+
+class Assessor:
+    """Responses -> a rollout: scores, KL, and values."""
+
+    def __init__(
+        self,
+        model: ActorCritic,
+        reference: ReferenceStates,
+        features: StateFeatures | None,
+        reward: RewardFn,
+        reward_name: str,
+        shaping: ScoreShaping,
+        temperature: float,
+    ) -> None:
+        self.model, self.reference, self.features = model, reference, features
+        self.reward, self.reward_name, self.shaping, self.temperature = reward, reward_name, shaping, temperature
+
+    def __call__(self, responses: Responses) -> RolloutBatch:
+        """The rollout of one batch. A reward model's scores may be anything; a function's are checked."""
+        prompts, sampled, texts = responses
+        device = sampled.ids.device
+        scores, terms = score_responses(self.reward, prompts.texts, texts, self.reward_name)
+        traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
+        stats = measure(self.model, self.reference, response_layout(prompts, sampled), self.temperature, self.features)
+        return RolloutBatch(
+            prompt_ids=prompts.ids.to(device),
+            prompt_mask=prompts.mask.to(device),
+            response_ids=sampled.ids,
+            mask=sampled.mask,
+            **stats._asdict(),
+            scores=scores.to(device),
+            shaped_scores=self.shaping(scores, traits).to(device),
+            ended=sampled.ended,
+            prompts=prompts.texts,
+            responses=texts,
+            score_terms=terms,
+            penalties=self.shaping.penalties(traits),
+        )
+
+
+class Rollouts:
+    """Step -> rollout: y ~ pi(.|x), then scores, log-probs under policy and reference, and values."""
+
+    def __init__(self, sample: Callable[[int], Responses], assess: Callable[[Responses], RolloutBatch]) -> None:
+        self.sample, self.assess = sample, assess
+
+    def __call__(self, step: int) -> RolloutBatch:
+        """The rollout of update `step` (from 1)."""
+        return self.assess(self.sample(step))
+
+
+def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:
+    """Where the tokens of prompts and responses lie."""
+    ids = torch.cat([prompts.ids.to(sampled.ids.device), sampled.ids], 1)
+    return Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
+
+
 @torch.no_grad()
 def measure(
-    model: Any,
-    reference: Any,
-    prompts: PromptBatch,
-    sampled: Sampled,
+    model: ActorCritic,
+    reference: ReferenceStates,
+    layout: Layout,
     temperature: float,
-    kept: ReferenceLogits | None = None,
-    decoded: DecodedStates | None = None,
     features: StateFeatures | None = None,
-) -> Measured:
-    """Log-probs under policy and reference, exact KL, entropy and values, row by row in passes of equal length.
+) -> TokenStats:
+    """Policy, reference and values at the response tokens of a batch.
 
-    `kept` keeps the reference's logits for later, where it has room; `decoded` spares the policy's own pass;
-    `features` give the values where the model has none of its own; without either they are 0.
+    `features` give the values where the model has none of its own; without either they are 0. The reference's
+    states are kept for later.
     """
-    device = sampled.ids.device
-    ids = torch.cat([prompts.ids.to(device), sampled.ids], 1)
-    layout = Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
-    reference_logits = kept or ReferenceLogits(reference)
-    reference_logits.begin(layout)
+    reference.read(layout)
+    chosen = layout.response_ids
+    stats = torch.zeros(5, *chosen.shape, device=chosen.device)
+    flat = stats.flatten(1)
+    for rows in reading_passes(layout):
+        ids = chosen.flatten()[rows.places]
+
+        def compare(logits: Tensor, at: slice, rows: Any = rows, ids: Tensor = ids) -> tuple[Tensor, ...]:
+            return compare_distributions(logits, reference.logits(rows.numbers[at]), ids[at], temperature)
+
+        def figures(logits: Any, hidden: Tensor, rows: Any = rows, compare: Any = compare) -> tuple[Tensor, ...]:
+            values = () if model.value is None else (model.value(rows, hidden),)
+            return (*logits.map(compare), *values)
+
+        for row, column in zip(flat, model.policy.states(rows, figures), strict=False):
+            row[rows.places] = column
     if features is not None:
-        features.begin(layout)
-        reference_logits.hear = features.take
-    if decoded is not None:
-        decoded.settle(layout)
-    columns = torch.zeros(5, *sampled.ids.shape, device=device)
-    flat = columns.flatten(1)
-    for packed in scoring_passes(layout, reference_logits):
-        if decoded is not None:
-            logits, values = decoded.output(model, packed)
-        else:
-            logits, values = model(packed.ids, packed.mask, packed.states, packed.prefixes)
-        chosen = sampled.ids.flatten()[packed.places]
-        found = compare_distributions(logits, reference_logits(packed), chosen, temperature)
-        if features is not None:
-            values = features.values(packed)
-        for row, column in zip(flat, (*found, values), strict=True):
-            if column is not None:
-                row[packed.places] = column
-    reference_logits.hear = None
-    return Measured(*columns.unbind())
-
-
-def scoring_passes(layout: Layout, reference: ReferenceLogits) -> Iterator[Packed]:
-    """All rows of a batch in passes without gradients."""
-    bounds = reference.pass_bounds(layout.ids.device)
-    return layout.passes(range(len(layout.lengths)), most_rows=SCORING_ROWS, **bounds)
-
-
-def assemble(
-    prompts: PromptBatch, sampled: Sampled, measured: Measured, scores: Tensor, shaped: Tensor
-) -> RolloutBatch:
-    """The rollout batch from its parts."""
-    device = sampled.ids.device
-    return RolloutBatch(
-        prompt_ids=prompts.ids.to(device),
-        prompt_mask=prompts.mask.to(device),
-        response_ids=sampled.ids,
-        mask=sampled.mask,
-        logprobs=measured.logprobs,
-        ref_logprobs=measured.ref_logprobs,
-        exact_kl=measured.exact_kl,
-        entropy=measured.entropy,
-        values=measured.values,
-        scores=scores.to(device),
-        shaped_scores=shaped.to(device),
-        ended=sampled.ended,
-    )
+        features.read(layout, reference)
+        mask = torch.arange(chosen.shape[1]) < layout.responses.unsqueeze(1)
+        stats[4][mask.to(chosen.device)] = features.values()
+    return TokenStats(*stats.unbind())
 
 
 @torch.no_grad()
-def exact_kl_now(model: ActorCritic, reference: ReferenceLogits, rollout: RolloutBatch, temperature: float) -> Tensor:
-    """Exact KL (B, T) of the model as it is now, at the states of an earlier rollout."""
+def exact_kl_now(policy: LM, reference: ReferenceStates, rollout: RolloutBatch, temperature: float) -> Tensor:
+    """Exact KL (B, T) of the policy as it is now, at the states of an earlier rollout."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for packed in scoring_passes(rollout.layout, reference):
-        logits, _ = read_states(model.policy, packed.ids, packed.mask, packed.states, packed.prefixes)
-        kl.view(-1)[packed.places] = exact_kl(logits, reference(packed), temperature)
+    for rows in reading_passes(rollout.layout):
+
+        def compare(logits: Tensor, at: slice, rows: Any = rows) -> tuple[Tensor, ...]:
+            return (exact_kl(logits, reference.logits(rows.numbers[at]), temperature),)
+
+        kl.view(-1)[rows.places] = policy.states(rows, lambda logits, _, compare=compare: logits.map(compare))[0]
     return kl
-
-
-def response_texts(tokenizer: Any, sampled: Sampled) -> list[str]:
-    """Responses as text, special tokens left out."""
-    return decode_responses(tokenizer, sampled.ids, sampled.mask)
-
-
-def prompt_batch(prompts: Sequence[tuple[str, list[int]]], pad_id: int) -> PromptBatch:
-    """A left-padded batch from (text, ids) pairs."""
-    from rlhf_kl.models.text import pad
-
-    ids, mask = pad([ids for _, ids in prompts], pad_id, left=True)
-    return PromptBatch([text for text, _ in prompts], ids, mask)

@@ -1,63 +1,49 @@
-"""The frozen reference's logits at a rollout's states."""
+"""The frozen reference at a rollout's states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.actor_critic import read_states
-from rlhf_kl.models.prefix_sharing import least_share
-from rlhf_kl.ops.packing import Layout, Packed, pass_overhead
+from rlhf_kl.models.lm import LM, Logits
+from rlhf_kl.ops.packing import Layout, Packed
 
-KEPT_ELEMENTS = 1 << 24  # logits of a rollout that are kept to the end of its update: 64 MiB in float32
-PASS_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits in one pass, by device; more where the LM head has more
+PASS_ROWS = 64  # in one pass without gradients
+PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
 
 
-class ReferenceLogits:
-    """Computed once a rollout and kept where there is room, else computed anew each time."""
+def reading_passes(layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
+    """Rows of a batch (default: all) in passes without gradients."""
+    tokens = PASS_TOKENS.get(layout.ids.device.type, PASS_TOKENS["cpu"])
+    chosen = range(len(layout.lengths)) if rows is None else rows
+    return layout.passes(chosen, most_rows=PASS_ROWS, most_tokens=tokens)
 
-    def __init__(self, model: Any, *, keep: bool = False) -> None:
-        self.model, self.keep = model, keep
-        shape = model.config.get_text_config()
-        self.vocabulary: int = shape.vocab_size
-        self.head_elements: int = shape.vocab_size * shape.hidden_size
-        self.hear: Callable[[Packed, Tensor], None] | None = (
-            None  # told what the LM head read in a rollout's first pass
-        )
-        self.kept: Tensor | None = None  # (tokens, V)
-        self.room = self.filled = 0
 
-    def pass_bounds(self, device: torch.device) -> dict[str, Any]:
-        """Limits of one pass over a rollout, as `Layout.passes` takes them.
+class ReferenceStates:
+    """The reference's last hidden states at a rollout's states, computed once.
 
-        A pass reads the LM head's weights whatever its size, so its logits may be as many as those.
-        """
-        elements = max(PASS_ELEMENTS.get(device.type, PASS_ELEMENTS["cpu"]), self.head_elements)
-        return {
-            "most_tokens": max(1, elements // self.vocabulary),
-            "overhead": pass_overhead(device),
-            "least_share": least_share(self.model, device),
-        }
+    With them its logits cost no more than its head, each time they are wanted: for the exact KL of a rollout, for
+    that in the loss, and for the ceiling.
+    """
 
-    def begin(self, layout: Layout) -> None:
-        """A new rollout; forgets the last one."""
-        fits = self.keep and layout.tokens * self.vocabulary <= KEPT_ELEMENTS
-        self.kept, self.filled, self.room = None, 0, layout.tokens if fits else 0
+    def __init__(self, lm: LM) -> None:
+        self.lm = lm
+        self.hidden = torch.empty(0)  # (tokens, H)
 
     @torch.no_grad()
-    def __call__(self, packed: Packed) -> Tensor:
-        """Logits (N, V) at the states of a pass over the rollout."""
-        if self.kept is not None and self.filled == self.room:
-            return self.kept.index_select(0, packed.numbers)
-        logits, hidden = read_states(self.model, packed.ids, packed.mask, packed.states, packed.prefixes)
-        if self.hear is not None:
-            self.hear(packed, hidden)
-        if self.room:
-            if self.kept is None:
-                self.kept = logits.new_empty(self.room, logits.shape[1])
-            self.kept[packed.numbers] = logits
-            self.filled += len(logits)
-        return logits
+    def read(self, layout: Layout) -> None:
+        """A new rollout; forgets the last one."""
+        self.hidden = torch.empty(0)
+        for rows in reading_passes(layout):
+            hidden = self.lm.hidden(rows)
+            if not len(self.hidden):
+                self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
+            self.hidden[rows.numbers] = hidden
+
+    @torch.no_grad()
+    def logits(self, numbers: Tensor) -> Tensor:
+        """Logits (n, V) of some of the rollout's response tokens, by number (n,): as many as one chunk holds."""
+        logits: Logits = self.lm.logits(self.hidden.index_select(0, numbers))
+        return logits(slice(None))

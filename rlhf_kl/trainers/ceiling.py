@@ -1,15 +1,19 @@
-"""The belt proper: an update of the policy that would carry its KL over the ceiling is shortened at once.
+"""An update of the policy that would carry its KL over the ceiling is shortened at once.
 
 A beta in the reward acts over several updates; this acts inside the one that goes too far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rlhf_kl.types import RolloutBatch
 
 LINE_SEARCH_STEPS = 6
 DESCENT_STEPS = 8
@@ -17,13 +21,13 @@ DESCENT_SHRINK = 0.5
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What the guard did to an update."""
+class CeilingResult:
+    """What the ceiling did to an update; KL in nats of the target's unit, at the rollout's states."""
 
     factor: float  # share of the update that was kept; 1 = whole
-    kl_before: float  # nats in the target's unit, on the rollout's states
-    kl_after: float  # the same after the guard
-    kl_whole: float  # the same after the update as it came, before the guard
+    kl_before: float
+    kl_after: float  # NaN where nothing needed it
+    kl_uncut: float  # after the update as it came
     descended: bool = False  # the KL itself had to be stepped down
 
 
@@ -41,8 +45,8 @@ class KLForecast:
     def observe(self, measured: float) -> None:
         """The KL of a new rollout, of which `predicted` was the reading at the old states."""
         if self.predicted is not None and self.predicted > 1e-4 and measured > 0:
-            seen = min(2.0, max(0.5, measured / self.predicted))
-            self.ratio += self.rate * (seen - self.ratio)
+            ratio = min(2.0, max(0.5, measured / self.predicted))
+            self.ratio += self.rate * (ratio - self.ratio)
 
     def state_dict(self) -> dict[str, float | None]:
         """Everything that the next forecast depends on."""
@@ -54,6 +58,57 @@ class KLForecast:
         self.predicted = state["predicted"]
 
 
+class Ceiling:
+    """Holds the KL of the next rollout below a limit, by shortening the update that would cross it."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        kl_now: Callable[[RolloutBatch], float],
+        descend: Callable[[RolloutBatch], None],
+        *,
+        limit: float | None,
+        measures: bool,
+    ) -> None:
+        """`kl_now` measures the policy as it is at a rollout's states; `descend` takes a step down its KL there.
+
+        `limit` in nats of the target's unit, None = no update is shortened; then the KL after an update is measured
+        where `measures`.
+        """
+        self.parameters, self.kl_now, self.descend = list(parameters), kl_now, descend
+        self.limit, self.measures = limit, measures
+        self.forecast = KLForecast()
+
+    def snapshot(self) -> list[Tensor]:
+        """The parameters before an update, where it may be shortened."""
+        return [p.detach().clone() for p in self.parameters] if self.limit is not None else []
+
+    def hold(self, rollout: RolloutBatch, before: list[Tensor], kl_before: float) -> CeilingResult:
+        """After an update that began at `before`, with `kl_before` measured by the rollout."""
+        self.forecast.observe(kl_before)
+        if self.limit is None:
+            kl = self.kl_now(rollout) if self.measures else math.nan
+            return CeilingResult(1.0, kl_before, kl, kl)
+        result = shorten_update(
+            self.parameters,
+            before,
+            lambda: self.kl_now(rollout),
+            kl_before,
+            self.limit / self.forecast.ratio,
+            lambda: self.descend(rollout),
+        )
+        self.forecast.predicted = result.kl_after
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return self.forecast.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.forecast.load_state_dict(state)
+
+
 def shorten_update(
     parameters: list[nn.Parameter],
     before: list[Tensor],
@@ -61,19 +116,19 @@ def shorten_update(
     kl_start: float,
     ceiling: float,
     descend: Callable[[], None],
-) -> Cut:
+) -> CeilingResult:
     """Keep as much of the update `before` -> `parameters` as the ceiling allows; always ends.
 
     `kl_at()` measures the KL (nats, the ceiling's unit) of the parameters as they are; `kl_start` is that of
     `before`. From below the ceiling: bisection along the update's own direction for the longest part that
     stays below (the line search of TRPO, Schulman et al. 2015, appendix C). From above it: the update is
     kept where it lowers the KL; otherwise it is undone and `descend()` (one gradient step on the KL itself)
-    is taken instead, shortened until it lowers the KL.
+    is taken instead, shortened until it lowers the KL. An update whose KL is not finite is left as it is.
     """
     after = [p.detach().clone() for p in parameters]
-    kl_full = kl_at()
-    if kl_full <= ceiling or kl_full < kl_start:
-        return Cut(1.0, kl_start, kl_full, kl_full)
+    kl_uncut = kl_at()
+    if kl_uncut <= ceiling or kl_uncut < kl_start or not math.isfinite(kl_uncut):
+        return CeilingResult(1.0, kl_start, kl_uncut, kl_uncut)
 
     def place(start: list[Tensor], end: list[Tensor], factor: float) -> None:
         with torch.no_grad():
@@ -93,7 +148,7 @@ def shorten_update(
             else:
                 high = middle
         place(before, after, low)
-        return Cut(low, kl_start, kept, kl_full)
+        return CeilingResult(low, kl_start, kept, kl_uncut)
 
     place(before, after, 0.0)
     descend()
@@ -101,9 +156,9 @@ def shorten_update(
     factor, kl = 1.0, kl_at()
     for _ in range(DESCENT_STEPS):
         if kl < kl_start:
-            return Cut(0.0, kl_start, kl, kl_full, descended=True)
+            return CeilingResult(0.0, kl_start, kl, kl_uncut, descended=True)
         factor *= DESCENT_SHRINK
         place(before, stepped, factor)
         kl = kl_at()
     place(before, after, 0.0)
-    return Cut(0.0, kl_start, kl_start, kl_full)
+    return CeilingResult(0.0, kl_start, kl_start, kl_uncut)

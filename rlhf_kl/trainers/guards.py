@@ -13,8 +13,16 @@ from rlhf_kl.types import RolloutBatch
 Result = TypeVar("Result")
 
 
+class NonFiniteRollout(Exception):
+    """A rollout that nothing can be learned from: some figure of it is not finite."""
+
+    def __init__(self, figure: str, rollout: RolloutBatch) -> None:
+        super().__init__(f"{figure} was not finite")
+        self.figure, self.rollout = figure, rollout
+
+
 def non_finite_figure(rollout: RolloutBatch) -> str | None:
-    """What in a rollout is not finite, in words; None where everything is."""
+    """Which figure of a rollout is not finite, in words; None where all are."""
     figures = {
         "a log-prob of the policy": rollout.logprobs,
         "a log-prob of the reference": rollout.ref_logprobs,
@@ -38,7 +46,7 @@ class Microbatch:
         self.rows = rows
         self.halved: int | None = None  # to so many; None = never
         self.largest: int | None = None  # rows in a pass of the attempt, where it says so: they may be fewer
-        self.said: list[str] = []
+        self.notes: list[str] = []
 
     def halve_to(self, rows: int | None) -> None:
         """Take over the `halved` of an earlier part of the run."""
@@ -63,9 +71,9 @@ class Microbatch:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self.halve_to(tried // 2)
-            self.said.append(f"out-of-memory: microbatches have {self.rows} rows from here on")
+            self.notes.append(f"out-of-memory: microbatches have {self.rows} rows from here on")
 
     def alerts(self) -> list[str]:
         """What was halved since the last call."""
-        said, self.said = self.said, []
-        return said
+        notes, self.notes = self.notes, []
+        return notes

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_kl.data.texts import Labelled
-from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.rewards.model import RewardModel
 
 
 def is_binary(rows: Sequence[Labelled]) -> bool:
@@ -38,7 +38,7 @@ class LabelObjective:
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss; `train/accuracy` counts right labels, where there are labels."""
-        scores = self.reward_model.forward([self.encoded[i] for i in rows]).float()
+        scores = self.reward_model.forward([self.encoded[i] for i in rows])
         labels = self.labels[rows].to(scores)
         if not self.binary:
             return 0.5 * (scores - labels).square().sum(), {}

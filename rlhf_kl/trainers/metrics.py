@@ -1,29 +1,60 @@
-"""One rollout of the global batch -> the figures of a metrics row."""
+"""One update -> the figures of its metrics row. To add a metric, add its key here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
+from rlhf_kl.trainers.guards import NonFiniteRollout
+from rlhf_kl.trainers.ppo import Update
+from rlhf_kl.types import RolloutBatch
+
+# Of an update whose rollout was not finite, so that nothing was trained.
+NO_LOSSES = dict.fromkeys(
+    (
+        "policy/loss",
+        "policy/approx_kl",
+        "policy/clip_fraction",
+        "policy/logratio_first_max",
+        "policy/grad_norm",
+        "policy/learning_rate",
+        "policy/epochs",
+        "value/loss",
+        "value/explained_variance",
+    ),
+    math.nan,
+)
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """Per-token and per-response figures of the global batch, on the CPU."""
+def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
+    """The row of an update that was made."""
+    return {
+        **rollout_metrics(update.rollout, update.coef, config),
+        **update.losses,
+        "kl/coef": update.coef,
+        "kl/coef_next": update.coef_next,
+        "kl/ceiling": config.kl.ceiling_value,
+        "kl/backtrack_factor": update.ceiling.factor,
+        "kl/after_update": update.ceiling.kl_after,
+    }
 
-    exact_kl: Tensor  # (B, T)
-    logprobs: Tensor  # (B, T)
-    ref_logprobs: Tensor  # (B, T)
-    entropy: Tensor  # (B, T)
-    mask: Tensor  # (B, T) bool
-    scores: Tensor  # (B,)
-    shaped_scores: Tensor  # (B,)
-    gold: Tensor | None  # (B,)
-    ended: Tensor  # (B,) bool
+
+def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> dict[str, Any]:
+    """The row of an update that was left out, since its rollout was not finite."""
+    return {
+        **rollout_metrics(failure.rollout, coef, config),
+        **NO_LOSSES,
+        "kl/coef": coef,
+        "kl/coef_next": coef,
+        "kl/ceiling": config.kl.ceiling_value,
+        "kl/backtrack_factor": 1.0,
+        "kl/after_update": math.nan,
+    }
 
 
 def token_mean_stderr(per_token: Tensor, mask: Tensor) -> tuple[float, float]:
@@ -38,9 +69,11 @@ def token_mean_stderr(per_token: Tensor, mask: Tensor) -> tuple[float, float]:
     return float(mean), float(residual.sqrt() / lengths.sum())
 
 
-def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: str) -> dict[str, Any]:
+def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> dict[str, Any]:
     """Objective, KL and rollout keys of the row; KL in nats."""
-    mask, lengths = batch.mask, batch.mask.sum(1)
+    batch = rollout.cpu()
+    mask, lengths = batch.mask, batch.lengths
+    target, unit = config.kl.target_value, config.kl.unit
     sequence_kl = torch.where(mask, batch.exact_kl, 0.0).sum(1)
     several = len(mask) > 1  # one response has no standard error
     token_kl, token_se = token_mean_stderr(batch.exact_kl, mask)
@@ -55,7 +88,6 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
         "objective/scores_std": float(batch.scores.std(correction=0)),
         "objective/scores_deciles": _deciles(batch.scores),
         "objective/scores_shaped": scores_shaped,
-        "objective/gold": float(batch.gold.mean()) if batch.gold is not None else None,
         "objective/rlhf_reward": scores_shaped - coef * mean_sequence,
         "objective/kl_share": _share(coef * mean_sequence, scores_shaped),
         "kl/token": token_kl,
@@ -66,7 +98,7 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
         "kl/p95_token": float(chosen.quantile(0.95)) if len(chosen) < 1 << 24 else None,
         "kl/max_sequence": float(sequence_kl.max()),
         "kl/target": target,
-        "kl/error": measured / target - 1 if target else None,
+        "kl/error": measured / target - 1,
         "kl/k1": k1_mean,
         "kl/k1_stderr": k1_se if several else None,
         "kl/k2": token_mean_stderr(k2(batch.logprobs, batch.ref_logprobs), mask)[0],
@@ -77,6 +109,8 @@ def rollout_metrics(batch: Gathered, coef: float, target: float | None, unit: st
         "rollout/response_length": float(lengths.double().mean()),
         "rollout/eos_rate": float(batch.ended.double().mean()),
         "rollout/score_length_corr": _correlation(batch.scores, lengths),
+        **{f"reward/{name}": float(part.mean()) for name, part in batch.score_terms.items()},
+        **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }
 
 
@@ -88,8 +122,8 @@ def _share(penalty: float, score: float) -> float:
 def _deciles(values: Tensor) -> list[float]:
     """Minimum, the nine deciles, maximum."""
     steps = torch.linspace(0, 1, 11, dtype=torch.float64)
-    found: list[float] = values.double().quantile(steps).tolist()
-    return found
+    deciles: list[float] = values.double().quantile(steps).tolist()
+    return deciles
 
 
 def _correlation(a: Tensor, b: Tensor) -> float | None:

@@ -11,10 +11,9 @@ from torch import Tensor
 from rlhf_kl.data.chat import chat_exchange, chat_prompt
 from rlhf_kl.data.texts import Example
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.actor_critic import position_ids
-from rlhf_kl.models.text import encode, pad
-from rlhf_kl.ops.logprobs import chosen_logprobs
-from rlhf_kl.ops.masked import masked_sum
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.text import encode
+from rlhf_kl.trainers.sft import negative_log_likelihood
 
 
 class ResponseObjective:
@@ -34,8 +33,9 @@ class ResponseObjective:
         *,
         chat: bool = False,
         system: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.model, self.tokenizer, self.pad_id, self.eos_ids = model, tokenizer, tokenizer.pad_token_id, eos_ids
+        self.lm, self.tokenizer, self.eos_ids = TransformersLM(model, dtype), tokenizer, eos_ids
         self.chat, self.system = chat, system
         self.rows: list[list[int]] = []
         self.starts: list[int] = []  # of the response
@@ -84,12 +84,5 @@ class ResponseObjective:
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed negative log-likelihood of the responses in nats."""
-        device = next(self.model.parameters()).device
-        ids, mask = pad([self.rows[i] for i in rows], self.pad_id, left=False)
-        ids, mask = ids.to(device), mask.to(device)
-        starts = torch.tensor([self.starts[i] for i in rows], device=device).unsqueeze(1)
-        logits = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False
-        ).logits[:, :-1]
-        learned = mask[:, 1:] & (torch.arange(1, ids.shape[1], device=device) >= starts)
-        return masked_sum(-chosen_logprobs(logits, ids[:, 1:]), learned), {}
+        texts, starts = [self.rows[i] for i in rows], [self.starts[i] for i in rows]
+        return negative_log_likelihood(self.lm, texts, starts)[0], {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.data.texts import Pair
 from rlhf_kl.ops.losses import bradley_terry_loss
-from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.rewards.model import RewardModel
 
 
 class PairObjective:
@@ -35,7 +35,7 @@ class PairObjective:
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss in nats; `train/accuracy` counts pairs in the right order."""
         scores = self.reward_model.forward([self.chosen[i] for i in rows] + [self.rejected[i] for i in rows])
-        chosen, rejected = scores.float().chunk(2)
+        chosen, rejected = scores.chunk(2)
         return bradley_terry_loss(chosen, rejected).sum(), {"train/accuracy": float((chosen > rejected).sum())}
 
 

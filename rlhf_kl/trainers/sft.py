@@ -1,23 +1,46 @@
-"""Next-token cross-entropy on texts: pre-training from scratch and fine-tuning alike."""
+"""Next-token cross-entropy: pre-training from scratch and fine-tuning on texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlhf_kl.models.actor_critic import position_ids
-from rlhf_kl.models.text import encode_all, pad
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.text import encode_all
 from rlhf_kl.ops.logprobs import chosen_logprobs
-from rlhf_kl.ops.masked import masked_sum
+from rlhf_kl.ops.packing import text_layout
+
+
+def negative_log_likelihood(
+    lm: TransformersLM, rows: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[Tensor, int]:
+    """Summed over the tokens of `rows` from `starts` (at least 1) on, in nats; and the number of these tokens."""
+    layout = text_layout(rows, starts, lm.device)
+    (packed,) = layout.passes(range(len(rows)), most_rows=len(rows), most_tokens=1 << 40, overhead=1 << 40)
+    ids = layout.response_ids.flatten()[packed.places]
+
+    def nats(logits: Tensor, at: slice) -> tuple[Tensor]:
+        return (-chosen_logprobs(logits, ids[at]),)
+
+    loss: Tensor = lm.states(packed, lambda logits, _: logits.map(nats)[0].sum())
+    return loss, len(ids)
 
 
 class TextObjective:
     """bos, text, eos; every token after the bos is learned, the eos included."""
 
-    def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str], context: int | None) -> None:
-        self.model, self.pad_id = model, tokenizer.pad_token_id
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        texts: Sequence[str],
+        context: int | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.lm = TransformersLM(model, dtype)
         rows = encode_all(tokenizer, texts)
         self.rows = [[*row, tokenizer.eos_token_id][:context] for row in rows]
         self.truncated = sum(context is not None and len(row) + 1 > context for row in rows)
@@ -35,10 +58,4 @@ class TextObjective:
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed negative log-likelihood in nats."""
-        device = next(self.model.parameters()).device
-        ids, mask = pad([self.rows[i] for i in rows], self.pad_id, left=False)
-        ids, mask = ids.to(device), mask.to(device)
-        logits = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False
-        ).logits[:, :-1]
-        return masked_sum(-chosen_logprobs(logits, ids[:, 1:]), mask[:, 1:]), {}
+        return negative_log_likelihood(self.lm, [self.rows[i] for i in rows], [1] * len(rows))[0], {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.ops.gae import gae
+from rlhf_kl.ops.advantages import gae
 from rlhf_kl.ops.kl import estimate_kl
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss

@@ -1,9 +1,14 @@
-"""Generalised advantage estimation."""
+"""Advantage estimators: rewards and values in, advantages and returns out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+# rewards, values, mask (B, T), gamma, lam -> advantages and returns (B, T), zeros outside of the mask
+Estimator = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -24,3 +29,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         next_value = values[:, t]
         advantages[:, t] = next_advantage
     return advantages, (advantages + values) * live
+
+
+ESTIMATORS: dict[str, Estimator] = {"gae": gae}

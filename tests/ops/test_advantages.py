@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.ops.gae import gae
+from rlhf_kl.ops.advantages import gae
 
 
 def left_run(*lengths: int, width: int) -> Tensor:

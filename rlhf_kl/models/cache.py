@@ -43,19 +43,14 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
         self._show(length)
 
 
-def holds_everything(cache: Any) -> bool:
-    """Whether a cache that a model has just filled holds every key and value, and nothing else."""
-    if type(cache) is not DynamicCache:
-        return False
-    return all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers)
-
-
 def reserve(cache: Any, length: int) -> bool:
     """Give every layer of a cache that a model has just filled room for `length` tokens.
 
     Returns whether that was possible; a cache of another kind (sliding windows, recurrent states) stays as it is.
     """
-    if not holds_everything(cache):
+    if type(cache) is not DynamicCache:
+        return False
+    if not all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
         return False
     cache.layers = [ReservedLayer(layer.keys, layer.values, length) for layer in cache.layers]
     return True

@@ -1,0 +1,206 @@
+"""The one interface to a causal language model: sample from it, or read it at chosen states.
+
+Precision and memory are decided here and nowhere else. The layers run under autocast where a run asks for bfloat16;
+their hidden states become float32, and the LM head runs in float32 outside of autocast: the logits of a real model
+stand far from 0 (GPT-2's at -70), where bfloat16 has steps of 0.5. Logits exist a bounded chunk at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.decoding import decode
+from rlhf_kl.models.recompute import recomputing
+from rlhf_kl.ops.packing import Packed
+from rlhf_kl.types import PromptBatch, Sampled, Sampling
+
+LOGIT_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # float32 logits in one chunk, by device
+SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
+
+R = TypeVar("R")
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Logits:
+    """The logits (N, V) at some states, computed in float32 when they are used, a bounded chunk at a time."""
+
+    def __init__(self, head: Callable[[Tensor], Tensor], hidden: Tensor, vocabulary: int) -> None:
+        """`head` maps hidden states (n, H) to logits (n, V); `hidden` (N, H)."""
+        self.head, self.hidden = head, hidden
+        elements = LOGIT_ELEMENTS.get(hidden.device.type, LOGIT_ELEMENTS["cpu"])
+        self.rows = max(1, elements // vocabulary)
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def __call__(self, at: slice) -> Tensor:
+        """Logits (n, V) of a slice of the states."""
+        return self.head(self.hidden[at])
+
+    def map(self, function: Callable[[Tensor, slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """`function(logits (n, V), slice)` for every chunk; its results (n,) come back joined: (N,) each.
+
+        Where gradients are on and there are several chunks, each is computed again in the backward pass.
+        """
+        slices = [slice(start, start + self.rows) for start in range(0, len(self), self.rows)] or [slice(0, 0)]
+
+        def piece(at: slice) -> tuple[Tensor, ...]:
+            return function(self(at), at)
+
+        if len(slices) > 1 and torch.is_grad_enabled():
+            parts = [checkpoint(partial(piece, at), use_reentrant=False, preserve_rng_state=False) for at in slices]
+        else:
+            parts = [piece(at) for at in slices]
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+class Trunk(Protocol):
+    """A causal transformer without its head: what a reward model or a separate value function reads."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Its parameters."""
+        ...
+
+    def hidden(self, rows: Packed) -> Tensor:
+        """Last hidden states (N, H) at the states of `rows`."""
+        ...
+
+
+class LM(Trunk, Protocol):
+    """A causal language model: the policy, the reference, or the policy with its adapter switched off."""
+
+    def sample(self, prompts: PromptBatch, noise: Tensor, sampling: Sampling) -> Sampled:
+        """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
+        ...
+
+    def states(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
+        """One forward pass; `use(logits, hidden)` runs inside of it, with `hidden` (N, H)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Logits:
+        """Logits at hidden states (N, H) that were kept: the price of the head alone."""
+        ...
+
+
+class TransformersTrunk(nn.Module):
+    """A `Trunk` over a model of transformers, by its own forward pass.
+
+    Rows begin at column 0. Attention is causal, so what stands behind a row's last token needs no hiding.
+    """
+
+    def __init__(
+        self, model: Any, dtype: torch.dtype = torch.float32, active: Context = contextlib.nullcontext
+    ) -> None:
+        """`dtype` of the layers' computation; `active`: a context that every pass runs in (an adapter's switch)."""
+        super().__init__()
+        self.model, self.dtype, self.active = model, dtype, active
+
+    @property
+    def module(self) -> nn.Module:
+        """The model of transformers (or peft), which is saved."""
+        return self.model  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def whole(self) -> Any:
+        """The model of transformers, an adapter's layers inside it."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of the layers: autocast where they compute in bfloat16."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def hidden(self, rows: Packed) -> Tensor:
+        """Last hidden states (N, H) at the states of `rows`."""
+        with self.active(), self.precision(), recomputing(self.model):
+            # A mask of ones: some models guess one from the ids where none is given.
+            output = self.whole.base_model(
+                input_ids=rows.ids, attention_mask=torch.ones_like(rows.ids), use_cache=False
+            )
+        states: Tensor = output.last_hidden_state.flatten(0, 1)
+        return states.index_select(0, rows.states)
+
+
+class TransformersLM(TransformersTrunk):
+    """An `LM` over a causal language model of transformers. Called, it is `states`: one root for wrappers."""
+
+    def forward(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
+        """See `states`."""
+        hidden = self.hidden(rows)
+        return use(self.logits(hidden), hidden)
+
+    def states(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
+        """One forward pass over packed rows; `use(logits, hidden)` runs inside of it."""
+        result: R = self(rows, use)
+        return result
+
+    def logits(self, hidden: Tensor) -> Logits:
+        """Logits at hidden states (N, H)."""
+        return Logits(self.head, hidden, int(self.model.config.get_text_config().vocab_size))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (n, V) of hidden states (n, H): float32 throughout, whatever the layers computed in."""
+        with self.active(), torch.autocast(hidden.device.type, enabled=False):
+            logits: Tensor = self.whole.get_output_embeddings()(hidden.float())
+        return final_logits(logits.float(), self.model.config.get_text_config())
+
+    @torch.no_grad()
+    def sample(self, prompts: PromptBatch, noise: Tensor, sampling: Sampling) -> Sampled:
+        """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
+        device = self.device
+        with self.active(), self.precision():  # one context for all steps: the weights are converted once
+            return decode(self.step, self.logits, prompts.ids.to(device), prompts.mask.to(device), noise, sampling)
+
+    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Hidden states (B, H) behind the last of `ids` (B, n), and the cache with the keys and values of all."""
+        output = self.whole.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        return output.last_hidden_state[:, -1], output.past_key_values
+
+
+def final_logits(logits: Tensor, config: Any) -> Tensor:
+    """What models do to their logits behind the LM head: a scale (Cohere, Granite), a soft cap (Gemma 2)."""
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if scaling := getattr(config, "logits_scaling", None):
+        logits = logits / scaling
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+@torch.no_grad()
+def check_head(model: Any, what: str) -> None:
+    """Compare the logits computed here with those of the model's own forward pass, on a small batch.
+
+    Errors: InputError where they differ, so that every figure would be wrong.
+    """
+    lm, device = TransformersLM(model), next(model.parameters()).device
+    ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
+    whole = torch.ones_like(ids, dtype=torch.bool)
+    states = torch.arange(12, device=device)
+    try:
+        ours = lm.states(Packed(ids, whole, states, states, states), lambda logits, _: logits(slice(None)))
+    except (AttributeError, TypeError) as error:
+        raise InputError(f"{what}: a {type(model).__name__} cannot be read state by state: {error}") from error
+    own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.flatten(0, 1).float()
+    gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
+    if not gap <= SAME_LOGITS * max(1.0, float(own.abs().max())):
+        raise InputError(
+            f"{what}: the logits of a {type(model).__name__} are not what its LM head makes of its last hidden "
+            f"states (they differ by {gap:.2g}), so they cannot be computed in float32"
+        )

@@ -1,0 +1,98 @@
+"""Value functions that learn in the policy's loss: a head on its hidden states, or a trunk of their own.
+
+Source: Ziegler et al. 2019 (shared trunk); Ouyang et al. 2022 (separate, from the reward model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_kl.models.critic import FeatureCritic
+from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
+from rlhf_kl.ops.packing import Packed
+
+
+class HeadValue(nn.Module):
+    """A linear head on the policy's hidden states; 0 everywhere at the start."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.head = zero_head(hidden_size)
+
+    def forward(self, rows: Packed, hidden: Tensor) -> Tensor:
+        """Values (N,) float32 at the states of `rows`, whose hidden states in the policy are `hidden` (N, H)."""
+        del rows
+        return _linear(self.head, hidden)
+
+
+class SeparateValue(nn.Module):
+    """A model of its own with a linear head."""
+
+    def __init__(self, trunk: TransformersTrunk, head: nn.Linear) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def forward(self, rows: Packed, hidden: Tensor) -> Tensor:
+        """Values (N,) float32 at the states of `rows`; the policy's hidden states are not used."""
+        del hidden
+        return _linear(self.head, self.trunk.hidden(rows))
+
+
+def _linear(head: nn.Linear, hidden: Tensor) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: Tensor = head(hidden.float())
+    return values.squeeze(-1)
+
+
+@dataclass(frozen=True)
+class ActorCritic:
+    """A policy and its value function: one that learns in the policy's loss, or a critic on frozen features."""
+
+    policy: TransformersLM
+    value: HeadValue | SeparateValue | None = None
+    critic: FeatureCritic | None = None
+
+    @property
+    def modules(self) -> nn.ModuleDict:
+        """What is optimised and what a checkpoint holds, by name."""
+        parts = {"policy": self.policy.module, "value": self.value, "critic": self.critic}
+        return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that learn in the policy's loss."""
+        modules: list[nn.Module] = [self.policy.module, *([self.value] if self.value is not None else [])]
+        return [p for module in modules for p in module.parameters() if p.requires_grad]
+
+
+def zero_head(size: int) -> nn.Linear:
+    """A linear map (H,) -> (1,) that is 0 everywhere."""
+    head = nn.Linear(size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def value_head_from_reward(score: nn.Linear, mean: float, std: float) -> nn.Linear:
+    """The reward model's head as a value head that predicts *normalised* scores: (w h - mean) / std."""
+    head = nn.Linear(score.in_features, 1)
+    with torch.no_grad():
+        head.weight.copy_(score.weight / std)
+        head.bias.copy_(((score.bias if score.bias is not None else 0.0) - mean) / std * torch.ones(1))
+    return head
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """No gradients, eval mode; returns the model."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model.eval()
+
+
+def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:
+    """Names of trainable tensors whose memory the reference uses as well."""
+    frozen = {parameter.data_ptr() for parameter in reference.parameters()}
+    return [name for name, p in trained.named_parameters() if p.requires_grad and p.data_ptr() in frozen]

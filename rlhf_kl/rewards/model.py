@@ -1,0 +1,188 @@
+"""A sequence classifier as a reward function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.data.chat import chat_exchange, require_chat_template
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.lm import TransformersTrunk
+from rlhf_kl.models.load import context_length, save_model
+from rlhf_kl.models.lora import has_adapter
+from rlhf_kl.models.text import encode_all, pad
+from rlhf_kl.ops.packing import Packed, group_lengths, pack_last, pass_overhead
+
+SCORING_ROWS = 64  # texts in one forward pass of a reward model
+SCORING_TOKENS = 1 << 16
+SAME_SCORE = 1e-3  # largest difference to the classifier's own forward pass, over the score
+
+FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
+FORMAT_FILE = "rlhf_kl_format.json"  # beside an adapter, which has no config.json
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How prompt and response become the text that a reward model reads."""
+
+    chat: bool = False  # as turns in its tokenizer's chat template, which then decides how a text ends
+    append_eos: bool = True  # without a chat template; encoders bring their own special tokens
+
+
+def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None = None) -> TextFormat:
+    """The format of a reward model: the one given, else that of its folder, else plain text and an EOS."""
+    stored = getattr(model.config, FORMAT_KEY, None)
+    stored = stored if isinstance(stored, dict) else {}
+    return TextFormat(
+        chat=bool(stored.get("chat", False)) if chat is None else chat,
+        append_eos=bool(stored.get("append_eos", True)) if append_eos is None else append_eos,
+    )
+
+
+def remember_format(model: Any, folder: str | Path) -> None:
+    """Take the format from the folder of an adapter, as a whole model has it in its config."""
+    file = Path(folder) / FORMAT_FILE
+    if not file.is_file():
+        return  # made elsewhere
+    try:
+        setattr(model.config, FORMAT_KEY, json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from error
+
+
+class ScoredText(NamedTuple):
+    """A text as a decoder reward model read it."""
+
+    ids: list[int]
+    states: Tensor  # (tokens, H): last hidden states
+
+
+class RewardModel:
+    """A sequence classifier as a reward function; texts are encoded with its own tokenizer.
+
+    A decoder is read through `TransformersTrunk`: its head sees the state of a text's last token. An encoder is a
+    plain classifier. Of several outputs, `label` names the one whose log-odds against the others are the score.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        rows: int = SCORING_ROWS,
+        form: TextFormat | None = None,
+        label: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`rows`: texts in one pass. Errors: InputError for a classifier whose head reads more than last states."""
+        self.model, self.tokenizer, self.rows = model, tokenizer, rows
+        self.form = form or text_format(model)
+        if self.form.chat:
+            require_chat_template(tokenizer, "reward.model")
+        names = [str(name) for name in model.config.id2label.values()]
+        self.output = names.index(label) if label is not None else 0
+        self.encoder = not hasattr(model, "score")  # it reads its first token and not the last
+        self.limit = context_length(model)
+        self.trunk = TransformersTrunk(model, dtype)
+        self.keeps_states = False
+        self.kept: list[ScoredText] = []  # of the last batch, where `keeps_states`
+        if not self.encoder:
+            self._check_head()
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers in a state."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        row = [1, 2, 3, 1]
+        ids = torch.tensor([row], device=self.trunk.device)
+        own = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+        ours = self._head(TransformersTrunk(self.model).hidden(pack_last([row], ids.device)))
+        if ours.shape != own.shape or not (ours - own).abs().max() <= SAME_SCORE * own.abs().max().clamp_min(1.0):
+            raise InputError(
+                f"reward.model: the scores of a {type(self.model).__name__} are not what its head makes of a text's "
+                "last hidden state"
+            )
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """One score per response, in the model's own unit."""
+        return self.score(prompts, responses).tolist()
+
+    @torch.no_grad()
+    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
+        """Scores (B,) float32 on the CPU."""
+        rows = self.encode(prompts, responses)
+        scores = torch.zeros(len(rows))
+        self.kept = [ScoredText(row, torch.empty(0)) for row in rows] if self.keeps_states else []
+        overhead = pass_overhead(self.trunk.device)
+        lengths = [len(row) for row in rows]
+        for group in group_lengths(lengths, most_rows=self.rows, most_tokens=SCORING_TOKENS, overhead=overhead):
+            texts = [rows[i] for i in group]
+            scores[group] = (self._score_and_keep(group, texts) if self.keeps_states else self.forward(texts)).cpu()
+        return scores
+
+    def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Scores (B,) float32 of encoded texts, with gradients where they are on."""
+        if not self.encoder:
+            return self._scores(self._head(self.trunk.hidden(pack_last(rows, self.trunk.device))))
+        ids, mask = (x.to(self.trunk.device) for x in pad(rows, int(self.tokenizer.pad_token_id), left=False))
+        with self.trunk.precision():
+            return self._scores(self.model(input_ids=ids, attention_mask=mask).logits.float())
+
+    def _score_and_keep(self, group: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor:
+        """Scores (B,) of a decoder; the states of all tokens are kept."""
+        last = pack_last(rows, self.trunk.device)
+        width = last.ids.shape[1]
+        lengths = [len(row) for row in rows]
+        every = torch.cat([torch.arange(n) + i * width for i, n in enumerate(lengths)]).to(last.ids.device)
+        states = self.trunk.hidden(Packed(last.ids, every, every, every)).split(lengths)
+        for i, text in zip(group, states, strict=True):
+            self.kept[i] = ScoredText(self.kept[i].ids, text)
+        return self._scores(self._head(torch.stack([text[-1] for text in states])))
+
+    def _head(self, states: Tensor) -> Tensor:
+        """Outputs (B, outputs) float32 of states (B, H), outside of autocast."""
+        with torch.autocast(states.device.type, enabled=False):
+            logits: Tensor = self.trunk.whole.score(states.float())
+        return logits.float()
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Scores (B,) of logits (B, outputs)."""
+        if logits.shape[1] == 1:
+            return logits[:, 0]
+        others = [i for i in range(logits.shape[1]) if i != self.output]
+        return logits[:, self.output] - logits[:, others].logsumexp(1)
+
+    def encode(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[int]]:
+        """bos, prompt, response, eos, or the chat template's words; a text too long loses its beginning."""
+        pairs = list(zip(prompts, responses, strict=True))
+        if self.form.chat:
+            texts = [chat_exchange(self.tokenizer, prompt, response) for prompt, response in pairs]
+        else:
+            texts = [prompt + response for prompt, response in pairs]
+        if self.encoder and not self.form.chat:
+            self.tokenizer.truncation_side = "left"
+            full: list[list[int]] = self.tokenizer(
+                texts, truncation=self.limit is not None, max_length=self.limit, padding=False
+            )["input_ids"]
+            return full
+        eos = self.tokenizer.eos_token_id
+        end = [eos] if self.form.append_eos and not self.form.chat and eos is not None else []
+        rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts)]
+        return rows if self.limit is None else [row[-self.limit :] for row in rows]
+
+
+def save_reward_model(reward: RewardModel, folder: Path) -> None:
+    """A folder that plain transformers loads, or peft where the model has an adapter; it remembers the format."""
+    setattr(reward.model.config, FORMAT_KEY, asdict(reward.form))
+    reward.model.config.pad_token_id = reward.tokenizer.pad_token_id
+    save_model(reward.model, reward.tokenizer, folder)
+    if has_adapter(reward.model):
+        (folder / FORMAT_FILE).write_text(json.dumps(asdict(reward.form)) + "\n", encoding="utf-8")

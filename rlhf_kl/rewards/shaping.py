@@ -1,0 +1,82 @@
+"""How a raw score becomes what PPO sees: normalised on reference samples, clipped, less the penalties."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.errors import InputError
+
+REPEAT = 3  # tokens in a row that count as repeated
+
+
+class ResponseTraits(NamedTuple):
+    """What penalties look at; every field (B,)."""
+
+    ended: Tensor  # bool: the response has an EOS
+    lengths: Tensor  # tokens, EOS included
+    repeated: Tensor  # share of its runs of three tokens that occurred in it before
+
+
+def response_traits(ids: Tensor, mask: Tensor, ended: Tensor) -> ResponseTraits:
+    """Traits of responses (B, T), on the CPU."""
+    rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    return ResponseTraits(ended.cpu(), mask.sum(1).cpu(), torch.tensor([_repeated(row) for row in rows]))
+
+
+def _repeated(tokens: list[int]) -> float:
+    runs = [tuple(tokens[i : i + REPEAT]) for i in range(len(tokens) - REPEAT + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+@dataclass(frozen=True)
+class ScoreShaping:
+    """Raw score -> normalised on reference samples, clipped, less the penalties.
+
+    Source: Ziegler et al. 2019, section 2.1 (normalisation on reference samples).
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    clip: float | None = None
+    missing_eos_penalty: float = 0.0
+    length_penalty: float = 0.0  # per token
+    repetition_penalty: float = 0.0  # times the repeated share
+
+    def fit(self, scores: Tensor, *, normalize: bool) -> ScoreShaping:
+        """The same with mean and spread of raw scores (N,) of reference samples.
+
+        Errors: InputError where all scores are the same.
+        """
+        std = float(scores.std(correction=0))
+        if not std > 1e-8 * max(1.0, float(scores.abs().max())):
+            raise InputError(
+                f"reward: every one of {len(scores)} reference samples scores {float(scores[0]):g}: "
+                "a constant score teaches nothing"
+            )
+        return replace(self, mean=float(scores.mean()), std=std) if normalize else self
+
+    def __call__(self, scores: Tensor, traits: ResponseTraits) -> Tensor:
+        """Raw scores (B,) of responses with these traits -> shaped scores (B,)."""
+        shaped = (scores - self.mean) / self.std
+        if self.clip is not None:
+            shaped = shaped.clamp(-self.clip, self.clip)
+        for penalty in self.penalties(traits).values():
+            shaped = shaped - penalty.to(shaped)
+        return shaped
+
+    def penalties(self, traits: ResponseTraits) -> dict[str, Tensor]:
+        """Each penalty that is on, by its name: (B,), never negative."""
+        terms = {
+            "missing_eos": (self.missing_eos_penalty, (~traits.ended).float()),
+            "length": (self.length_penalty, traits.lengths.float()),
+            "repetition": (self.repetition_penalty, traits.repeated.float()),
+        }
+        return {name: size * amount for name, (size, amount) in terms.items() if size}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to shape scores as before."""
+        return asdict(self)

@@ -1,0 +1,113 @@
+"""What PPO maximises: rewards with their KL penalty, advantages, and the losses of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.config.schema import KLSection, TrainConfig
+from rlhf_kl.models.lm import Logits
+from rlhf_kl.ops.advantages import ESTIMATORS as ADVANTAGES
+from rlhf_kl.ops.kl import ESTIMATORS
+from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
+from rlhf_kl.ops.losses import policy_loss, value_loss
+from rlhf_kl.ops.masked import Reduce, whiten
+from rlhf_kl.ops.packing import Packed
+from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
+from rlhf_kl.types import RolloutBatch
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the losses of one update pull towards; tensors (B, T)."""
+
+    advantages: Tensor  # whitened over the global batch
+    returns: Tensor
+    kl_weight: float  # beta of the KL in the loss, in units of the whitened advantages; 0 = none there
+
+
+def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce: Reduce) -> Targets:
+    """r_t = -beta KL_t + 1[t = T] score, then advantages and returns; `reduce` sums over processes."""
+    cfg = config.ppo
+    estimator = ADVANTAGES[cfg.advantage]
+    rewards = shape_rewards(rollout.shaped_scores, kl_in_reward(rollout, config.kl), rollout.mask, coef)
+    scale = torch.ones(())
+    if cfg.whiten_rewards:
+        rewards, scale = whiten(rewards, rollout.mask, center=False, reduce=reduce)
+    advantages, returns = estimator(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
+    if config.critic_lam != cfg.lam:
+        _, returns = estimator(rewards, rollout.values, rollout.mask, cfg.gamma, config.critic_lam)
+    advantages, std = whiten(advantages, rollout.mask, reduce=reduce)
+    # The KL in the loss stands beside advantages that were divided by these: so is its beta.
+    weight = 0.0 if config.kl.placement == "reward" else coef / float(scale * std)
+    return Targets(advantages, returns, weight)
+
+
+def kl_in_reward(rollout: RolloutBatch, kl: KLSection) -> Tensor:
+    """What each token pays in the reward, before beta: (B, T) nats."""
+    if kl.placement == "loss":
+        return torch.zeros_like(rollout.logprobs)
+    if kl.placement == "rao_blackwell":
+        return kl_of_next_states(rollout.exact_kl, rollout.mask)
+    if kl.estimator == "exact":
+        return rollout.exact_kl
+    return ESTIMATORS[kl.estimator](rollout.logprobs, rollout.ref_logprobs)
+
+
+class Losses(NamedTuple):
+    """Sums over the N tokens of a microbatch; scalars, the first two with gradients."""
+
+    policy: Tensor  # clipped surrogate, with the KL where it belongs into the loss
+    value: Tensor
+    approx_kl: Tensor  # of the policy to the one that sampled, nats
+    clipped: Tensor  # tokens on whose ratio the clip was binding
+    max_logratio: Tensor  # largest |log pi - log pi_old|
+
+
+def ppo_losses(
+    rollout: RolloutBatch,
+    targets: Targets,
+    rows: Packed,
+    logits: Logits,
+    values: Tensor | None,
+    config: TrainConfig,
+    ref_logits: Callable[[Tensor], Tensor],
+) -> Losses:
+    """Losses at the tokens of a microbatch, from the policy's `logits` there and `values` (N,), if it has any.
+
+    `ref_logits(numbers (n,)) -> (n, V)` gives the reference's, for the exact KL in the loss.
+    Source: Schulman et al. 2017 (1707.06347); Ziegler et al. 2019 (1909.08593).
+    """
+    cfg, kl, temperature = config.ppo, config.kl, config.rollout.temperature
+
+    def pick(x: Tensor) -> Tensor:
+        return x.flatten()[rows.places]  # (N,): no padding, so no mask
+
+    ids, old, ref = pick(rollout.response_ids), pick(rollout.logprobs), pick(rollout.ref_logprobs)
+    in_loss = targets.kl_weight != 0.0
+
+    def per_token(x: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        logprobs = chosen_logprobs(x, ids[at], temperature)
+        if not in_loss:
+            return logprobs, torch.zeros_like(logprobs)
+        if kl.estimator == "exact":
+            return logprobs, exact_kl(x, ref_logits(rows.numbers[at]), temperature)
+        return logprobs, ESTIMATORS[kl.estimator](logprobs, ref[at])
+
+    logprobs, penalty = logits.map(per_token)
+    surrogate, clipped = policy_loss(logprobs, old, pick(targets.advantages), cfg.cliprange)
+    value = torch.zeros((), device=ids.device)
+    if values is not None:
+        value = value_loss(values, pick(rollout.values), pick(targets.returns), cfg.cliprange_value).sum()
+    log_ratio = (logprobs - old).detach()
+    return Losses(
+        policy=surrogate.sum() + targets.kl_weight * penalty.sum(),
+        value=value,
+        approx_kl=(torch.expm1(log_ratio) - log_ratio).sum(),
+        clipped=clipped.sum(),
+        max_logratio=log_ratio.abs().max(),
+    )
