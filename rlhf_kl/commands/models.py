@@ -10,7 +10,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.commands.sources import Sources
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.components import suggestion
 from rlhf_kl.config.schema import LoraSection, TrainConfig
 from rlhf_kl.errors import InputError
@@ -49,7 +49,7 @@ class Loaded:
     began_as_adapter: bool
 
 
-def load_language_model(sources: Sources, ref: str, what: str, *, keep_adapter: bool = False) -> Loaded:
+def load_language_model(sources: Resolver, ref: str, what: str, *, keep_adapter: bool = False) -> Loaded:
     """The model behind a folder, hub id or built-in name; an adapter is merged into its base unless kept apart.
 
     Errors: InputError with the reason.
@@ -63,7 +63,7 @@ def load_language_model(sources: Sources, ref: str, what: str, *, keep_adapter: 
     return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
 
 
-def load_classifier_adapter(sources: Sources, folder: str, what: str, label: str | None) -> tuple[Any, Any]:
+def load_classifier_adapter(sources: Resolver, folder: str, what: str, label: str | None) -> tuple[Any, Any]:
     """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model.
 
     Errors: InputError with the reason.
@@ -97,7 +97,7 @@ def adapter_ref(ref: str, loaded: Loaded) -> str:
 
 
 def load_trained_model(
-    sources: Sources, ref: str, lora: LoraSection | None, what: str, *, seed: int, gradient_checkpointing: bool = False
+    sources: Resolver, ref: str, lora: LoraSection | None, what: str, *, seed: int, gradient_checkpointing: bool = False
 ) -> Loaded:
     """A model to be trained: with a fresh adapter where the config asks for one; an adapter is trained further.
 
@@ -121,7 +121,7 @@ def load_trained_model(
 
 
 def load_run_policy(
-    sources: Sources, config: TrainConfig, folder: RunFolder | None, step: int | None = None
+    sources: Resolver, config: TrainConfig, folder: RunFolder | None, step: int | None = None
 ) -> tuple[Any, Any]:
     """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
 
@@ -138,7 +138,7 @@ def load_run_policy(
     return loaded.model, loaded.tokenizer
 
 
-def load_run_reference(sources: Sources, config: TrainConfig, other: str | None = None) -> Loaded:
+def load_run_reference(sources: Resolver, config: TrainConfig, other: str | None = None) -> Loaded:
     """The reference of a run, or another model in its place."""
     ref = located(other or config.reference.model or config.policy.model)
     return load_language_model(sources, ref, "reference")

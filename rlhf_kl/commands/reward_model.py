@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_kl.commands.models import adapter_ref, load_language_model
-from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.commands.session import pick_device
-from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
 from rlhf_kl.models.fingerprint import texts_fingerprint
@@ -19,8 +18,9 @@ from rlhf_kl.models.lora import CLASSIFIER, add_adapter
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.reward_functions import RewardModel, TextFormat, save_reward_model
-from rlhf_kl.run.checkpoint import write_folder
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.folders import write_folder
+from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.labels import LabelObjective, is_binary
@@ -36,7 +36,7 @@ def run_reward_model(
 ) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
     device = pick_device(config.run)
-    sources = Sources(display, device, access_of(config.run))
+    sources = Resolver(display, device, access_of(config.run))
     reward = _new_reward_model(config, sources)
     model = reward.model
     prepare = _learn_labels if config.data.labels is not None else _learn_pairs
@@ -54,7 +54,7 @@ def run_reward_model(
         recorder.close()
 
 
-def _new_reward_model(config: RewardModelConfig, sources: Sources) -> RewardModel:
+def _new_reward_model(config: RewardModelConfig, sources: Resolver) -> RewardModel:
     loaded = load_language_model(sources, config.policy.model, "policy.model")
     model = classifier_from_lm(loaded.model, loaded.tokenizer, "policy.model", sources.access)
     initialise_head(model.score, derive_seed(config.run.seed, "head"))
@@ -84,7 +84,7 @@ class Prepared(NamedTuple):
     fingerprints: dict[str, str]  # of the training data, by config key
 
 
-def _learn_pairs(config: RewardModelConfig, sources: Sources, reward: RewardModel) -> Prepared:
+def _learn_pairs(config: RewardModelConfig, sources: Resolver, reward: RewardModel) -> Prepared:
     pairs, heldout = sources.pairs(config.data)
     heldout = heldout[: config.eval.max_pairs]
     objective = PairObjective(reward, pairs)
@@ -105,7 +105,7 @@ def _learn_pairs(config: RewardModelConfig, sources: Sources, reward: RewardMode
     return Prepared(objective, lambda: pair_figures(*scores()), distribution, found)
 
 
-def _learn_labels(config: RewardModelConfig, sources: Sources, reward: RewardModel) -> Prepared:
+def _learn_labels(config: RewardModelConfig, sources: Resolver, reward: RewardModel) -> Prepared:
     rows, heldout = sources.labelled(config.data)
     heldout = heldout[: config.eval.max_pairs]
     binary = is_binary([*rows, *heldout])

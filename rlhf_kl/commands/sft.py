@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_kl.commands.models import load_trained_model
-from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.commands.session import pick_device
-from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import SFTConfig
 from rlhf_kl.data.chat import require_chat_template
@@ -23,8 +22,9 @@ from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, param
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.tokenizer import train_tokenizer
-from rlhf_kl.run.checkpoint import write_folder
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.folders import write_folder
+from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.responses import ResponseObjective
@@ -37,7 +37,7 @@ Figures = dict[str, Any]
 def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft") -> dict[str, Any]:
     """Train a language model; returns the summary."""
     device = pick_device(config.run)
-    sources = Sources(display, device, access_of(config.run))
+    sources = Resolver(display, device, access_of(config.run))
     responses = config.data.response_column is not None
     prepare = _learn_responses if responses else _learn_texts
     model, tokenizer, objective, evaluate, fingerprint = prepare(config, sources, display)
@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
     fingerprint: str  # of the training data
 
 
-def _learn_texts(config: SFTConfig, sources: Sources, display: TrainingDisplay) -> Prepared:
+def _learn_texts(config: SFTConfig, sources: Resolver, display: TrainingDisplay) -> Prepared:
     texts, heldout = sources.documents(config.data)
     heldout = heldout[: config.eval.max_documents]
     texts = _without_empty(texts, "data.texts", display)
@@ -84,7 +84,7 @@ def _learn_texts(config: SFTConfig, sources: Sources, display: TrainingDisplay) 
     return Prepared(model, tokenizer, objective, evaluate, texts_fingerprint(texts))
 
 
-def _learn_responses(config: SFTConfig, sources: Sources, display: TrainingDisplay) -> Prepared:
+def _learn_responses(config: SFTConfig, sources: Resolver, display: TrainingDisplay) -> Prepared:
     data = config.data
     examples, heldout = sources.examples(data)
     model, tokenizer = _model(config, sources, [example.prompt + example.response for example in examples])
@@ -129,7 +129,7 @@ def _say_truncated(count: int, total: int, what: str, display: TrainingDisplay) 
         display.message(f"{count} of {total} {what} are longer than the context and are cut off")
 
 
-def _model(config: SFTConfig, sources: Sources, texts: list[str]) -> tuple[Any, Any]:
+def _model(config: SFTConfig, sources: Resolver, texts: list[str]) -> tuple[Any, Any]:
     section, seed = config.policy, config.run.seed
     if section.model is not None:
         loaded = load_trained_model(

@@ -15,12 +15,12 @@ from typing import Any
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.world import WorldSpec, part_key, world_spec
 from rlhf_kl.cache import cache_folder
-from rlhf_kl.commands.failures import FULL, room_words
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.run.checkpoint import CHECKSUMS, damage, sweep, write_folder
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.failures import FULL, room_words
+from rlhf_kl.run.folders import CHECKSUMS, damage, sweep, write_folder
 from rlhf_kl.run.run_folder import open_run_folder
 
 PACKAGE = Path(__file__).parent.parent

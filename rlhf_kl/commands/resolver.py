@@ -48,7 +48,7 @@ def access_of(run: RunSection) -> Access:
     return Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
 
 
-class Sources:
+class Resolver:
     """Finds what config values name; built-in worlds are built on the way where they are missing."""
 
     def __init__(self, display: TrainingDisplay, device: Any = "cpu", access: Access = SAFE) -> None:
