@@ -31,13 +31,13 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
 def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig, display: TrainingDisplay) -> Path:
     """Write `merged/` from `final/`; returns the folder."""
     folder = Path(config.run.output_dir)
-    sources = Resolver(display, access=access_of(config.run))
+    resolver = Resolver(display, access=access_of(config.run))
     final = str(folder / "final")
     if isinstance(config, RewardModelConfig):
-        reward = sources.reward_model(final, "--merge", ScorerSection())
+        reward = resolver.reward_model(final, "--merge", ScorerSection())
         write_folder(folder / MERGED, lambda place: save_reward_model(reward, place))
     else:
-        loaded = load_language_model(sources, final, "--merge")
+        loaded = load_language_model(resolver, final, "--merge")
         write_folder(folder / MERGED, lambda place: save_model(loaded.model, loaded.tokenizer, place))
     display.message(f"{folder / MERGED} holds the merged model")
     return folder / MERGED

@@ -1,12 +1,13 @@
-"""What a config's names stand for: built-in parts, local files and folders, hub ids."""
+"""What the names in a config stand for: built-in parts, local files and folders, hub ids."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_kl.builtin.world import gold_scores, is_builtin
+from rlhf_kl.commands.models import load_classifier_adapter
 from rlhf_kl.commands.world import World
 from rlhf_kl.components import is_reference, load_attribute
 from rlhf_kl.config.schema import (
@@ -49,7 +50,11 @@ def access_of(run: RunSection) -> Access:
 
 
 class Resolver:
-    """Finds what config values name; built-in worlds are built on the way where they are missing."""
+    """Turns the names in a config into models, prompts, texts and reward functions.
+
+    A built-in world is built where it is missing; a hub id is downloaded or taken from the cache. `key` is the
+    config key that a name comes from, for messages. Errors: InputError for a name that stands for nothing usable.
+    """
 
     def __init__(self, display: TrainingDisplay, device: Any = "cpu", access: Access = SAFE) -> None:
         self.display, self.device, self.access = display, device, access
@@ -58,19 +63,20 @@ class Resolver:
         """The built-in world of a `builtin:NAME`."""
         return World(ref, self.display)
 
-    def policy(self, ref: str, what: str = "policy.model") -> str:
-        """The local folder of a causal language model; a hub id is downloaded, or found in the cache."""
-        if is_builtin(ref):
-            return str(self.world(ref).policy())
-        return model_folder(ref, what, pickled=self.access.pickle)
+    def policy(self, ref: str, key: str = "policy.model") -> str:
+        """The local folder of a causal language model."""
+        return str(self.world(ref).policy()) if is_builtin(ref) else self._folder(ref, key)
 
-    # ------------------------------------------------------------------ texts
+    def _folder(self, ref: str, key: str) -> str:
+        return model_folder(ref, key, pickled=self.access.pickle)
+
+    # ------------------------------------------------------------------ texts and prompts
 
     def texts(
         self,
         ref: str,
         column: str,
-        what: str,
+        key: str,
         *,
         heldout: bool,
         limit: int | None = None,
@@ -80,9 +86,9 @@ class Resolver:
         """Texts to train on, or (`heldout`) those of a built-in world that were kept apart."""
         if is_builtin(ref):
             path = self.world(ref).file("heldout" if heldout else "train")
-            return read_texts(load_rows(str(path), split, what), "text", None, what)[:limit]
-        rows = load_rows(ref, split, what)
-        return read_texts(rows[:limit], text_column(ref, column), template, f"{what}: {ref}")
+            return read_texts(load_rows(str(path), split, key), "text", None, key)[:limit]
+        rows = load_rows(ref, split, key)
+        return read_texts(rows[:limit], text_column(ref, column), template, f"{key}: {ref}")
 
     def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[str], list[str]]:
         """Prompts to train on and held-out prompts, none of which is among the former.
@@ -90,140 +96,119 @@ class Resolver:
         Where no held-out prompts are named, a built-in world brings its own; of other prompts one in twenty is
         kept apart (none where there are fewer than twenty: then the training prompts serve for both).
         """
-        if is_builtin(data.prompts):
-            train, kept = (
-                self._world_prompts(data.prompts, "prompts"),
-                self._world_prompts(data.prompts, "heldout_prompts"),
-            )
-        else:
-            train = self._prompt_texts(data.prompts, data.split, data, "data.prompts")
-            kept = []
+        train = self._prompts(data.prompts, data.split, data, "data.prompts", "prompts")
         if held.prompts is not None:
-            if is_builtin(held.prompts):
-                kept = self._world_prompts(held.prompts, "heldout_prompts")
-            else:
-                kept = self._prompt_texts(held.prompts, held.split, data, "eval.prompts")
-            train = self._without_leaks(train, kept, "data.prompts")
-        elif not kept and len(set(train)) >= HELDOUT_SHARE:
+            kept = self._prompts(held.prompts, held.split, data, "eval.prompts", "heldout_prompts")
+            train = self._without_leaks(train, kept, str, "data.prompts")
+        elif is_builtin(data.prompts):
+            kept = self._prompts(data.prompts, data.split, data, "data.prompts", "heldout_prompts")
+        elif len(set(train)) >= HELDOUT_SHARE:
             train, kept = split_heldout(train, str, "data.prompts")
+        else:
+            kept = train
         return train, list(dict.fromkeys(kept)) or train
 
-    def _world_prompts(self, ref: str, part: str) -> list[str]:
-        return read_texts(
-            load_rows(str(self.world(ref).file(part)), "", "data.prompts"), "prompt", None, "data.prompts"
-        )
-
-    def _prompt_texts(self, ref: str, split: str, data: PromptsSection, what: str) -> list[str]:
-        rows, where = load_rows(ref, split, what), f"{what}: {ref}"
-        found, skipped = read_prompts(
+    def _prompts(self, ref: str, split: str, data: PromptsSection, key: str, part: str) -> list[str]:
+        """`part`: the file of a built-in world."""
+        if is_builtin(ref):
+            return read_texts(load_rows(str(self.world(ref).file(part)), "", key), "prompt", None, key)
+        rows, where = load_rows(ref, split, key), f"{key}: {ref}"
+        prompts, skipped = read_prompts(
             rows, text_column(ref, data.column), data.template, where, chat=data.chat_template
         )
         if skipped:
-            self.display.message(f"{what}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
-        return found
+            self.display.message(f"{key}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
+        return prompts
 
     # ------------------------------------------------------------------ supervised data
 
     def documents(self, data: SFTDataSection) -> tuple[list[str], list[str]]:
         """Texts to learn, and held-out ones, none of which is among the former."""
-        train = self.texts(
-            data.texts,
-            data.column,
-            "data.texts",
-            heldout=False,
-            limit=data.max_documents,
-            split=data.split,
-            template=data.template,
-        )
-        if data.eval_texts is None and not is_builtin(data.texts):
-            return split_heldout(train, str, f"data.texts: {data.texts}")
-        kept = self.texts(
-            data.eval_texts or data.texts,
-            data.column,
-            "data.eval_texts",
-            heldout=True,
-            split=data.eval_split,
-            template=data.template,
-        )
-        return self._without_leaks(train, kept, "data.texts"), kept
+
+        def read(ref: str, split: str, key: str, heldout: bool) -> list[str]:
+            limit = None if heldout else data.max_documents
+            return self.texts(ref, data.column, key, heldout=heldout, limit=limit, split=split, template=data.template)
+
+        return self._divided(read, "texts", data.texts, data, data.eval_texts, str)
 
     def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
         """Prompts with the responses to learn, and held-out ones with other prompts."""
-        assert data.response_column is not None
 
-        def read(ref: str, split: str, what: str) -> list[Example]:
-            rows = load_rows(self._named(ref), split, what)[: data.max_documents]
-            where = f"{what}: {ref}"
-            names = (data.prompt_column, data.response_column or "")
-            found, skipped = read_examples(rows, *names, data.template, where, chat=data.chat_template)
-            self._say_skipped(skipped, len(rows), where)
-            return found
+        def read(ref: str, split: str, key: str, _heldout: bool) -> list[Example]:
+            rows, where = load_rows(self._file(ref), split, key)[: data.max_documents], f"{key}: {ref}"
+            columns = (data.prompt_column, data.response_column or "")
+            examples, skipped = read_examples(rows, *columns, data.template, where, chat=data.chat_template)
+            self._report_skipped(skipped, len(rows), where)
+            return examples
 
-        train = read(data.texts, data.split, "data.texts")
-        if data.eval_texts is None:
-            return split_heldout(train, _prompt, f"data.texts: {data.texts}")
-        kept = read(data.eval_texts, data.eval_split, "data.eval_texts")
-        return self._without_leaks(train, kept, "data.texts", by_prompt=True), kept
+        return self._divided(read, "texts", data.texts, data, data.eval_texts, _prompt)
 
     def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
         """Preference pairs, and held-out ones with other prompts."""
         assert data.pairs is not None
 
-        def read(ref: str, split: str, what: str, part: str) -> list[Pair]:
+        def read(ref: str, split: str, key: str, heldout: bool) -> list[Pair]:
             if is_builtin(ref):
-                rows = load_rows(str(self.world(ref).file(part)), "", what)
-                return read_pairs(rows, "prompt", "chosen", "rejected", None, what)[0]
-            rows, where = load_rows(ref, split, what), f"{what}: {ref}"
-            names = (data.prompt_column, data.chosen_column, data.rejected_column)
-            found, skipped = read_pairs(rows, *names, data.template, where, chat=data.chat_template)
-            self._say_skipped(skipped, len(rows), where)
-            return found
+                rows = load_rows(str(self.world(ref).file("heldout_pairs" if heldout else "pairs")), "", key)
+                return read_pairs(rows, "prompt", "chosen", "rejected", None, key)[0]
+            return self._read_pairs(ref, split, data, key)
 
-        train = read(data.pairs, data.split, "data.pairs", "pairs")
-        if data.eval_pairs is None and not is_builtin(data.pairs):
-            return split_heldout(train, _prompt, f"data.pairs: {data.pairs}")
-        kept = read(data.eval_pairs or data.pairs, data.eval_split, "data.eval_pairs", "heldout_pairs")
-        return self._without_leaks(train, kept, "data.pairs", by_prompt=True), kept
+        return self._divided(read, "pairs", data.pairs, data, data.eval_pairs, _prompt)
 
     def all_pairs(self, data: PairsSection) -> list[Pair]:
         """Every pair of a file, none kept apart."""
         assert data.pairs is not None
-        rows = load_rows(data.pairs, data.split, "--pairs")
-        names = (data.prompt_column, data.chosen_column, data.rejected_column)
-        return read_pairs(rows, *names, data.template, f"--pairs: {data.pairs}", chat=data.chat_template)[0]
+        return self._read_pairs(data.pairs, data.split, data, "--pairs")
+
+    def _read_pairs(self, ref: str, split: str, data: PairsSection, key: str) -> list[Pair]:
+        rows, where = load_rows(ref, split, key), f"{key}: {ref}"
+        columns = (data.prompt_column, data.chosen_column, data.rejected_column)
+        pairs, skipped = read_pairs(rows, *columns, data.template, where, chat=data.chat_template)
+        self._report_skipped(skipped, len(rows), where)
+        return pairs
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
         """Labelled texts, and held-out ones, none of which is among the former."""
         assert data.labels is not None
 
-        def read(ref: str, split: str, what: str) -> list[Labelled]:
-            rows = load_rows(self._named(ref), split, what)
-            return read_labels(rows, data.text_column, data.label_column, f"{what}: {ref}")
+        def read(ref: str, split: str, key: str, _heldout: bool) -> list[Labelled]:
+            rows = load_rows(self._file(ref), split, key)
+            return read_labels(rows, data.text_column, data.label_column, f"{key}: {ref}")
 
-        train = read(data.labels, data.split, "data.labels")
-        if data.eval_pairs is None:
-            return split_heldout(train, lambda row: row.text, f"data.labels: {data.labels}")
-        kept = read(data.eval_pairs, data.eval_split, "data.eval_pairs")
-        texts = {row.text for row in kept}
-        rest = [row for row in train if row.text not in texts]
-        self._say_leaks(len(train) - len(rest), len(train), "data.labels")
-        return rest, kept
+        return self._divided(read, "labels", data.labels, data, data.eval_pairs, lambda row: row.text)
 
-    def _named(self, ref: str) -> str:
+    def _file(self, ref: str) -> str:
         """A file, folder or hub id as it is; a built-in world has texts, prompts and pairs only."""
         return str(self.world(ref).file("train")) if is_builtin(ref) else ref
 
-    def _without_leaks(self, train: list[T], kept: list[T], what: str, *, by_prompt: bool = False) -> list[T]:
-        key = _prompt if by_prompt else _itself
-        rest = without_leaks(train, kept, key, what)
-        self._say_leaks(len(train) - len(rest), len(train), what)
+    def _divided(
+        self,
+        read: Callable[[str, str, str, bool], list[T]],
+        name: str,
+        ref: str,
+        data: SFTDataSection | PairsSection,
+        heldout: str | None,
+        identity: Callable[[T], Hashable],
+    ) -> tuple[list[T], list[T]]:
+        """Rows to train on, and held-out rows: those of `heldout`, of the built-in world, or a part kept apart.
+
+        `name`: the data's key in its section; rows of one `identity` are on one side.
+        """
+        key = f"data.{name}"
+        train = read(ref, data.split, key, False)
+        if heldout is None and not is_builtin(ref):
+            return split_heldout(train, identity, f"{key}: {ref}")
+        kept = read(heldout or ref, data.eval_split, "data.eval_texts" if name == "texts" else "data.eval_pairs", True)
+        return self._without_leaks(train, kept, identity, key), kept
+
+    def _without_leaks(self, train: list[T], kept: list[T], identity: Callable[[T], Hashable], key: str) -> list[T]:
+        rest = without_leaks(train, kept, identity, key)
+        if len(rest) < len(train):
+            count = len(train) - len(rest)
+            self.display.message(f"{key}: {count} of {len(train)} rows left out: they are among the held-out ones")
         return rest
 
-    def _say_leaks(self, count: int, total: int, what: str) -> None:
-        if count:
-            self.display.message(f"{what}: {count} of {total} rows left out: they are among the held-out ones")
-
-    def _say_skipped(self, count: int, total: int, where: str) -> None:
+    def _report_skipped(self, count: int, total: int, where: str) -> None:
         if count:
             self.display.message(f"{where}: {count} of {total} rows left out: {UNUSABLE}, or no difference")
 
@@ -233,11 +218,10 @@ class Resolver:
         """The reward function of a config."""
         if section.kind != SUM:
             return self._scorer(section, "reward", section.time_limit)
-        terms = section.terms or {}
         return WeightedSum(
             {
                 name: (term.weight, self._scorer(term, f"reward.terms.{name}", section.time_limit))
-                for name, term in terms.items()
+                for name, term in (section.terms or {}).items()
             }
         )
 
@@ -257,26 +241,17 @@ class Resolver:
             return gold_scores
         return None
 
-    def reward_model(self, ref: str, what: str, section: ScorerSection) -> RewardModel:
+    def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
-        from rlhf_kl.commands.models import load_classifier_adapter  # which finds models by this class
-
-        if is_builtin(ref):
-            path = str(self.world(ref).reward_model())
-        else:
-            path = model_folder(ref, what, pickled=self.access.pickle)
+        path = str(self.world(ref).reward_model()) if is_builtin(ref) else self._folder(ref, key)
         if is_adapter(path):
-            model, tokenizer = load_classifier_adapter(self, path, what, section.label)
+            model, tokenizer = load_classifier_adapter(self, path, key, section.label)
         else:
-            model = load_reward_model(path, what, self.access, section.label)
-            tokenizer = load_tokenizer(path, what, self.access)
+            model = load_reward_model(path, key, self.access, section.label)
+            tokenizer = load_tokenizer(path, key, self.access)
         form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
         return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label)
 
 
-def _prompt(row: Any) -> Hashable:
+def _prompt(row: Example | Pair) -> Hashable:
     return str(row.prompt)
-
-
-def _itself(row: Any) -> Hashable:
-    return row  # type: ignore[no-any-return]
