@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_kl.commands.compare import train_grid
-from rlhf_kl.commands.session import finished_summary
 from rlhf_kl.config.compare import ComparePlan, PlannedRun
 from rlhf_kl.config.load import config_diff, load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -41,6 +40,7 @@ from rlhf_kl.report import control
 from rlhf_kl.report.control import BAND, BAND_FROM, ratios
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.resume import finished_summary
 from rlhf_kl.run.run_folder import RunFolder, write_json
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "ppo_adaptive.yaml"
@@ -370,7 +370,7 @@ def config_of(run: Run, settings: Settings) -> TrainConfig:
     config = load_config("train", CONFIG, overrides(run, settings))
     there = settings.folder(run).config
     if there.exists():
-        from rlhf_kl.commands.resume import FREE_TO_CHANGE
+        from rlhf_kl.run.resume import FREE_TO_CHANGE
 
         changes = config_diff(load_config("train", there), config)
         changes = [line for line in changes if not line.startswith(FREE_TO_CHANGE)]

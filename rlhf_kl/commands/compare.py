@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_kl.commands.grid import Failure, Grid, check_folders
-from rlhf_kl.commands.signals import ending_on_sigterm
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.compare import Comparison, read_comparison
@@ -18,6 +17,7 @@ from rlhf_kl.report.verdict import verdict
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.run.text import hanging
 
 

@@ -17,9 +17,8 @@ import torch
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.parts import Parts, build_parts
-from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.train import TrainRun, fingerprints, gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
@@ -27,6 +26,7 @@ from rlhf_kl.models.load import context_length, load_tokenizer
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.reward_functions import RewardModel
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import open_run_folder
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
@@ -67,9 +67,9 @@ def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None 
         parts = build_parts(config, accelerator, display)
         found += _device(config, accelerator.device)
         found += _filters(parts)
-        found += _tokenizers(config, parts, Sources(display, accelerator.device, access_of(config.run)))
+        found += _tokenizers(config, parts, Resolver(display, accelerator.device, access_of(config.run)))
         found += _context(config, parts)
-        found += _reward_model(config, parts, Sources(display, accelerator.device, access_of(config.run)), pairs)
+        found += _reward_model(config, parts, Resolver(display, accelerator.device, access_of(config.run)), pairs)
         found += _memory(config, parts, accelerator.device)
         found += _one_update(config, parts, accelerator, display)
     except InputError as error:
@@ -104,7 +104,7 @@ def _filters(parts: Parts) -> Iterator[Finding]:
         yield Finding("fine", "sampling", "rollouts and generation config draw from the whole distribution")
 
 
-def _tokenizers(config: TrainConfig, parts: Parts, sources: Sources) -> Iterator[Finding]:
+def _tokenizers(config: TrainConfig, parts: Parts, sources: Resolver) -> Iterator[Finding]:
     tokenizer, texts = parts.tokenizer, parts.prompts.texts[:PROBES]
     if config.reference.model is not None:
         folder = sources.policy(config.reference.model, "reference.model")
@@ -146,7 +146,7 @@ def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
             )
 
 
-def _reward_model(config: TrainConfig, parts: Parts, sources: Sources, pairs: str | None) -> Iterator[Finding]:
+def _reward_model(config: TrainConfig, parts: Parts, sources: Resolver, pairs: str | None) -> Iterator[Finding]:
     if not isinstance(parts.reward, RewardModel):
         return
     ref = config.reward.model or ""

@@ -8,8 +8,8 @@ from typing import Any
 
 from rlhf_kl.commands.models import load_language_model, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.parts import build_prompts
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -67,7 +67,7 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
         raise InputError("--checkpoint belongs to a run: name one with --run")
     config = TrainConfig()
     accelerator = make_accelerator(config.run)
-    sources = Sources(display, accelerator.device)
+    sources = Resolver(display, accelerator.device)
     texts = _texts(request, config, sources)
     assert request.model is not None
     loaded = load_language_model(sources, located(request.model), "--model")
@@ -85,7 +85,7 @@ def _eval_run(
     request: EvalRequest, config: TrainConfig, folder: RunFolder | None, display: TrainingDisplay
 ) -> dict[str, Any]:
     accelerator = make_accelerator(config.run)
-    sources = Sources(display, accelerator.device, access_of(config.run))
+    sources = Resolver(display, accelerator.device, access_of(config.run))
     policy, tokenizer = load_run_policy(sources, config, folder, request.checkpoint)
     model = ActorCritic(policy)
     freeze(model).to(accelerator.device)
@@ -116,7 +116,7 @@ def _eval_run(
     return asdict(figures) | {"reference": asdict(other)} | asdict(on_prompts)
 
 
-def _texts(request: EvalRequest, config: TrainConfig, sources: Sources) -> list[str]:
+def _texts(request: EvalRequest, config: TrainConfig, sources: Resolver) -> list[str]:
     section = config.eval
     if request.texts is not None:  # a file that was named is read whole
         column = request.column or section.column

@@ -11,8 +11,8 @@ from typing import Any
 from rlhf_kl.commands.evaluate import newest_run
 from rlhf_kl.commands.models import Loaded, load_language_model, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.parts import prompt_format
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.files import load_rows, text_column
@@ -62,7 +62,7 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
     _check(request)
     config = TrainConfig() if request.model is not None else _run_config(request)
     accelerator = make_accelerator(config.run)
-    sources = Sources(display, accelerator.device, access_of(config.run))
+    sources = Resolver(display, accelerator.device, access_of(config.run))
     writer = _Writer(request, config, sources)
     with accelerator.autocast(), display.progress("sampling", len(writer.prompts) * request.samples) as advance:
         found = []
@@ -121,7 +121,7 @@ def _run_config(request: GenerateRequest) -> TrainConfig:
 class _Writer:
     """The models and prompts of one command."""
 
-    def __init__(self, request: GenerateRequest, config: TrainConfig, sources: Sources) -> None:
+    def __init__(self, request: GenerateRequest, config: TrainConfig, sources: Resolver) -> None:
         self.request, self.device, self.display = request, sources.device, sources.display
         self.reference: Any = None
         if request.model is not None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_kl.commands.session import finished_summary
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.run import stored_config
 from rlhf_kl.run.display import Advance, TrainingDisplay
 from rlhf_kl.run.files import write_atomic
+from rlhf_kl.run.resume import finished_summary
 from rlhf_kl.run.run_folder import RunFolder
 
 POLL_S = 0.3

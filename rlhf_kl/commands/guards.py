@@ -8,10 +8,9 @@ from typing import Any
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, load_optimizer_tensors
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.trainers.optim import load_optimizer_tensors
 from rlhf_kl.trainers.ppo import PPOTrainer, Update
 
 ROLLBACK_RAISE = 2.0

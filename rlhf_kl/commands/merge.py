@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_kl.commands.models import load_language_model
-from rlhf_kl.commands.sources import Sources, access_of
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.reward_functions import save_reward_model
-from rlhf_kl.run.checkpoint import write_folder
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.folders import write_folder
 
 MERGED = "merged"
 
@@ -31,13 +31,13 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
 def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig, display: TrainingDisplay) -> Path:
     """Write `merged/` from `final/`; returns the folder."""
     folder = Path(config.run.output_dir)
-    sources = Sources(display, access=access_of(config.run))
+    resolver = Resolver(display, access=access_of(config.run))
     final = str(folder / "final")
     if isinstance(config, RewardModelConfig):
-        reward = sources.reward_model(final, "--merge", ScorerSection())
+        reward = resolver.reward_model(final, "--merge", ScorerSection())
         write_folder(folder / MERGED, lambda place: save_reward_model(reward, place))
     else:
-        loaded = load_language_model(sources, final, "--merge")
+        loaded = load_language_model(resolver, final, "--merge")
         write_folder(folder / MERGED, lambda place: save_model(loaded.model, loaded.tokenizer, place))
     display.message(f"{folder / MERGED} holds the merged model")
     return folder / MERGED

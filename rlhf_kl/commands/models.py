@@ -1,18 +1,18 @@
-"""The language models that a config or a command line names, whole ones and adapters."""
+"""The language models that a config or a command line names, whole ones, adapters and new ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors.torch import load_model
 from torch import nn
 
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.commands.sources import Sources
 from rlhf_kl.components import suggestion
-from rlhf_kl.config.schema import LoraSection, TrainConfig
+from rlhf_kl.config.schema import ArchitectureSection, LoraSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import (
     Access,
@@ -32,11 +32,22 @@ from rlhf_kl.models.lora import (
     require_classifier_adapter,
 )
 from rlhf_kl.models.recompute import enable_recompute
-from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2
+from rlhf_kl.models.tokenizer import train_tokenizer
 from rlhf_kl.reward_functions import remember_format
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
+
+
+class ModelFolders(Protocol):
+    """Where the models are that a config names: a `Resolver`."""
+
+    access: Access
+
+    def policy(self, ref: str, key: str = ..., /) -> str:
+        """The local folder of a causal language model. Errors: InputError."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,46 +60,46 @@ class Loaded:
     began_as_adapter: bool
 
 
-def load_language_model(sources: Sources, ref: str, what: str, *, keep_adapter: bool = False) -> Loaded:
+def load_language_model(resolver: ModelFolders, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
     """The model behind a folder, hub id or built-in name; an adapter is merged into its base unless kept apart.
 
     Errors: InputError with the reason.
     """
-    folder, access = sources.policy(ref, what), sources.access
+    folder, access = resolver.policy(ref, key), resolver.access
     if not is_adapter(folder):
-        return Loaded(load_causal_lm(folder, what, access), load_tokenizer(folder, what, access), folder, False)
-    base = load_language_model(sources, adapter_base(folder, what), what)  # which may itself be an adapter
-    model = load_adapter(base.model, folder, what)
-    tokenizer = _own_tokenizer(folder, base, what, access)
+        return Loaded(load_causal_lm(folder, key, access), load_tokenizer(folder, key, access), folder, False)
+    base = load_language_model(resolver, adapter_base(folder, key), key)  # which may itself be an adapter
+    model = load_adapter(base.model, folder, key)
+    tokenizer = _own_tokenizer(folder, base, key, access)
     return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
 
 
-def load_classifier_adapter(sources: Sources, folder: str, what: str, label: str | None) -> tuple[Any, Any]:
+def load_classifier_adapter(resolver: ModelFolders, folder: str, key: str, label: str | None) -> tuple[Any, Any]:
     """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model.
 
     Errors: InputError with the reason.
     """
-    require_classifier_adapter(folder, what)
-    ref = adapter_base(folder, what)
-    base, access = sources.policy(ref, what), sources.access
-    if is_classifier(base, what):
-        tokenizer = load_tokenizer(base, what, access)
-        model = load_reward_model(base, what, access, label)
+    require_classifier_adapter(folder, key)
+    ref = adapter_base(folder, key)
+    base, access = resolver.policy(ref, key), resolver.access
+    if is_classifier(base, key):
+        tokenizer = load_tokenizer(base, key, access)
+        model = load_reward_model(base, key, access, label)
         loaded = Loaded(model, tokenizer, base, False)
     else:
-        lm = load_language_model(sources, ref, what)
-        model = classifier_from_lm(lm.model, lm.tokenizer, what, access)  # its head comes with the adapter
+        lm = load_language_model(resolver, ref, key)
+        model = classifier_from_lm(lm.model, lm.tokenizer, key, access)  # its head comes with the adapter
         loaded = Loaded(model, lm.tokenizer, lm.folder, False)
-        check_label(model, folder, what, label)
-    merged = merge(load_adapter(loaded.model, folder, what))
+        check_label(model, folder, key, label)
+    merged = merge(load_adapter(loaded.model, folder, key))
     remember_format(merged, folder)
-    return merged, _own_tokenizer(folder, loaded, what, access)
+    return merged, _own_tokenizer(folder, loaded, key, access)
 
 
-def _own_tokenizer(folder: str, base: Loaded, what: str, access: Access) -> Any:
+def _own_tokenizer(folder: str, base: Loaded, key: str, access: Access) -> Any:
     """The tokenizer beside an adapter, else that of its base."""
     has_one = (Path(folder) / "tokenizer_config.json").is_file()
-    return load_tokenizer(folder, what, access) if has_one else base.tokenizer
+    return load_tokenizer(folder, key, access) if has_one else base.tokenizer
 
 
 def adapter_ref(ref: str, loaded: Loaded) -> str:
@@ -96,14 +107,35 @@ def adapter_ref(ref: str, loaded: Loaded) -> str:
     return loaded.folder if is_builtin(ref) or Path(ref).is_dir() else ref
 
 
+def new_language_model(shape: ArchitectureSection, texts: Sequence[str], seed: int) -> tuple[Any, Any]:
+    """A GPT-2 with random weights, and a tokenizer trained on `texts`; `seed` is the run's."""
+    tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
+    model = new_gpt2(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        context=shape.context,
+        tokenizer=tokenizer,
+        seed=derive_seed(seed, "weights"),
+    )
+    return model, tokenizer
+
+
 def load_trained_model(
-    sources: Sources, ref: str, lora: LoraSection | None, what: str, *, seed: int, gradient_checkpointing: bool = False
+    resolver: ModelFolders,
+    ref: str,
+    lora: LoraSection | None,
+    key: str,
+    *,
+    seed: int,
+    gradient_checkpointing: bool = False,
 ) -> Loaded:
     """A model to be trained: with a fresh adapter where the config asks for one; an adapter is trained further.
 
     `seed` is what a fresh adapter is drawn from.
     """
-    loaded = load_language_model(sources, ref, what, keep_adapter=lora is None)
+    loaded = load_language_model(resolver, ref, key, keep_adapter=lora is None)
     if lora is not None:
         model = add_adapter(
             loaded.model,
@@ -111,37 +143,37 @@ def load_trained_model(
             alpha=lora.alpha,
             target_modules=lora.target_modules,
             ref=adapter_ref(ref, loaded),
-            what=what.replace("model", "lora"),
+            what=key.replace("model", "lora"),
             seed=seed,
         )
         loaded = Loaded(model, loaded.tokenizer, loaded.folder, False)
     if gradient_checkpointing:
-        enable_recompute(loaded.model, what.replace("model", "gradient_checkpointing"))
+        enable_recompute(loaded.model, key.replace("model", "gradient_checkpointing"))
     return loaded
 
 
 def load_run_policy(
-    sources: Sources, config: TrainConfig, folder: RunFolder | None, step: int | None = None
+    resolver: ModelFolders, config: TrainConfig, folder: RunFolder | None, step: int | None = None
 ) -> tuple[Any, Any]:
     """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
 
     Errors: InputError where the run has no such checkpoint, or neither a checkpoint nor a final model.
     """
     if folder is not None and folder.final.is_dir() and step is None:
-        final = load_language_model(sources, str(folder.final), "--run")
+        final = load_language_model(resolver, str(folder.final), "--run")
         return final.model, final.tokenizer
     section = config.policy
     seed = derive_seed(config.run.seed, "adapter")
-    loaded = load_trained_model(sources, section.model, section.lora, "policy.model", seed=seed)
+    loaded = load_trained_model(resolver, section.model, section.lora, "policy.model", seed=seed)
     if folder is not None:
         load_policy(_checkpoint(folder, step), loaded.model)
     return loaded.model, loaded.tokenizer
 
 
-def load_run_reference(sources: Sources, config: TrainConfig, other: str | None = None) -> Loaded:
+def load_run_reference(resolver: ModelFolders, config: TrainConfig, other: str | None = None) -> Loaded:
     """The reference of a run, or another model in its place."""
     ref = located(other or config.reference.model or config.policy.model)
-    return load_language_model(sources, ref, "reference")
+    return load_language_model(resolver, ref, "reference")
 
 
 def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
@@ -155,22 +187,21 @@ def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    found = checkpoints(folder.checkpoints)
-    if not found:
+    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
+    if not present:
         raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
     if step is None:
         whole, problems = newest_whole(folder.checkpoints)
         if whole is None:
             raise InputError(*(f"{folder.checkpoints}: no checkpoint is whole: {problem}" for problem in problems))
         return whole
-    for checkpoint in found:
-        if checkpoint.step == step:
-            problem = checkpoint.damage()
-            if problem is not None:
-                raise InputError(f"--checkpoint {step}: {checkpoint.path}: {problem}")
-            return checkpoint
-    hint = suggestion(str(step), [str(c.step) for c in found])
-    raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
+    if step not in present:
+        hint = suggestion(str(step), [str(known) for known in present])
+        raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
+    problem = present[step].damage()
+    if problem is not None:
+        raise InputError(f"--checkpoint {step}: {present[step].path}: {problem}")
+    return present[step]
 
 
 def located(ref: str) -> str:

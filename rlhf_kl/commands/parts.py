@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rlhf_kl.commands.models import Loaded, load_language_model, load_trained_model
-from rlhf_kl.commands.sources import Sources, access_of
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
@@ -53,7 +53,7 @@ class Parts:
 def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
     """Load everything that the config names, and refuse what cannot work."""
     device = accelerator.device
-    sources = Sources(display, device, access_of(config.run))
+    sources = Resolver(display, device, access_of(config.run))
     section = config.policy
     loaded = load_trained_model(
         sources,
@@ -94,7 +94,7 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     return Parts(policy, reference, tokenizer, reward, gold, prompts, heldout, texts, sampling, same)
 
 
-def build_reference(config: TrainConfig, sources: Sources, loaded: Loaded) -> tuple[Any, bool]:
+def build_reference(config: TrainConfig, sources: Resolver, loaded: Loaded) -> tuple[Any, bool]:
     """The frozen model that the KL is measured to, and whether it is the starting policy.
 
     Of a policy with an adapter it is the same model at its start, with no second copy of the weights.
@@ -110,7 +110,7 @@ def build_reference(config: TrainConfig, sources: Sources, loaded: Loaded) -> tu
     return freeze(reference).to(sources.device), False
 
 
-def build_prompts(config: TrainConfig, sources: Sources, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
+def build_prompts(config: TrainConfig, sources: Resolver, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
     context = context_length(policy)
     room = None if context is None else context - config.rollout.max_new_tokens

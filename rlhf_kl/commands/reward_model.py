@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_kl.commands.models import adapter_ref, load_language_model
-from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.commands.session import pick_device
-from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
 from rlhf_kl.models.fingerprint import texts_fingerprint
@@ -19,8 +18,9 @@ from rlhf_kl.models.lora import CLASSIFIER, add_adapter
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.reward_functions import RewardModel, TextFormat, save_reward_model
-from rlhf_kl.run.checkpoint import write_folder
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.folders import write_folder
+from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.labels import LabelObjective, is_binary
@@ -36,15 +36,15 @@ def run_reward_model(
 ) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
     device = pick_device(config.run)
-    sources = Sources(display, device, access_of(config.run))
-    reward = _new_reward_model(config, sources)
+    resolver = Resolver(display, device, access_of(config.run))
+    reward = _new_reward_model(config, resolver)
     model = reward.model
     prepare = _learn_labels if config.data.labels is not None else _learn_pairs
-    objective, evaluate, distribution, fingerprints = prepare(config, sources, reward)
+    objective, evaluate, distribution, fingerprints = prepare(config, resolver, reward)
     trainer = SupervisedTrainer(model, objective, config.reward_model, config.run.seed)
     recorder = Recorder(folder, config, "reward-model", display, device, fingerprints)
-    what = "pairs" if config.data.labels is None else "labelled texts"
-    display.message(f"{len(objective)} {what}, {parameter_count(model):,} parameters, {trainer.steps} steps")
+    rows = "pairs" if config.data.labels is None else "labelled texts"
+    display.message(f"{len(objective)} {rows}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
         last = run_supervised(recorder, trainer, model, evaluate, display, title)
@@ -54,9 +54,9 @@ def run_reward_model(
         recorder.close()
 
 
-def _new_reward_model(config: RewardModelConfig, sources: Sources) -> RewardModel:
-    loaded = load_language_model(sources, config.policy.model, "policy.model")
-    model = classifier_from_lm(loaded.model, loaded.tokenizer, "policy.model", sources.access)
+def _new_reward_model(config: RewardModelConfig, resolver: Resolver) -> RewardModel:
+    loaded = load_language_model(resolver, config.policy.model, "policy.model")
+    model = classifier_from_lm(loaded.model, loaded.tokenizer, "policy.model", resolver.access)
     initialise_head(model.score, derive_seed(config.run.seed, "head"))
     if (lora := config.policy.lora) is not None:
         model = add_adapter(
@@ -72,11 +72,11 @@ def _new_reward_model(config: RewardModelConfig, sources: Sources) -> RewardMode
     if config.policy.gradient_checkpointing:
         enable_recompute(model, "policy.gradient_checkpointing")
     form = TextFormat(chat=config.data.chat_template)
-    return RewardModel(model.to(sources.device), loaded.tokenizer, form=form)
+    return RewardModel(model.to(resolver.device), loaded.tokenizer, form=form)
 
 
 class Prepared(NamedTuple):
-    """What is trained on, and how the result is judged."""
+    """A training objective, and the evaluation of what it makes."""
 
     objective: Objective
     evaluate: Callable[[], Figures]
@@ -84,8 +84,8 @@ class Prepared(NamedTuple):
     fingerprints: dict[str, str]  # of the training data, by config key
 
 
-def _learn_pairs(config: RewardModelConfig, sources: Sources, reward: RewardModel) -> Prepared:
-    pairs, heldout = sources.pairs(config.data)
+def _learn_pairs(config: RewardModelConfig, resolver: Resolver, reward: RewardModel) -> Prepared:
+    pairs, heldout = resolver.pairs(config.data)
     heldout = heldout[: config.eval.max_pairs]
     objective = PairObjective(reward, pairs)
     check_vocabulary(reward.model, reward.tokenizer, objective.chosen + objective.rejected, "data.pairs")
@@ -101,15 +101,15 @@ def _learn_pairs(config: RewardModelConfig, sources: Sources, reward: RewardMode
         shown = histogram({"chosen": chosen, "rejected": rejected})
         return {"calibration": [part._asdict() for part in bins], "histogram": shown}
 
-    found = {"data.pairs": texts_fingerprint(text for pair in pairs for text in pair)}
-    return Prepared(objective, lambda: pair_figures(*scores()), distribution, found)
+    fingerprints = {"data.pairs": texts_fingerprint(text for pair in pairs for text in pair)}
+    return Prepared(objective, lambda: pair_figures(*scores()), distribution, fingerprints)
 
 
-def _learn_labels(config: RewardModelConfig, sources: Sources, reward: RewardModel) -> Prepared:
-    rows, heldout = sources.labelled(config.data)
+def _learn_labels(config: RewardModelConfig, resolver: Resolver, reward: RewardModel) -> Prepared:
+    rows, heldout = resolver.labelled(config.data)
     heldout = heldout[: config.eval.max_pairs]
     binary = is_binary([*rows, *heldout])
-    sources.display.message("labels are 0 and 1: a classifier" if binary else "labels are numbers: a regression")
+    resolver.display.message("labels are 0 and 1: a classifier" if binary else "labels are numbers: a regression")
     objective = LabelObjective(reward, rows, binary=binary)
     check_vocabulary(reward.model, reward.tokenizer, objective.encoded, "data.labels")
     labels = torch.tensor([row.label for row in heldout])
@@ -118,12 +118,12 @@ def _learn_labels(config: RewardModelConfig, sources: Sources, reward: RewardMod
         return reward.score([""] * len(heldout), [row.text for row in heldout])
 
     def distribution() -> Figures:
-        found = scores()
+        values, positive = scores(), labels > 0.5
         if not binary:
-            return {"histogram": histogram({"all": found})}
-        bins = calibration(found, (found > 0) == (labels > 0.5))[1]
-        shown = histogram({"label 1": found[labels > 0.5], "label 0": found[labels <= 0.5]})
+            return {"histogram": histogram({"all": values})}
+        bins = calibration(values, (values > 0) == positive)[1]
+        shown = histogram({"label 1": values[positive], "label 0": values[~positive]})
         return {"calibration": [part._asdict() for part in bins], "histogram": shown}
 
-    data = {"data.labels": texts_fingerprint(f"{row.label} {row.text}" for row in rows)}
-    return Prepared(objective, lambda: label_figures(scores(), labels, binary=binary), distribution, data)
+    fingerprints = {"data.labels": texts_fingerprint(f"{row.label} {row.text}" for row in rows)}
+    return Prepared(objective, lambda: label_figures(scores(), labels, binary=binary), distribution, fingerprints)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_kl.commands.failures import machine_failures
-from rlhf_kl.commands.resume import check_config
-from rlhf_kl.commands.signals import ending_on_sigterm
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.failures import machine_failures
+from rlhf_kl.run.resume import check_config, finished_summary
 from rlhf_kl.run.run_folder import RunFolder, open_run_folder
+from rlhf_kl.run.signals import ending_on_sigterm
 
 if TYPE_CHECKING:
     import torch
@@ -75,17 +74,6 @@ def _say_where(folder: RunFolder, finished: dict[str, Any] | None, config: AnyCo
 
 def _goes_further(finished: dict[str, Any], config: AnyConfig) -> bool:
     return isinstance(config, TrainConfig) and config.updates > finished["steps"]
-
-
-def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
-    """The summary of a run that came to its end, or None."""
-    if not folder.summary.is_file() or not folder.final.is_dir():
-        return None
-    try:
-        summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
-        return summary if summary["stopped_by"] is None else None
-    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint knows how to make it anew
-        return None
 
 
 def pick_device(section: RunSection) -> torch.device:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_kl.commands.models import load_trained_model
-from rlhf_kl.commands.record import Recorder
+from rlhf_kl.commands.models import load_trained_model, new_language_model
+from rlhf_kl.commands.resolver import Resolver, access_of
 from rlhf_kl.commands.session import pick_device
-from rlhf_kl.commands.sources import Sources, access_of
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import SFTConfig
 from rlhf_kl.data.chat import require_chat_template
@@ -21,10 +20,9 @@ from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.fingerprint import texts_fingerprint
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, parameter_count, save_model
 from rlhf_kl.models.recompute import enable_recompute
-from rlhf_kl.models.scratch import new_gpt2
-from rlhf_kl.models.tokenizer import train_tokenizer
-from rlhf_kl.run.checkpoint import write_folder
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.folders import write_folder
+from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.responses import ResponseObjective
@@ -37,14 +35,14 @@ Figures = dict[str, Any]
 def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft") -> dict[str, Any]:
     """Train a language model; returns the summary."""
     device = pick_device(config.run)
-    sources = Sources(display, device, access_of(config.run))
+    resolver = Resolver(display, device, access_of(config.run))
     responses = config.data.response_column is not None
     prepare = _learn_responses if responses else _learn_texts
-    model, tokenizer, objective, evaluate, fingerprint = prepare(config, sources, display)
+    model, tokenizer, objective, evaluate, fingerprint = prepare(config, resolver, display)
     trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed)
     recorder = Recorder(folder, config, "sft", display, device, {"data.texts": fingerprint})
-    what = "responses" if responses else "texts"
-    display.message(f"{len(objective)} {what}, {parameter_count(model):,} parameters, {trainer.steps} steps")
+    rows = "responses" if responses else "texts"
+    display.message(f"{len(objective)} {rows}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
         last = run_supervised(recorder, trainer, model, evaluate, display, title)
@@ -55,7 +53,7 @@ def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, titl
 
 
 class Prepared(NamedTuple):
-    """What is trained on what, and how it is judged."""
+    """A model, its training objective, and its evaluation."""
 
     model: Any
     tokenizer: Any
@@ -64,14 +62,14 @@ class Prepared(NamedTuple):
     fingerprint: str  # of the training data
 
 
-def _learn_texts(config: SFTConfig, sources: Sources, display: TrainingDisplay) -> Prepared:
-    texts, heldout = sources.documents(config.data)
+def _learn_texts(config: SFTConfig, resolver: Resolver, display: TrainingDisplay) -> Prepared:
+    texts, heldout = resolver.documents(config.data)
     heldout = heldout[: config.eval.max_documents]
-    texts = _without_empty(texts, "data.texts", display)
-    model, tokenizer = _model(config, sources, texts)
+    texts = _without_empty(texts, display)
+    model, tokenizer = _model(config, resolver, texts)
     objective = TextObjective(model, tokenizer, texts, context_length(model))
     check_vocabulary(model, tokenizer, objective.rows, "data.texts")
-    _say_truncated(objective.truncated, len(texts), "texts", display)
+    _report_truncated(objective.truncated, len(texts), "texts", display)
 
     def evaluate() -> Figures:
         figures = perplexity(model, tokenizer, heldout)
@@ -84,10 +82,10 @@ def _learn_texts(config: SFTConfig, sources: Sources, display: TrainingDisplay) 
     return Prepared(model, tokenizer, objective, evaluate, texts_fingerprint(texts))
 
 
-def _learn_responses(config: SFTConfig, sources: Sources, display: TrainingDisplay) -> Prepared:
+def _learn_responses(config: SFTConfig, resolver: Resolver, display: TrainingDisplay) -> Prepared:
     data = config.data
-    examples, heldout = sources.examples(data)
-    model, tokenizer = _model(config, sources, [example.prompt + example.response for example in examples])
+    examples, heldout = resolver.examples(data)
+    model, tokenizer = _model(config, resolver, [example.prompt + example.response for example in examples])
     if data.chat_template:
         require_chat_template(tokenizer, "data.chat_template")
     context, ends = context_length(model), eos_ids(model, tokenizer)
@@ -98,7 +96,7 @@ def _learn_responses(config: SFTConfig, sources: Sources, display: TrainingDispl
         return made
 
     train, kept = objective(examples), objective(heldout[: config.eval.max_documents])
-    _say_truncated(train.truncated, len(examples), "responses", display)
+    _report_truncated(train.truncated, len(examples), "responses", display)
     if train.left_out:
         display.message(f"{train.left_out} of {len(examples)} rows left out: their prompts fill the context")
 
@@ -115,43 +113,33 @@ def _learn_responses(config: SFTConfig, sources: Sources, display: TrainingDispl
     return Prepared(model, tokenizer, train, evaluate, fingerprint)
 
 
-def _without_empty(texts: list[str], what: str, display: TrainingDisplay) -> list[str]:
+def _without_empty(texts: list[str], display: TrainingDisplay) -> list[str]:
     full = [text for text in texts if text.strip()]
     if not full:
-        raise InputError(f"{what}: all {len(texts)} texts are empty")
+        raise InputError(f"data.texts: all {len(texts)} texts are empty")
     if len(full) < len(texts):
-        display.message(f"{what}: {len(texts) - len(full)} of {len(texts)} texts left out: empty")
+        display.message(f"data.texts: {len(texts) - len(full)} of {len(texts)} texts left out: empty")
     return full
 
 
-def _say_truncated(count: int, total: int, what: str, display: TrainingDisplay) -> None:
+def _report_truncated(count: int, total: int, rows: str, display: TrainingDisplay) -> None:
     if count:
-        display.message(f"{count} of {total} {what} are longer than the context and are cut off")
+        display.message(f"{count} of {total} {rows} are longer than the context and are cut off")
 
 
-def _model(config: SFTConfig, sources: Sources, texts: list[str]) -> tuple[Any, Any]:
+def _model(config: SFTConfig, resolver: Resolver, texts: list[str]) -> tuple[Any, Any]:
     section, seed = config.policy, config.run.seed
     if section.model is not None:
         loaded = load_trained_model(
-            sources,
+            resolver,
             section.model,
             section.lora,
             "policy.model",
             seed=derive_seed(seed, "adapter"),
             gradient_checkpointing=section.gradient_checkpointing,
         )
-        return loaded.model.to(sources.device), loaded.tokenizer
-    shape = section.architecture
-    tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
-    model = new_gpt2(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        context=shape.context,
-        tokenizer=tokenizer,
-        seed=derive_seed(seed, "weights"),
-    )
+        return loaded.model.to(resolver.device), loaded.tokenizer
+    model, tokenizer = new_language_model(section.architecture, texts, seed)
     if section.gradient_checkpointing:
         enable_recompute(model, "policy.gradient_checkpointing")
-    return model.to(sources.device), tokenizer
+    return model.to(resolver.device), tokenizer

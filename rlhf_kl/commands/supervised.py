@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_kl.commands.record import Recorder
-from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.models.recompute import recomputing
+from rlhf_kl.run.checkpoint import load_optimizer_tensors
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.record import Recorder
+from rlhf_kl.run.signals import stopping_on_signals
 from rlhf_kl.trainers.guards import all_finite
-from rlhf_kl.trainers.optim import load_optimizer_tensors
 from rlhf_kl.trainers.supervised import SupervisedTrainer
 
 

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from rlhf_kl.commands.guards import RunGuards
 from rlhf_kl.commands.parts import EVAL_PROMPTS, Parts, build_parts, build_value, feature_rewards
-from rlhf_kl.commands.record import Recorder
 from rlhf_kl.commands.reference_scores import ReferenceScores
 from rlhf_kl.commands.samples import sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.signals import stopping_on_signals
 from rlhf_kl.config.plugins import controller_arguments, controller_class
 from rlhf_kl.config.schema import PPOSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
@@ -40,14 +38,17 @@ from rlhf_kl.reward_functions import (
 )
 from rlhf_kl.rollout.collect import draw, measure, response_texts
 from rlhf_kl.run.alerts import KLAlerts
-from rlhf_kl.run.checkpoint import checkpoints, write_folder
+from rlhf_kl.run.checkpoint import checkpoints, load_optimizer_tensors
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
+from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.signals import stopping_on_signals
 from rlhf_kl.seeding import library_state_kept, shuffled, uniforms
 from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT, check_start
-from rlhf_kl.trainers.optim import adamw, load_optimizer_tensors
+from rlhf_kl.trainers.optim import adamw
 from rlhf_kl.trainers.ppo import PPOTrainer, Update
 from rlhf_kl.types import PromptBatch
 

@@ -1,4 +1,4 @@
-"""Building the built-in world on first use, with the same trainers as `sft` and `reward-model`."""
+"""The built-in world: its corpus, policy and reward model, built on first use and kept in the cache."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import fcntl
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,25 @@ from typing import Any
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.world import WorldSpec, part_key, world_spec
 from rlhf_kl.cache import cache_folder
-from rlhf_kl.commands.failures import FULL, room_words
+from rlhf_kl.commands.models import new_language_model
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
-from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.run.checkpoint import CHECKSUMS, damage, sweep, write_folder
+from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, SFTConfig
+from rlhf_kl.data.texts import Pair
+from rlhf_kl.errors import GuardStop, InputError, RunFailed
+from rlhf_kl.evaluate import perplexity
+from rlhf_kl.models.load import context_length, load_causal_lm, load_tokenizer, parameter_count, save_model
+from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.reward_functions import RewardModel, save_reward_model
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.run.run_folder import open_run_folder
+from rlhf_kl.run.failures import FULL, room_words
+from rlhf_kl.run.folders import CHECKSUMS, damage, sweep, write_folder
+from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.seeding import derive_seed, seed_libraries
+from rlhf_kl.trainers.reward_figures import pair_figures
+from rlhf_kl.trainers.reward_model import PairObjective, initialise_head
+from rlhf_kl.trainers.sft import TextObjective
+from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
 
 PACKAGE = Path(__file__).parent.parent
 CORPUS_SOURCES = [PACKAGE / "builtin" / f"{name}.py" for name in ("grammar", "gold", "corpus")]
@@ -30,49 +41,54 @@ TRAINER_SOURCES = [
     *(PACKAGE / "trainers" / f"{name}.py" for name in ("supervised", "sft", "reward_model", "optim")),
     *(PACKAGE / "models" / f"{name}.py" for name in ("scratch", "text", "tokenizer")),
 ]
-# A build starts over where it was interrupted: no checkpoints, and only the closing evaluation matters.
-LEAN = ("run.device=cpu", "tracking.tensorboard=false", "checkpoint.every=1000000", "eval.every=1000000")
 
 
 class World:
-    """A built-in world; each part is built when it is first asked for, and kept in the cache."""
+    """A built-in world; each part is built where it is missing, and kept in the cache.
+
+    The trainings are the shipped configs of `sft` and `reward-model` with the world's settings, on the CPU.
+    """
 
     def __init__(self, ref: str, display: TrainingDisplay) -> None:
         self.spec: WorldSpec = world_spec(ref)
         self.display = display
         self.folder = cache_folder() / self.spec.name
-        self.found: dict[str, Path] = {}  # a key is worked out once: its sources may change while we run
+        self.parts: dict[str, Path] = {}  # a key is worked out once: its sources may change while we run
 
     # ------------------------------------------------------------------ parts
 
     def corpus(self) -> Path:
         """Folder with texts, prompts and pairs as .jsonl."""
-        if "corpus" not in self.found:
+        if "corpus" not in self.parts:
             key = part_key(self.spec, CORPUS_SOURCES, {}, [])
-            self.found["corpus"] = self._part(f"corpus-{key}", self._write_corpus)
-        return self.found["corpus"]
+            self.parts["corpus"] = self._part(f"corpus-{key}", self._write_corpus)
+        return self.parts["corpus"]
 
     def policy(self) -> Path:
         """Folder of the pre-trained policy with its tokenizer."""
-        if "policy" not in self.found:
-            config = load_config("sft", "sft_reviews.yaml", list(self.spec.sft))
-            settings = config.model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
+        if "policy" not in self.parts:
+            settings = self._sft().model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
             key = part_key(self.spec, TRAINER_SOURCES, _versions(), [settings])
-            self.found["policy"] = self._part(f"policy-{key}", self._train_policy)
-        return self.found["policy"]
+            self.parts["policy"] = self._part(f"policy-{key}", self._train_policy)
+        return self.parts["policy"]
 
     def reward_model(self) -> Path:
         """Folder of the reward model."""
-        if "reward" not in self.found:
-            config = load_config("reward-model", "reward_reviews.yaml", list(self.spec.reward_model))
-            settings = config.model_dump_json(include={"policy": {"model"}, "reward_model": True})
+        if "reward" not in self.parts:
+            settings = self._reward().model_dump_json(include={"policy": {"model"}, "reward_model": True})
             key = part_key(self.spec, TRAINER_SOURCES, _versions(), [self.policy().name, settings])
-            self.found["reward"] = self._part(f"reward-{key}", self._train_reward_model)
-        return self.found["reward"]
+            self.parts["reward"] = self._part(f"reward-{key}", self._train_reward_model)
+        return self.parts["reward"]
 
     def file(self, name: str) -> Path:
         """One file of the corpus: train, heldout, prompts, heldout_prompts, pairs, heldout_pairs."""
         return self.corpus() / f"{name}.jsonl"
+
+    def _sft(self) -> SFTConfig:
+        return load_config("sft", "sft_reviews.yaml", list(self.spec.sft))
+
+    def _reward(self) -> RewardModelConfig:
+        return load_config("reward-model", "reward_reviews.yaml", list(self.spec.reward_model))
 
     # ------------------------------------------------------------------ building
 
@@ -91,40 +107,45 @@ class World:
             _write_jsonl(folder / f"{name}.jsonl", rows)
 
     def _train_policy(self, folder: Path) -> None:
-        from rlhf_kl.commands.sft import run_sft
-
-        overrides = [
-            *self.spec.sft,
-            f"data.texts={json.dumps(str(self.file('train')))}",
-            f"data.eval_texts={json.dumps(str(self.file('heldout')))}",
-        ]
-        config = load_config("sft", "sft_reviews.yaml", [*overrides, *LEAN])
-        assert isinstance(config, SFTConfig)
-        self._train(folder, config, run_sft, f"building {self.spec.name}: policy")
+        config = self._sft()
+        texts, heldout = ([row["text"] for row in read_jsonl(self.file(name))] for name in ("train", "heldout"))
+        model, tokenizer = new_language_model(config.policy.architecture, texts, config.run.seed)
+        objective = TextObjective(model, tokenizer, texts, context_length(model))
+        self._fit(model, objective, config.sft, config.run.seed, "policy")
+        figures = perplexity(model, tokenizer, heldout[: config.eval.max_documents])
+        save_model(model, tokenizer, folder)
+        _write_summary(folder, {"eval/perplexity": figures.perplexity})
 
     def _train_reward_model(self, folder: Path) -> None:
-        from rlhf_kl.commands.reward_model import run_reward_model
+        config, path = self._reward(), str(self.policy())
+        seed = config.run.seed
+        pairs, heldout = ([Pair(**row) for row in read_jsonl(self.file(name))] for name in ("pairs", "heldout_pairs"))
+        heldout = heldout[: config.eval.max_pairs]
+        tokenizer = load_tokenizer(path)
+        model = classifier_from_lm(load_causal_lm(path), tokenizer, "policy.model")
+        initialise_head(model.score, derive_seed(seed, "head"))
+        reward = RewardModel(model, tokenizer)
+        self._fit(model, PairObjective(reward, pairs), config.reward_model, seed, "reward model")
+        prompts = [pair.prompt for pair in heldout]
+        chosen, rejected = (
+            reward.score(prompts, [getattr(pair, side) for pair in heldout]) for side in ("chosen", "rejected")
+        )
+        save_reward_model(reward, folder)
+        _write_summary(folder, pair_figures(chosen, rejected))
 
-        overrides = [
-            *self.spec.reward_model,
-            f"policy.model={json.dumps(str(self.policy()))}",
-            f"data.pairs={json.dumps(str(self.file('pairs')))}",
-            f"data.eval_pairs={json.dumps(str(self.file('heldout_pairs')))}",
-        ]
-        settings = [*overrides, *LEAN]
-        config = load_config("reward-model", "reward_reviews.yaml", settings)
-        assert isinstance(config, RewardModelConfig)
-        self._train(folder, config, run_reward_model, f"building {self.spec.name}: reward model")
-
-    def _train(self, folder: Path, config: Any, run: Callable[..., Any], title: str) -> None:
-        """Train into a run folder below `folder`, then keep its final model alone."""
-        place = folder / "run"
-        with open_run_folder(place, resume=False, overwrite=False) as run_folder:
-            run(config, run_folder, self.display, title=title)
-        for path in run_folder.final.iterdir():
-            path.rename(folder / path.name)
-        shutil.copy(run_folder.summary, folder / "summary.json")
-        shutil.rmtree(place)
+    def _fit(self, model: Any, objective: Objective, settings: EpochsSection, seed: int, part: str) -> None:
+        """Train to the end; a build that is interrupted starts over, so there are no checkpoints."""
+        seed_libraries(seed)
+        trainer = SupervisedTrainer(model, objective, settings, seed)
+        title = f"building {self.spec.name}: {part}"
+        self.display.message(f"{len(objective)} rows, {parameter_count(model):,} parameters, {trainer.steps} steps")
+        with self.display.progress(title, trainer.steps) as advance:
+            for row in trainer.train():
+                advance(1)
+                for alert in row.get("alerts", []):
+                    self.display.alert(f"{title}: {alert}")
+                if trainer.stuck:
+                    raise GuardStop(f"{title}: {trainer.skipped} steps in a row had gradients that were not finite")
 
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
         target = self.folder / name
@@ -167,7 +188,12 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
 
 
-def _write_jsonl(path: Path, rows: Iterator[dict[str, str]]) -> None:
+def _write_summary(folder: Path, figures: dict[str, float]) -> None:
+    """What is known of a part: figures on held-out data, and what it was made with."""
+    write_json(folder / "summary.json", {"final": figures, "versions": _versions()})
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -22,7 +22,7 @@ __all__ = ["RunFolder", "open_run_folder", "write_atomic", "write_json"]
 _LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
 _CLAIMS = ".rlhf-kl.files"
 _FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
-_CHECKPOINT = re.compile(r"step-\d{6,}")
+CHECKPOINT = re.compile(r"step-\d{6,}")
 _ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # those under a temporary name too
 _EVENTS = "events.out.tfevents.*"
 # POSIX locks do not exclude a process from itself, and closing any handle of the file drops them.
@@ -183,7 +183,7 @@ def _is_ours(folder: RunFolder) -> bool:
     """A lone `config.yaml` may be anybody's; with our lock file or a run's records beside it, it is ours."""
     if (folder.path / _LOCK).exists():
         return True
-    steps = bool(_matching(folder.checkpoints, _CHECKPOINT))
+    steps = bool(_matching(folder.checkpoints, CHECKPOINT))
     return folder.config.exists() and (folder.metrics.exists() or steps)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 FUSED = ("cpu", "cuda")  # devices for which torch has AdamW in one kernel
 CONSTANT = "constant_rate"  # marks a group of tensors whose learning rate follows no schedule
@@ -56,21 +56,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     for group in optimizer.param_groups:
         if not group.get(CONSTANT):
             group["lr"] = learning_rate
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as named tensors, for safetensors."""
-    state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": torch.as_tensor(value) for index, slot in state.items() for name, value in slot.items()}
-
-
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The reverse of `optimizer_tensors`; the parameter groups stay as built."""
-    slots: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        index, name = key.split(".", 1)
-        slots.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

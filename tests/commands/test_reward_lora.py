@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.sources import Sources
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm
@@ -58,7 +58,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def scores(folder: Path) -> torch.Tensor:
-    reward = Sources(TrainingDisplay(quiet=True)).reward_model(str(folder), "reward.model", ScorerSection())
+    reward = Resolver(TrainingDisplay(quiet=True)).reward_model(str(folder), "reward.model", ScorerSection())
     return reward.score([""] * len(TEXTS), TEXTS)
 
 

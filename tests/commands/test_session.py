@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.commands.session import finished_summary, make_accelerator, train_command
+from rlhf_kl.commands.session import make_accelerator, train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.resume import finished_summary
 from rlhf_kl.run.run_folder import RunFolder, write_json
 
 

@@ -3,8 +3,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +56,10 @@ def test_a_world_is_whole_deterministic_and_built_once(
     assert all(part.is_relative_to(own_cache) for part in parts)
     for part in parts[1:]:
         assert {"model.safetensors", "config.json", "tokenizer.json", "summary.json"} <= set(os.listdir(part))
-        assert not (part / "run").exists()
     left = [path.name for path in world.folder.iterdir() if path.name.endswith(".tmp")]
     assert left == []
     again = tiny()
-    monkeypatch.setattr(World, "_train", _never)
+    monkeypatch.setattr(World, "_fit", _never)
     assert [again.corpus(), again.policy(), again.reward_model()] == parts
     monkeypatch.undo()
     monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "other"))
@@ -75,16 +76,16 @@ def _never(*_: Any, **__: Any) -> None:
 
 def test_the_corpus_has_its_sizes_and_leaks_nothing(own_cache: Path) -> None:
     world = tiny()
-    found = {
+    files = {
         name: read_jsonl(world.file(name))
         for name in ("train", "heldout", "prompts", "heldout_prompts", "pairs", "heldout_pairs")
     }
-    assert [len(rows) for rows in found.values()] == [300, 20, 20, 10, 40, 20]
-    texts = [{row["text"] for row in found[name]} for name in ("train", "heldout")]
+    assert [len(rows) for rows in files.values()] == [300, 20, 20, 10, 40, 20]
+    texts = [{row["text"] for row in files[name]} for name in ("train", "heldout")]
     assert not texts[0] & texts[1]
-    prompts = [{row["prompt"] for row in found[name]} for name in ("prompts", "heldout_prompts")]
+    prompts = [{row["prompt"] for row in files[name]} for name in ("prompts", "heldout_prompts")]
     assert not prompts[0] & prompts[1]
-    assert all(row["chosen"].startswith(" ") and row["chosen"] != row["rejected"] for row in found["pairs"])
+    assert all(row["chosen"].startswith(" ") and row["chosen"] != row["rejected"] for row in files["pairs"])
 
 
 def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
@@ -93,12 +94,12 @@ def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
     world = tiny()
     world.corpus()
 
-    def breaks(self: World, folder: Path, *_: Any, **__: Any) -> None:
+    def breaks(_model: Any, _tokenizer: Any, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(World, "_train", breaks)
+        patch.setattr("rlhf_kl.commands.world.save_model", breaks)
         with pytest.raises(KeyboardInterrupt):
             world.policy()
     assert not [path for path in world.folder.iterdir() if path.name.startswith("policy-")]
@@ -107,8 +108,6 @@ def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
 
 def test_a_killed_build_is_swept_up(own_cache: Path) -> None:
     name = tiny().corpus().name
-    import shutil
-
     shutil.rmtree(own_cache / "tiny" / name)
     leftover = own_cache / "tiny" / f".{name}.99999.tmp"
     leftover.mkdir()
@@ -130,9 +129,9 @@ def test_a_damaged_part_is_noticed_and_built_again(
     else:
         file.unlink()
     assert files(tiny().corpus()) == before
-    said = " ".join(capsys.readouterr().err.split())
-    assert "pairs.jsonl" in said
-    assert "building it again" in said
+    messages = " ".join(capsys.readouterr().err.split())
+    assert "pairs.jsonl" in messages
+    assert "building it again" in messages
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/below"])
@@ -158,8 +157,6 @@ def test_a_full_disk_is_the_cache_s_and_not_the_run_s(own_cache: Path, monkeypat
 
 
 def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     first = tiny().corpus()
     monkeypatch.setitem(WORLDS, "tiny", replace(TINY, seed=1))
     second = tiny().corpus()

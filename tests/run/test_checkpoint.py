@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,13 +14,13 @@ from rlhf_kl.models.actor_critic import ActorCritic
 from rlhf_kl.run.checkpoint import (
     Checkpoint,
     checkpoints,
+    load_optimizer_tensors,
     newest_whole,
-    remove_folder,
+    optimizer_tensors,
     save_checkpoint,
     set_aside,
-    sweep,
-    write_folder,
 )
+from rlhf_kl.trainers.optim import adamw
 
 Make = Callable[..., Any]
 
@@ -72,28 +69,29 @@ def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == []
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    target = tmp_path / "final"
-    write_folder(target, lambda place: (place / "a").write_text("old"))
+def test_an_optimizer_goes_on_from_its_tensors() -> None:
+    def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def fail(place: Path) -> None:
-        (place / "a").write_text("half")
-        raise RuntimeError("disk full")
+    net, other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    optimizer, again = adamw(net, 0.01, 0.1), adamw(other, 0.01, 0.1)
+    train(net, optimizer, range(3))
+    other.load_state_dict(net.state_dict())
+    load_optimizer_tensors(again, {k: v.clone() for k, v in optimizer_tensors(optimizer).items()})
+    train(net, optimizer, range(3, 6))
+    train(other, again, range(3, 6))
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
 
-    with pytest.raises(RuntimeError, match="disk full"):
-        write_folder(target, fail)
-    assert (target / "a").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
-
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "final"
-    write_folder(target, lambda place: (place / "old").write_text(""))
-    write_folder(target, lambda place: (place / "new").write_text(json.dumps(1)))
-    assert [path.name for path in target.iterdir()] == ["new"]
-    remove_folder(target)
-    remove_folder(target)  # nothing there: nothing to do
-    assert list(target.parent.iterdir()) == []
+def test_a_new_optimizer_has_no_tensors() -> None:
+    optimizer = adamw(torch.nn.Linear(3, 4), 0.01, 0.0)
+    assert optimizer_tensors(optimizer) == {}
+    load_optimizer_tensors(optimizer, {})
 
 
 # ---- damage ----
@@ -171,74 +169,6 @@ def test_a_checkpoint_between_two_regular_ones_displaces_none(tmp_path: Path) ->
 
 
 # ---- crashes and failing disks ----
-
-
-def tree(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: the code under test gets no chance to clean up (see `kill_at`)."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """The process ends at its `count`-th call that changes names or syncs; nothing after it happens."""
-    import os
-    import shutil
-
-    calls = iter(range(1, 1000))
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) >= count:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(os, "fsync", dying(os.fsync))
-    monkeypatch.setattr(Path, "rename", dying(Path.rename))
-    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
-
-
-def test_wherever_a_write_is_killed_the_old_or_the_new_folder_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reached = []
-    for count in range(1, 40):
-        place = tmp_path / str(count)
-        write_folder(place / "final", lambda at: (at / "a").write_text("old") and None)
-        with monkeypatch.context() as patch:
-            kill_at(patch, count)
-            try:
-                write_folder(place / "final", lambda at: (at / "a").write_text("new") and None)
-            except Killed:
-                reached.append(count)
-        sweep(place, re.compile("final"))
-        assert tree(place) in ({"final/a": "old"}, {"final/a": "new"}), count
-    assert 5 < len(reached) < 39  # it was killed at every place, and ended by itself after the last
-
-
-def test_wherever_a_removal_is_killed_the_folder_is_whole_or_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for count in range(1, 8):
-        place = tmp_path / str(count)
-        write_folder(place / "final", lambda at: (at / "a").write_text("old") and None)
-        with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            kill_at(patch, count)
-            remove_folder(place / "final")
-        sweep(place, re.compile("final"))
-        assert tree(place) in ({"final/a": "old"}, {}), count
-
-
-def test_sweeping_leaves_what_is_not_ours(tmp_path: Path) -> None:
-    for name in (".notes.1.tmp", ".step-000003.1.tmp", ".step-000004.removed", "step-000005"):
-        (tmp_path / name).mkdir()
-    (tmp_path / ".step-000006.1.tmp").write_text("a file")
-    sweep(tmp_path)
-    sweep(tmp_path / "nowhere")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.1.tmp", ".step-000006.1.tmp", "step-000005"]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])

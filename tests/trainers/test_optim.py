@@ -5,14 +5,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.trainers import optim
-from rlhf_kl.trainers.optim import (
-    adamw,
-    load_optimizer_tensors,
-    lr_factor,
-    optimizer_tensors,
-    set_learning_rate,
-    trainable,
-)
+from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate, trainable
 
 
 @pytest.mark.parametrize(
@@ -73,24 +66,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
         net(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_an_optimizer_goes_on_from_its_tensors() -> None:
-    net, other = model(), model(1)
-    optimizer, again = adamw(net, 0.01, 0.1), adamw(other, 0.01, 0.1)
-    train(net, optimizer, range(3))
-    other.load_state_dict(net.state_dict())
-    load_optimizer_tensors(again, {k: v.clone() for k, v in optimizer_tensors(optimizer).items()})
-    train(net, optimizer, range(3, 6))
-    train(other, again, range(3, 6))
-    for a, b in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_new_optimizer_has_no_tensors() -> None:
-    optimizer = adamw(model(), 0.01, 0.0)
-    assert optimizer_tensors(optimizer) == {}
-    load_optimizer_tensors(optimizer, {})
 
 
 def test_a_frozen_tensor_is_not_trained() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -90,6 +92,17 @@ def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
         for config in (before, now)
     ]
     return bool(vars(made[0]) != vars(made[1]))
+
+
+def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
+    """The summary of a run that came to its end, or None."""
+    if not folder.summary.is_file() or not folder.final.is_dir():
+        return None
+    try:
+        summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
+        return summary if summary["stopped_by"] is None else None
+    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint knows how to make it anew
+        return None
 
 
 # ---- what the figures depend on beside the config ----

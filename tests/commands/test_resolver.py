@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlhf_kl.commands.sources import Sources
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import EvalSection, PairsSection, PromptsSection, RewardSection, SFTDataSection
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
@@ -20,8 +20,8 @@ SMALL = "builtin:reviews-small"
 
 
 @pytest.fixture
-def sources() -> Sources:
-    return Sources(TrainingDisplay(quiet=True))
+def resolver() -> Resolver:
+    return Resolver(TrainingDisplay(quiet=True))
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -29,113 +29,113 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_a_built_in_world_stands_behind_its_name(sources: Sources, small_world: World) -> None:
-    assert sources.policy(SMALL) == str(small_world.policy())
-    train, kept = sources.prompts(PromptsSection(prompts=SMALL), EvalSection())
+def test_a_built_in_world_stands_behind_its_name(resolver: Resolver, small_world: World) -> None:
+    assert resolver.policy(SMALL) == str(small_world.policy())
+    train, kept = resolver.prompts(PromptsSection(prompts=SMALL), EvalSection())
     assert len(train) == 400
     assert len(kept) == 64
     assert not set(train) & set(kept)
-    assert len(sources.texts(SMALL, "any", "data.texts", heldout=True)) == 60
-    assert len(sources.texts(SMALL, "any", "data.texts", heldout=True, limit=7)) == 7
-    assert len(sources.texts(SMALL, "any", "data.texts", heldout=False)) == 3000
-    reward = sources.reward(RewardSection(model=SMALL))
+    assert len(resolver.texts(SMALL, "any", "data.texts", heldout=True)) == 60
+    assert len(resolver.texts(SMALL, "any", "data.texts", heldout=True, limit=7)) == 7
+    assert len(resolver.texts(SMALL, "any", "data.texts", heldout=False)) == 3000
+    reward = resolver.reward(RewardSection(model=SMALL))
     assert isinstance(reward, RewardModel)
     assert len(reward(train[:2], [" good", " bad"])) == 2
 
 
-def test_an_unknown_world_names_the_nearest(sources: Sources) -> None:
+def test_an_unknown_world_names_the_nearest(resolver: Resolver) -> None:
     with pytest.raises(InputError, match="builtin:reviews"):
-        sources.policy("builtin:review")
+        resolver.policy("builtin:review")
 
 
 def prompts(path: str) -> PromptsSection:
     return PromptsSection(prompts=path, column="q")
 
 
-def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(sources: Sources, tmp_path: Path) -> None:
+def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(resolver: Resolver, tmp_path: Path) -> None:
     rows = [{"q": f"prompt {i % 40}"} for i in range(100)]  # each of 40 two or three times
-    train, kept = sources.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), EvalSection())
+    train, kept = resolver.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), EvalSection())
     assert len(kept) == 2
     assert not set(train) & set(kept)
     assert set(train) | set(kept) == {row["q"] for row in rows}
 
 
-def test_few_prompts_serve_for_both(sources: Sources, tmp_path: Path) -> None:
+def test_few_prompts_serve_for_both(resolver: Resolver, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", [{"q": "one"}, {"q": "two"}])
-    assert sources.prompts(prompts(path), EvalSection()) == (["one", "two"], ["one", "two"])
+    assert resolver.prompts(prompts(path), EvalSection()) == (["one", "two"], ["one", "two"])
 
 
-def test_held_out_prompts_that_are_named_win(sources: Sources, tmp_path: Path) -> None:
+def test_held_out_prompts_that_are_named_win(resolver: Resolver, tmp_path: Path) -> None:
     train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
     own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
-    assert sources.prompts(prompts(train), EvalSection(prompts=own))[1] == ["mine"]
+    assert resolver.prompts(prompts(train), EvalSection(prompts=own))[1] == ["mine"]
 
 
-def test_pairs_of_a_file(sources: Sources, tmp_path: Path) -> None:
+def test_pairs_of_a_file(resolver: Resolver, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"p": "a", "good": "b", "bad": "c"}, {"p": "d", "good": "x", "bad": "y"}])
     kept = jsonl(tmp_path / "y.jsonl", [{"p": "d", "good": "e", "bad": "f"}])  # its prompt is not trained on
     section = PairsSection(pairs=path, eval_pairs=kept, prompt_column="p", chosen_column="good", rejected_column="bad")
-    assert sources.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
+    assert resolver.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
 
 
-def test_texts_and_pairs_of_one_prompt_stay_on_one_side(sources: Sources, tmp_path: Path) -> None:
+def test_texts_and_pairs_of_one_prompt_stay_on_one_side(resolver: Resolver, tmp_path: Path) -> None:
     texts = jsonl(tmp_path / "t.jsonl", [{"text": f"text {i % 40}"} for i in range(100)])
-    train, kept = sources.documents(SFTDataSection(texts=texts))
+    train, kept = resolver.documents(SFTDataSection(texts=texts))
     assert len(train) + len(kept) == 100
     assert not set(train) & set(kept)
     rows = [{"prompt": f"{i % 40}", "chosen": f"good {i}", "rejected": "bad"} for i in range(100)]
-    some, apart = sources.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
+    some, apart = resolver.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
     assert len(some) + len(apart) == 100
     assert not {pair.prompt for pair in some} & {pair.prompt for pair in apart}
 
 
-def test_what_is_held_out_by_name_is_not_trained_on(sources: Sources, tmp_path: Path) -> None:
+def test_what_is_held_out_by_name_is_not_trained_on(resolver: Resolver, tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
     kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
-    assert sources.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
+    assert resolver.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
     with pytest.raises(InputError, match="every row is among the held-out ones"):
-        sources.documents(SFTDataSection(texts=kept, eval_texts=kept))
+        resolver.documents(SFTDataSection(texts=kept, eval_texts=kept))
     labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
     apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
-    rest, held = sources.labelled(PairsSection(labels=labels, eval_pairs=apart))
+    rest, held = resolver.labelled(PairsSection(labels=labels, eval_pairs=apart))
     assert (rest, held) == ([Labelled("a", 1.0)], [Labelled("b", 0.0)])
 
 
-def test_prompts_in_the_form_of_conversations_and_of_columns(sources: Sources, tmp_path: Path) -> None:
+def test_prompts_in_the_form_of_conversations_and_of_columns(resolver: Resolver, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
     rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
     file = jsonl(tmp_path / "c.jsonl", rows)
-    assert sources.prompts(prompts(file), EvalSection())[0] == ["why?", "plain"]
+    assert resolver.prompts(prompts(file), EvalSection())[0] == ["why?", "plain"]
     chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [getattr(p, "messages", None) is not None for p in sources.prompts(chat, EvalSection())[0]] == [0, 1, 0]
+    assert [getattr(p, "messages", None) is not None for p in resolver.prompts(chat, EvalSection())[0]] == [0, 1, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
-    assert sources.prompts(section, EvalSection())[0] == ["{T} P {x}\nTL;DR:"]
+    assert resolver.prompts(section, EvalSection())[0] == ["{T} P {x}\nTL;DR:"]
     with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
-        sources.prompts(PromptsSection(prompts=posts, template="{ttle}"), EvalSection())
+        resolver.prompts(PromptsSection(prompts=posts, template="{ttle}"), EvalSection())
 
 
-def test_several_scorers_with_weights(sources: Sources, tiny_data: Any, tiny_reward_folder: Path) -> None:
+def test_several_scorers_with_weights(resolver: Resolver, tiny_data: Any, tiny_reward_folder: Path) -> None:
     terms = {
         "a": {"kind": tiny_data.reward, "weight": 2.0},
         "b": {"kind": tiny_data.reward, "letter": "b", "weight": -1.0},
         "model": {"model": str(tiny_reward_folder), "weight": 0.5},
     }
-    together = sources.reward(RewardSection.model_validate({"kind": "sum", "terms": terms}))
-    alone = sources.reward(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"])[0]
+    together = resolver.reward(RewardSection.model_validate({"kind": "sum", "terms": terms}))
+    alone = resolver.reward(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"])[0]
     assert together(["x"], ["aab"]) == pytest.approx([2 * 0.25 - 0.125 + 0.5 * alone], rel=1e-5)
 
 
-def test_gold_comes_with_a_built_in_world_only(sources: Sources, tiny_data: Any) -> None:
-    assert sources.gold(RewardSection(), SMALL) is not None
+def test_gold_comes_with_a_built_in_world_only(resolver: Resolver, tiny_data: Any) -> None:
+    assert resolver.gold(RewardSection(), SMALL) is not None
     own = RewardSection(kind=tiny_data.reward)
-    assert sources.gold(own, "/some/folder") is None
+    assert resolver.gold(own, "/some/folder") is None
     chosen = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
-    gold = sources.gold(chosen, "/some/folder")
+    gold = resolver.gold(chosen, "/some/folder")
     assert gold is not None
     assert gold(["x"], ["aa"]) == [0.25]
 
 
-def test_a_reward_function_with_its_options(sources: Sources, tiny_data: Any) -> None:
+def test_a_reward_function_with_its_options(resolver: Resolver, tiny_data: Any) -> None:
     section = RewardSection.model_validate({"kind": tiny_data.reward, "letter": "b"})
-    assert sources.reward(section)(["x"], ["abb"]) == [0.25]
+    assert resolver.reward(section)(["x"], ["abb"]) == [0.25]

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_kl.commands.resume import check_fingerprints, environment, last_checkpoint, say_differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, Kind
-from rlhf_kl.run.checkpoint import checkpoints, prune, save_checkpoint, sweep
+from rlhf_kl.run.checkpoint import checkpoints, optimizer_tensors, prune, save_checkpoint
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
+from rlhf_kl.run.folders import sweep
 from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl, truncate_after, truncate_at
-from rlhf_kl.run.run_folder import RunFolder, write_json
+from rlhf_kl.run.resume import check_fingerprints, environment, last_checkpoint, say_differences
+from rlhf_kl.run.run_folder import CHECKPOINT, RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import library_state, load_library_state, seed_libraries
-from rlhf_kl.trainers.optim import optimizer_tensors
 
 
 class Recorder:
@@ -88,7 +88,7 @@ class Recorder:
 
     def _sweep(self) -> None:
         """Remove what processes that were killed left half written."""
-        sweep(self.folder.checkpoints)
+        sweep(self.folder.checkpoints, CHECKPOINT)
         sweep(self.folder.path, re.compile("final"))
 
     def _truncate(self, path: Path) -> None:
