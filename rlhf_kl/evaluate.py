@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import context_length
-from rlhf_kl.models.lm import LM, TransformersLM
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
@@ -20,7 +19,7 @@ from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.sft import negative_log_likelihood
-from rlhf_kl.types import RewardFn, Sampling
+from rlhf_kl.types import PromptBatch, RewardFn, Sampling
 
 ROWS = 32
 DEFAULT_WINDOW = 1024  # for a model whose config names no context length
@@ -118,9 +117,9 @@ class PolicyFigures:
 
 
 def policy_figures(
-    policy: LM,
-    reference: LM,
-    prompts: PromptStream,
+    policy: TransformersLM,
+    reference: TransformersLM,
+    prompts: PromptBatch,
     seed: int,
     sampling: Sampling,
     tokenizer: Any,
@@ -133,7 +132,7 @@ def policy_figures(
     model, states = ActorCritic(policy), ReferenceStates(reference)
     kl, lengths, ended, texts, scores, golds = [], [], [], [], [], []
     for start in range(0, len(prompts), batch_size):
-        batch = prompts.pick(range(start, min(start + batch_size, len(prompts))))
+        batch = prompts.part(start, start + batch_size)
         _, sampled, responses = respond(policy, batch, noise[start : start + batch_size], sampling, tokenizer)
         stats = measure(model, states, response_layout(batch, sampled), sampling.temperature)
         kl.append(stats.exact_kl.double().sum(1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class PromptBatch:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def part(self, start: int, stop: int) -> PromptBatch:
+        """Some of the prompts."""
+        return PromptBatch(self.texts[start:stop], self.ids[start:stop], self.mask[start:stop])
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,11 @@ class RolloutBatch:
 
     def cpu(self) -> RolloutBatch:
         """The same on the CPU."""
-        moved = {f.name: value.cpu() for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        moved: dict[str, Any] = {
+            column.name: value.cpu()
+            for column in fields(self)
+            if isinstance(value := getattr(self, column.name), Tensor)
+        }
         return replace(self, **moved)
 
     @property

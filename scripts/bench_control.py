@@ -402,10 +402,10 @@ def frozen_noise(readings: Sequence[float]) -> float:
 def measure_frozen(folder: RunFolder) -> list[float]:
     """The KL of a finished run's policy, measured by batches as its updates would, again and again."""
     import torch
+    from rlhf_kl.models.actor_critic import ActorCritic
 
     from rlhf_kl.commands.session import make_accelerator
     from rlhf_kl.commands.train import build_parts
-    from rlhf_kl.models.actor_critic import ActorCritic
     from rlhf_kl.models.load import load_causal_lm
     from rlhf_kl.rollout.collect import draw, measure
     from rlhf_kl.seeding import uniforms
@@ -458,10 +458,10 @@ class Reference(NamedTuple):
 
     def share(self, folder: RunFolder) -> float | None:
         """The score gain of a finished run's last updates over the limit at their KL."""
+        from rlhf_kl.reward_functions import ResponseTraits, ScoreShaping
         from torch import tensor
 
         from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl
-        from rlhf_kl.reward_functions import ResponseTraits, ScoreShaping
         from rlhf_kl.run.checkpoint import checkpoints
 
         kept = checkpoints(folder.checkpoints)

@@ -6,7 +6,6 @@ It begins as `train` does, makes one update in a temporary folder, and throws it
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,18 @@ import torch
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.parts import Parts, build_parts
-from rlhf_kl.commands.resolver import Resolver, access_of
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.train import TrainRun, fingerprints, gradient_notes, unused_notes
+from rlhf_kl.commands.training import Training, evaluate_policy, prepare_training
+from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import context_length, load_tokenizer
 from rlhf_kl.models.text import encode_all
-from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.run.record import Recorder
-from rlhf_kl.run.run_folder import open_run_folder
+from rlhf_kl.trainers.guards import NonFiniteRollout
+from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
 Level = Literal["fine", "doubtful", "fatal"]
@@ -65,13 +65,14 @@ def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None 
     try:
         accelerator = make_accelerator(config.run)
         parts = build_parts(config, accelerator, display)
+        resolver = Resolver.for_run(config.run, display, accelerator.device)
         found += _device(config, accelerator.device)
         found += _filters(parts)
-        found += _tokenizers(config, parts, Resolver(display, accelerator.device, access_of(config.run)))
+        found += _tokenizers(config, parts, resolver)
         found += _context(config, parts)
-        found += _reward_model(config, parts, Resolver(display, accelerator.device, access_of(config.run)), pairs)
+        found += _reward_model(config, parts, resolver, pairs)
         found += _memory(config, parts, accelerator.device)
-        found += _one_update(config, parts, accelerator, display)
+        found += _one_update(config, parts, display)
     except InputError as error:
         found += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -90,7 +91,7 @@ def _device(config: TrainConfig, device: torch.device) -> Iterator[Finding]:
 
 
 def _filters(parts: Parts) -> Iterator[Finding]:
-    settings = parts.policy.generation_config
+    settings = parts.policy.model.generation_config
     carried = {name: getattr(settings, name, None) for name in FILTERS}
     odd = [f"{name} {value}" for name, value in carried.items() if value not in FILTERS[name]]
     if odd:
@@ -104,11 +105,11 @@ def _filters(parts: Parts) -> Iterator[Finding]:
         yield Finding("fine", "sampling", "rollouts and generation config draw from the whole distribution")
 
 
-def _tokenizers(config: TrainConfig, parts: Parts, sources: Resolver) -> Iterator[Finding]:
+def _tokenizers(config: TrainConfig, parts: Parts, resolver: Resolver) -> Iterator[Finding]:
     tokenizer, texts = parts.tokenizer, parts.prompts.texts[:PROBES]
     if config.reference.model is not None:
-        folder = sources.policy(config.reference.model, "reference.model")
-        other = load_tokenizer(folder, "reference.model", sources.access)
+        folder = resolver.policy(config.reference.model, "reference.model")
+        other = load_tokenizer(folder, "reference.model", resolver.access)
         if encode_all(other, texts) != encode_all(tokenizer, texts):
             yield Finding("fatal", "tokenizer", "the reference's makes other tokens of the prompts", "reference.model")
         else:
@@ -129,7 +130,7 @@ def _tokenizers(config: TrainConfig, parts: Parts, sources: Resolver) -> Iterato
 
 def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
     longest = max(len(row) for row in parts.prompts.rows)
-    new, limit = config.rollout.max_new_tokens, context_length(parts.policy)
+    new, limit = config.rollout.max_new_tokens, context_length(parts.policy.model)
     words = f"longest prompt {longest} tokens and {new} new ones"
     if limit is None:
         yield Finding("doubtful", "context", f"{words}; the model's config names no limit")
@@ -146,14 +147,14 @@ def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
             )
 
 
-def _reward_model(config: TrainConfig, parts: Parts, sources: Resolver, pairs: str | None) -> Iterator[Finding]:
+def _reward_model(config: TrainConfig, parts: Parts, resolver: Resolver, pairs: str | None) -> Iterator[Finding]:
     if not isinstance(parts.reward, RewardModel):
         return
     ref = config.reward.model or ""
     accuracy: float | None = None
     if pairs is not None or is_builtin(ref):
         section = PairsSection(pairs=pairs or ref, eval_pairs=pairs, chat_template=parts.reward.form.chat)
-        held = (sources.pairs(section)[1] if pairs is None else sources.all_pairs(section))[:PAIRS]
+        held = (resolver.pairs(section)[1] if pairs is None else resolver.all_pairs(section))[:PAIRS]
         prompts = [pair.prompt for pair in held]
         chosen = parts.reward.score(prompts, [pair.chosen for pair in held])
         rejected = parts.reward.score(prompts, [pair.rejected for pair in held])
@@ -174,7 +175,7 @@ def _reward_model(config: TrainConfig, parts: Parts, sources: Resolver, pairs: s
 def _memory(config: TrainConfig, parts: Parts, device: torch.device) -> Iterator[Finding]:
     tokens = max(len(row) for row in parts.prompts.rows) + config.rollout.max_new_tokens
     estimate, room = estimate_memory(config, parts, tokens), int(SHARE * free_memory(device))
-    rows = microbatch_rows(config, parts.policy, device, tokens)
+    rows = microbatch_rows(config, parts.policy.model, device, tokens)
     need = estimate.total(rows)
     words = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
     most = largest_microbatch(estimate, config.ppo.minibatch_size, room)
@@ -187,26 +188,26 @@ def _memory(config: TrainConfig, parts: Parts, device: torch.device) -> Iterator
         yield Finding("doubtful", "memory", f"{words}; not even 1 fits", change)
 
 
-def _one_update(config: TrainConfig, parts: Parts, accelerator: Any, display: TrainingDisplay) -> Iterator[Finding]:
-    with (
-        tempfile.TemporaryDirectory() as place,
-        open_run_folder(Path(place) / "run", resume=False, overwrite=False) as folder,
-    ):
-        recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts))
-        began = time.perf_counter()
-        run = TrainRun(config, parts, recorder, accelerator, display)
-        setup = time.perf_counter() - began
-        yield Finding("fine", "start", "policy and reference agree, padding changes nothing, no tensor is shared")
-        yield from _scores(config, run)
-        yield from _beta(config, run)
-        row = run.trainer.update(1).row
-        update = time.perf_counter() - began - setup
-        evaluated = run.evaluate()
-        evaluation = time.perf_counter() - began - setup - update
+def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> Iterator[Finding]:
+    began = time.perf_counter()
+    training = prepare_training(config, parts, display)
+    setup = time.perf_counter() - began
+    yield Finding("fine", "start", "policy and reference agree, padding changes nothing, no tensor is shared")
+    yield from _scores(config, training)
+    yield from _beta(config, training)
+    try:
+        result = training.trainer.update(1)
+    except NonFiniteRollout as failure:
+        yield Finding("fatal", "update", str(failure))
+        return
+    row, alerts = update_row(result, config), result.alerts
+    update = time.perf_counter() - began - setup
+    evaluated = evaluate_policy(config, parts)
+    evaluation = time.perf_counter() - began - setup - update
     yield from _endings(config, parts, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
-    for alert in row["alerts"]:
+    for alert in alerts:
         yield Finding("doubtful", "update", alert)
     yield Finding("fine", "eval", f"held-out perplexity {evaluated['eval/perplexity']:.2f} on {len(parts.texts)} texts")
     looks = 2 + (config.updates - 1) // config.eval.every
@@ -219,14 +220,14 @@ def _one_update(config: TrainConfig, parts: Parts, accelerator: Any, display: Tr
     )
 
 
-def _scores(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
-    shaped = torch.tensor(run.reference_scores.shaped)
+def _scores(config: TrainConfig, training: Training) -> Iterator[Finding]:
+    shaped = torch.tensor(training.reference_scores.shaped)
     shown = histogram({"all": shaped})
     bars = f"{shaped.min():.2f} [{sketch(shown['all'])}] {shaped.max():.2f}"
     words = f"shaped scores of {len(shaped)} reference samples {bars}"
     clip = config.reward.clip
     clipped = float((shaped.abs() >= clip).float().mean()) if clip is not None else 0.0
-    different = len(set(run.reference_scores.shaped))
+    different = len(set(training.reference_scores.shaped))
     if clipped > 0.02:
         yield Finding("doubtful", "scores", f"{words}; {clipped:.0%} lie at the clip", "a larger reward.clip")
     elif different < len(shaped) / 20:
@@ -235,10 +236,10 @@ def _scores(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
         yield Finding("fine", "scores", words)
 
 
-def _beta(config: TrainConfig, run: TrainRun) -> Iterator[Finding]:
-    control, batch = run.trainer.controller, config.rollout.batch_size
+def _beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
+    control, batch = training.trainer.controller, config.rollout.batch_size
     low, high = control.reach(config.updates, batch)
-    warnings = [*control.start_warnings(config.updates, batch), *gradient_notes(config), *unused_notes(config)]
+    warnings = [*control.start_warnings(config.updates, batch), *start_notes(config)]
     for warning in warnings:
         yield Finding("doubtful", "beta", warning)
     if not warnings:

@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.commands.models import load_language_model, load_run_policy, load_run_reference, located
-from rlhf_kl.commands.parts import build_prompts
-from rlhf_kl.commands.resolver import Resolver, access_of
+from rlhf_kl.commands.parts import build_prompts, sampling_of
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
-from rlhf_kl.models.actor_critic import ActorCritic, freeze
-from rlhf_kl.models.load import eos_ids
-from rlhf_kl.rollout.collect import Sampling
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.load import compute_dtype
+from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.seeding import uniforms
 
 RUNS = Path("runs")
 
@@ -67,16 +66,16 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
         raise InputError("--checkpoint belongs to a run: name one with --run")
     config = TrainConfig()
     accelerator = make_accelerator(config.run)
-    sources = Resolver(display, accelerator.device)
-    texts = _texts(request, config, sources)
+    resolver = Resolver.for_run(config.run, display, accelerator.device)
+    texts = _texts(request, config, resolver)
     assert request.model is not None
-    loaded = load_language_model(sources, located(request.model), "--model")
-    model = freeze(loaded.model).to(accelerator.device)
+    loaded = load_language_model(resolver, located(request.model), "--model")
+    model = frozen_lm(loaded.model, compute_dtype(config.run.dtype), accelerator.device)
     figures = _perplexity(model, loaded.tokenizer, texts, display, "model")
     if request.reference is None:
         return asdict(figures)
-    beside = load_language_model(sources, located(request.reference), "--reference")
-    reference = freeze(beside.model).to(accelerator.device)
+    beside = load_language_model(resolver, located(request.reference), "--reference")
+    reference = frozen_lm(beside.model, compute_dtype(config.run.dtype), accelerator.device)
     other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
     return asdict(figures) | {"reference": asdict(other)}
 
@@ -85,43 +84,37 @@ def _eval_run(
     request: EvalRequest, config: TrainConfig, folder: RunFolder | None, display: TrainingDisplay
 ) -> dict[str, Any]:
     accelerator = make_accelerator(config.run)
-    sources = Resolver(display, accelerator.device, access_of(config.run))
-    policy, tokenizer = load_run_policy(sources, config, folder, request.checkpoint)
-    model = ActorCritic(policy)
-    freeze(model).to(accelerator.device)
-    beside = load_run_reference(sources, config, request.reference)
-    reference = freeze(beside.model).to(accelerator.device)
-    texts = _texts(request, config, sources)
+    resolver = Resolver.for_run(config.run, display, accelerator.device)
+    dtype = compute_dtype(config.run.dtype)
+    model, tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
+    policy = frozen_lm(model, dtype, accelerator.device)
+    beside = load_run_reference(resolver, config, request.reference)
+    reference = frozen_lm(beside.model, dtype, accelerator.device)
+    texts = _texts(request, config, resolver)
     figures = _perplexity(policy, tokenizer, texts, display, "policy")
     other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
-    _, kept = build_prompts(config, sources, policy, tokenizer)
+    _, kept = build_prompts(config, resolver, model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
-    sampling = Sampling(
-        config.rollout.max_new_tokens,
-        config.rollout.temperature,
-        eos_ids(policy, tokenizer),
-        tokenizer.pad_token_id,
-    )
-    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "evaluation")
     on_prompts = policy_figures(
-        model,
+        policy,
         reference,
         prompts,
-        noise,
-        sampling,
+        config.run.seed,
+        sampling_of(config, model, tokenizer),
         tokenizer,
-        sources.reward(config.reward),
-        sources.gold(config.reward, config.reward.model or "", config.data.prompts),
+        resolver.reward(config.reward),
+        resolver.gold(config.reward, config.reward.model or "", config.data.prompts),
+        batch_size=config.rollout.batch_size,
     )
     return asdict(figures) | {"reference": asdict(other)} | asdict(on_prompts)
 
 
-def _texts(request: EvalRequest, config: TrainConfig, sources: Resolver) -> list[str]:
+def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> list[str]:
     section = config.eval
     if request.texts is not None:  # a file that was named is read whole
         column = request.column or section.column
-        return sources.texts(located(request.texts), column, "--texts", heldout=True, split=section.split)
-    return sources.texts(
+        return resolver.texts(located(request.texts), column, "--texts", heldout=True, split=section.split)
+    return resolver.texts(
         section.texts,
         request.column or section.column,
         "eval.texts",
@@ -131,6 +124,8 @@ def _texts(request: EvalRequest, config: TrainConfig, sources: Resolver) -> list
     )
 
 
-def _perplexity(model: Any, tokenizer: Any, texts: list[str], display: TrainingDisplay, name: str) -> Perplexity:
+def _perplexity(
+    lm: TransformersLM, tokenizer: Any, texts: list[str], display: TrainingDisplay, name: str
+) -> Perplexity:
     with display.progress(f"reading {len(texts)} documents: {name}") as advance:
-        return perplexity(model, tokenizer, texts, advance=advance)
+        return perplexity(lm, tokenizer, texts, advance=advance)

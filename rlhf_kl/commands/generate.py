@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_kl.commands.evaluate import newest_run
 from rlhf_kl.commands.models import Loaded, load_language_model, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.parts import prompt_format
-from rlhf_kl.commands.resolver import Resolver, access_of
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -19,15 +19,17 @@ from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.data.texts import UNUSABLE, read_prompts
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.models.actor_critic import ActorCritic, freeze
-from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
-from rlhf_kl.reward_functions import checked_scores
-from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
+from rlhf_kl.models.value import ActorCritic, frozen_lm
+from rlhf_kl.rewards.functions import checked_scores
+from rlhf_kl.rollout.collect import measure, respond, response_layout
+from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import check_writable, write_atomic
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, Sampling
 
 ROWS = 32  # responses that are sampled at once
 
@@ -62,17 +64,17 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
     _check(request)
     config = TrainConfig() if request.model is not None else _run_config(request)
     accelerator = make_accelerator(config.run)
-    sources = Resolver(display, accelerator.device, access_of(config.run))
-    writer = _Writer(request, config, sources)
-    with accelerator.autocast(), display.progress("sampling", len(writer.prompts) * request.samples) as advance:
-        found = []
+    resolver = Resolver.for_run(config.run, display, accelerator.device)
+    writer = _Writer(request, config, resolver)
+    with display.progress("sampling", len(writer.prompts) * request.samples) as advance:
+        samples = []
         for batch in writer.batches():
-            found += batch
+            samples += batch
             advance(len(batch))
     if request.output is not None:
-        _write(request.output, found)
-        display.message(f"{len(found)} responses in {request.output}")
-    return found
+        _write(request.output, samples)
+        display.message(f"{len(samples)} responses in {request.output}")
+    return samples
 
 
 def _write(path: Path, samples: list[Sample]) -> None:
@@ -121,23 +123,23 @@ def _run_config(request: GenerateRequest) -> TrainConfig:
 class _Writer:
     """The models and prompts of one command."""
 
-    def __init__(self, request: GenerateRequest, config: TrainConfig, sources: Resolver) -> None:
-        self.request, self.device, self.display = request, sources.device, sources.display
-        self.reference: Any = None
+    def __init__(self, request: GenerateRequest, config: TrainConfig, resolver: Resolver) -> None:
+        self.request, self.display = request, resolver.display
+        self.reference: LM | None = None
+        dtype = compute_dtype(config.run.dtype)
         if request.model is not None:
-            loaded = load_language_model(sources, located(request.model), "--model")
+            loaded = load_language_model(resolver, located(request.model), "--model")
             policy, self.tokenizer, form = loaded.model, loaded.tokenizer, PromptFormat()
         else:
             folder = RunFolder(request.run or newest_run())
-            policy, self.tokenizer = load_run_policy(sources, config, folder, request.checkpoint)
+            policy, self.tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
             written = prompt_format(config.data)
             form = PromptFormat(written.chat, written.system)  # a prompt that was typed is not cut
             if request.with_reference:
-                beside: Loaded = load_run_reference(sources, config)
-                self.reference = freeze(beside.model).to(self.device)
-        self.model = ActorCritic(policy)
-        freeze(self.model).to(self.device)
-        self.reward = sources.reward(config.reward) if request.scores else None
+                beside: Loaded = load_run_reference(resolver, config)
+                self.reference = frozen_lm(beside.model, dtype, resolver.device)
+        self.policy = frozen_lm(policy, dtype, resolver.device)
+        self.reward = resolver.reward(config.reward) if request.scores else None
         self.reward_name = config.reward.kind
         self.sampling = Sampling(
             max_new_tokens=request.max_new_tokens or config.rollout.max_new_tokens,
@@ -147,7 +149,7 @@ class _Writer:
         )
         self.prompts = self._prompts(policy, form)
         if self.prompts.note:
-            sources.display.message(self.prompts.note)
+            resolver.display.message(self.prompts.note)
 
     def _prompts(self, policy: Any, form: PromptFormat) -> Prompts:
         request, where = self.request, "--prompt"
@@ -177,8 +179,7 @@ class _Writer:
             yield self._batch(batch, noise[start : start + ROWS])
 
     def _batch(self, batch: PromptBatch, noise: Any) -> list[Sample]:
-        sampled = draw(self.model.policy, batch, noise, self.sampling, self.device)
-        responses = response_texts(self.tokenizer, sampled)
+        _, sampled, responses = respond(self.policy, batch, noise, self.sampling, self.tokenizer)
         rows: list[Sample] = [
             {"prompt": prompt, "response": response, "ended": ended}
             for prompt, response, ended in zip(batch.texts, responses, sampled.ended.tolist(), strict=True)
@@ -188,16 +189,16 @@ class _Writer:
             rows = [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
         if self.reference is None:
             return rows
-        others = draw(self.reference, batch, noise, self.sampling, self.device)
-        beside = response_texts(self.tokenizer, others)
-        found = measure(self.model, self.reference, batch, sampled, self.sampling.temperature)
+        beside = respond(self.reference, batch, noise, self.sampling, self.tokenizer).texts
+        layout = response_layout(batch, sampled)
+        stats = measure(ActorCritic(self.policy), ReferenceStates(self.reference), layout, self.sampling.temperature)
         for i, row in enumerate(rows):
             length = int(sampled.mask[i].sum())
-            kl = found.exact_kl[i, :length].tolist()
+            kl = stats.exact_kl[i, :length].tolist()
             columns = zip(
                 sampled.ids[i, :length].tolist(),
-                found.logprobs[i, :length].tolist(),
-                found.ref_logprobs[i, :length].tolist(),
+                stats.logprobs[i, :length].tolist(),
+                stats.ref_logprobs[i, :length].tolist(),
                 kl,
                 strict=True,
             )

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
+from rlhf_kl.commands.parts import Parts
+from rlhf_kl.commands.training import Training
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, load_optimizer_tensors
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.trainers.ppo import PPOTrainer, Update
+from rlhf_kl.types import RolloutBatch
 
 ROLLBACK_RAISE = 2.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of the run: its row, and what it was made from."""
+
+    row: dict[str, Any]
+    rollout: RolloutBatch
+    gold: list[float] | None
+    skipped: str | None  # what was not finite, so that steps of the update were left out
+    weights_lost: bool  # a weight is not finite any more: there is nothing to go on with
 
 
 class RunGuards:
@@ -22,14 +35,13 @@ class RunGuards:
     Its state is empty whenever a checkpoint is written, so a resumed run has nothing to take over.
     """
 
-    def __init__(self, config: TrainConfig, trainer: PPOTrainer, folder: RunFolder, same_start: bool) -> None:
-        self.config, self.trainer, self.folder = config, trainer, folder
-        self.same_start = same_start  # the reference is the starting policy
+    def __init__(self, config: TrainConfig, parts: Parts, training: Training, folder: RunFolder) -> None:
+        self.config, self.parts, self.training, self.folder = config, parts, training, folder
         self.skipped = 0  # in a row
         self.turned_back = False  # and no update has gone well since
 
-    def watch(self, update: Update) -> str | None:
-        """Turns the policy back where it must be, telling it in the row; or the reason why the run must end.
+    def watch(self, update: StepResult) -> str | None:
+        """Turns the policy back where it must be, with an alert in the row; or the reason why the run must end.
 
         Errors: GuardStop where there is nothing to turn back to.
         """
@@ -38,7 +50,7 @@ class RunGuards:
 
     # ---- numbers that are not finite
 
-    def _watch_numbers(self, update: Update) -> str | None:
+    def _watch_numbers(self, update: StepResult) -> str | None:
         if update.skipped is None and not update.weights_lost:
             self.skipped, self.turned_back = 0, False
             return None
@@ -51,13 +63,13 @@ class RunGuards:
             if update.weights_lost
             else f"{limit} updates in a row were skipped: {update.skipped} was not finite"
         )
-        found = self._regular_checkpoints()
-        if self.turned_back or not found:
+        whole = self._regular_checkpoints()
+        if self.turned_back or not whole:
             since = "again after going back to a checkpoint" if self.turned_back else "with no checkpoint to go back to"
             return f"{what} in update {update.row['step']}, {since}"
-        self._load(found[-1])
+        self.training.load(whole[-1])
         self.skipped, self.turned_back = 0, True
-        update.row["alerts"].append(f"rolled-back: {what}; back to the policy of update {found[-1].step}")
+        update.row["alerts"].append(f"rolled-back: {what}; back to the policy of update {whole[-1].step}")
         return None
 
     # ---- the ceiling
@@ -70,7 +82,7 @@ class RunGuards:
         limit, measured = self._ceiling("rollback"), self._kl(row)
         if limit is None or not measured > limit:
             return None
-        control = self.trainer.controller
+        control = self.training.trainer.controller
         before = control.coef
         control.raise_coef(ROLLBACK_RAISE)
         if not control.coef > before:
@@ -80,9 +92,9 @@ class RunGuards:
         past = {old["step"]: old[key] for old in read_jsonl(self.folder.metrics) if old.get(key) is not None}
         good = [c for c in self._regular_checkpoints() if past.get(c.step + 1, limit) < limit]
         if good:
-            self._load(good[-1])
-        elif self.same_start:
-            self.trainer.core.policy.load_state_dict(self.trainer.reference.state_dict())
+            self.training.load(good[-1])
+        elif self.parts.reference_is_initial_policy:
+            self.parts.policy.load_state_dict(self.parts.reference.state_dict())
         else:
             raise GuardStop(f"KL {measured:.4g} is above the ceiling {limit:.4g}, and there is nothing to roll back to")
         row["kl/coef_next"] = control.coef
@@ -103,7 +115,7 @@ class RunGuards:
 
     def _ceiling(self, action: str) -> float | None:
         ceiling = self.config.kl.ceiling
-        return self.trainer.ceiling if ceiling is not None and ceiling.action == action else None
+        return self.config.kl.ceiling_value if ceiling is not None and ceiling.action == action else None
 
     def _kl(self, row: dict[str, Any]) -> float:
         value = row[f"kl/{self.config.kl.unit}"]
@@ -115,7 +127,3 @@ class RunGuards:
         """Whole ones. One that a signal made in between is no choice, or a resumed run would differ."""
         every = self.config.checkpoint.every
         return [c for c in checkpoints(self.folder.checkpoints) if c.step % every == 0 and c.damage() is None]
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        checkpoint.load_model(checkpointed(self.trainer.core))
-        load_optimizer_tensors(self.trainer.optimizer, checkpoint.optimizer_tensors())

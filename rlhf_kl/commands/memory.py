@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.commands.parts import feature_rewards
+from rlhf_kl.commands.parts import Parts, feature_count
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import has_adapter
-from rlhf_kl.rollout.features import feature_count
 
 FLOAT = 4  # bytes
 LOGIT_COPIES = 3  # logits, their float32 log-softmax, its gradient
@@ -32,9 +31,10 @@ class MemoryEstimate:
         return self.models + max(rows * self.per_row, self.cache)
 
 
-def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstimate:
+def estimate_memory(config: TrainConfig, parts: Parts, tokens: int) -> MemoryEstimate:
     """For responses of `tokens` tokens, their prompts included."""
-    policy, shape = parts.policy, parts.policy.config.get_text_config()
+    policy: Any = parts.policy.model
+    shape = policy.config.get_text_config()
     size = 2 if config.run.dtype == "bfloat16" else FLOAT
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     weights = parameter_count(policy)
@@ -42,7 +42,7 @@ def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstim
     if config.policy.value == "separate":
         value = parameter_count(policy)
         trained += value
-    reference = 0 if has_adapter(policy) else parameter_count(parts.reference)
+    reference = 0 if has_adapter(policy) else parameter_count(parts.reference.module)
     scorers = sum(parameter_count(model) for model in _scoring_models(parts))
     copies = 3 + (config.kl.ceiling is not None)  # gradients, two moments, what a shortened update goes back to
     models = FLOAT * (weights + value + reference + scorers + copies * trained)
@@ -54,7 +54,7 @@ def estimate_memory(config: TrainConfig, parts: Any, tokens: int) -> MemoryEstim
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     cache = config.rollout.batch_size * tokens * layers * 2 * width * size
     if config.policy.value == "features":
-        features = feature_count(parts.reference, feature_rewards(parts))
+        features = feature_count(parts)
         models += config.rollout.batch_size * response * features * FLOAT
     return MemoryEstimate(models, per_row, cache)
 

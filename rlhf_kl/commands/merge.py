@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_kl.commands.models import load_language_model
-from rlhf_kl.commands.resolver import Resolver, access_of
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.lora import is_adapter
-from rlhf_kl.reward_functions import save_reward_model
+from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
 
@@ -31,7 +31,7 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
 def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig, display: TrainingDisplay) -> Path:
     """Write `merged/` from `final/`; returns the folder."""
     folder = Path(config.run.output_dir)
-    resolver = Resolver(display, access=access_of(config.run))
+    resolver = Resolver.for_run(config.run, display, "cpu")
     final = str(folder / "final")
     if isinstance(config, RewardModelConfig):
         reward = resolver.reward_model(final, "--merge", ScorerSection())

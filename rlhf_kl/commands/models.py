@@ -34,7 +34,7 @@ from rlhf_kl.models.lora import (
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2
 from rlhf_kl.models.tokenizer import train_tokenizer
-from rlhf_kl.reward_functions import remember_format
+from rlhf_kl.rewards.model import remember_format
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed

@@ -6,30 +6,29 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from rlhf_kl.commands.models import Loaded, load_language_model, load_trained_model
-from rlhf_kl.commands.resolver import Resolver, access_of
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.actor_critic import (
-    ActorCritic,
-    choose_trunk_way,
-    freeze,
-    plain_reason,
-    value_head_from_reward,
-)
-from rlhf_kl.models.compiled import slower_reason
 from rlhf_kl.models.critic import FeatureCritic
-from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids
+from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
+from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.lora import AdapterReference, has_adapter
-from rlhf_kl.reward_functions import GoldScorer, RewardModel, ScoreShaping, WeightedSum
-from rlhf_kl.rollout.collect import Sampling
-from rlhf_kl.rollout.features import feature_count
+from rlhf_kl.models.value import (
+    ActorCritic,
+    HeadValue,
+    SeparateValue,
+    frozen_lm,
+    value_head_from_reward,
+    zero_head,
+)
+from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.types import RewardFn
+from rlhf_kl.types import RewardFn, Sampling
 
 EVAL_PROMPTS = 64
 
@@ -38,8 +37,8 @@ EVAL_PROMPTS = 64
 class Parts:
     """The models and data of a run."""
 
-    policy: Any
-    reference: Any
+    policy: TransformersLM
+    reference: TransformersLM
     tokenizer: Any
     reward: RewardFn
     gold: GoldScorer | None
@@ -47,37 +46,31 @@ class Parts:
     heldout: PromptStream
     texts: list[str]
     sampling: Sampling
-    same_start: bool  # the reference is the starting policy
+    reference_is_initial_policy: bool
 
 
 def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
     """Load everything that the config names, and refuse what cannot work."""
-    device = accelerator.device
-    sources = Resolver(display, device, access_of(config.run))
+    device, dtype = accelerator.device, compute_dtype(config.run.dtype)
+    resolver = Resolver.for_run(config.run, display, device)
     section = config.policy
     loaded = load_trained_model(
-        sources,
+        resolver,
         section.model,
         section.lora,
         "policy.model",
         seed=derive_seed(config.run.seed, "adapter"),
         gradient_checkpointing=section.gradient_checkpointing,
     )
-    policy, tokenizer = loaded.model.to(device), loaded.tokenizer
-    if reason := plain_reason(policy):
-        display.message(f"policy.model: logits are computed at every position, not at responses only: {reason}")
-    if reason := slower_reason(policy, config.run.dtype):
-        display.message(f"policy.model: updates take up to 1.7 times as long without compiled functions: {reason}")
-    reference, same = build_reference(config, sources, loaded)
-    reward = sources.reward(config.reward)
-    gold = sources.gold(config.reward, config.reward.model or "", config.data.prompts)
+    model, tokenizer = loaded.model.to(device), loaded.tokenizer
+    reference, is_initial_policy = build_reference(config, resolver, loaded)
+    reward = resolver.reward(config.reward)
+    gold = resolver.gold(config.reward, config.reward.model or "", config.data.prompts)
+    train, kept = build_prompts(config, resolver, model, tokenizer)
     batch = config.rollout.batch_size
-    if batch % accelerator.num_processes:
-        raise InputError(f"rollout.batch_size: {accelerator.num_processes} processes do not divide {batch}")
-    train, kept = build_prompts(config, sources, policy, tokenizer)
     prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows)
     heldout = PromptStream(kept.texts, tokenizer, min(EVAL_PROMPTS, len(kept.texts)), config.run.seed, kept.rows)
-    texts = sources.texts(
+    texts = resolver.texts(
         config.eval.texts,
         config.eval.column,
         "eval.texts",
@@ -85,37 +78,43 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
         limit=config.eval.max_documents,
         split=config.eval.split,
     )
-    sampling = Sampling(
+    sampling = sampling_of(config, model, tokenizer)
+    policy = TransformersLM(model, dtype)
+    return Parts(policy, reference, tokenizer, reward, gold, prompts, heldout, texts, sampling, is_initial_policy)
+
+
+def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
+    """How a run draws responses from a model."""
+    return Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
-        eos_ids=eos_ids(policy, tokenizer),
+        eos_ids=eos_ids(model, tokenizer),
         pad_id=tokenizer.pad_token_id,
     )
-    return Parts(policy, reference, tokenizer, reward, gold, prompts, heldout, texts, sampling, same)
 
 
-def build_reference(config: TrainConfig, sources: Resolver, loaded: Loaded) -> tuple[Any, bool]:
+def build_reference(config: TrainConfig, resolver: Resolver, loaded: Loaded) -> tuple[TransformersLM, bool]:
     """The frozen model that the KL is measured to, and whether it is the starting policy.
 
     Of a policy with an adapter it is the same model at its start, with no second copy of the weights.
     """
-    ref, policy = config.reference.model, loaded.model
-    if ref is None or sources.policy(ref, "reference.model") == loaded.folder:
+    ref, policy, dtype = config.reference.model, loaded.model, compute_dtype(config.run.dtype)
+    if ref is None or resolver.policy(ref, "reference.model") == loaded.folder:
         if has_adapter(policy):
-            return AdapterReference(policy, keep_start=loaded.began_as_adapter), True
-        return freeze(copy.deepcopy(policy)).to(sources.device), True
-    reference = load_language_model(sources, ref, "reference.model").model
+            return AdapterReference(policy, dtype, keep_start=loaded.began_as_adapter), True
+        return frozen_lm(copy.deepcopy(policy), dtype, resolver.device), True
+    reference = load_language_model(resolver, ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("reference.model: has another vocabulary than policy.model: no KL between them")
-    return freeze(reference).to(sources.device), False
+    return frozen_lm(reference, dtype, resolver.device), False
 
 
-def build_prompts(config: TrainConfig, sources: Resolver, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
+def build_prompts(config: TrainConfig, resolver: Resolver, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
     context = context_length(policy)
     room = None if context is None else context - config.rollout.max_new_tokens
     form = prompt_format(config.data)
-    train_texts, kept_texts = sources.prompts(config.data, config.eval)
+    train_texts, kept_texts = resolver.prompts(config.data, config.eval)
     train = prepare_prompts(train_texts, tokenizer, room, "data.prompts", form)
     kept = prepare_prompts(kept_texts, tokenizer, room, "eval.prompts", form)
     if kept_texts is not train_texts:  # prompts that were cut short may have become the same
@@ -123,7 +122,7 @@ def build_prompts(config: TrainConfig, sources: Resolver, policy: Any, tokenizer
     for prompts in (train, kept):
         check_vocabulary(policy, tokenizer, prompts.rows, "data.prompts")
         if prompts.note and prompts.texts is not train_texts:
-            sources.display.message(prompts.note)
+            resolver.display.message(prompts.note)
     return train, kept
 
 
@@ -152,22 +151,29 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
     The separate one starts from the reward model where that reads the policy's rows, else from the policy.
     `mean` and `std`: of the reference's shaped scores.
     """
+    policy, device, dtype = parts.policy, parts.policy.device, compute_dtype(config.run.dtype)
     if config.policy.value == "features":
-        size = feature_count(parts.reference, feature_rewards(parts))
-        return ActorCritic(parts.policy, critic=FeatureCritic(size, mean, std, config.run.seed))
+        size = feature_count(parts)
+        return ActorCritic(policy, critic=FeatureCritic(size, mean, std, config.run.seed).to(device))
+    hidden_size = policy.model.config.get_text_config().hidden_size
     if config.policy.value == "head":
-        return ActorCritic(parts.policy)
+        return ActorCritic(policy, HeadValue(hidden_size).to(device))
     reward = parts.reward
     if isinstance(reward, RewardModel) and _reads_rows_of(parts, reward) and _has_one_output(reward):
         trunk = copy.deepcopy(reward.model.base_model)
-        head: nn.Linear | None = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
+        head = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
     else:
-        policy = copy.deepcopy(parts.policy)
-        trunk, head = (policy.unload() if has_adapter(policy) else policy).base_model, None
+        model = copy.deepcopy(policy.model)
+        trunk, head = (model.unload() if has_adapter(model) else model).base_model, zero_head(hidden_size)
     for parameter in trunk.parameters():
         parameter.requires_grad_(True)
-    choose_trunk_way(trunk)
-    return ActorCritic(parts.policy, trunk, head)
+    return ActorCritic(policy, SeparateValue(TransformersTrunk(trunk, dtype), head).to(device))
+
+
+def feature_count(parts: Parts) -> int:
+    """Numbers that a critic on features reads for a state."""
+    size = int(parts.reference.model.config.get_text_config().hidden_size)
+    return size + sum(reward.hidden_size for reward in feature_rewards(parts))
 
 
 def feature_rewards(parts: Parts) -> list[RewardModel]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from rlhf_kl.builtin.world import gold_scores, is_builtin
 from rlhf_kl.commands.models import load_classifier_adapter
 from rlhf_kl.commands.world import World
@@ -34,10 +36,11 @@ from rlhf_kl.data.texts import (
     read_texts,
 )
 from rlhf_kl.hub import model_folder
-from rlhf_kl.models.actor_critic import freeze
-from rlhf_kl.models.load import SAFE, Access, load_reward_model, load_tokenizer
+from rlhf_kl.models.load import SAFE, Access, compute_dtype, load_reward_model, load_tokenizer
 from rlhf_kl.models.lora import is_adapter
-from rlhf_kl.reward_functions import GoldScorer, RewardModel, WeightedSum, bind_reward, text_format
+from rlhf_kl.models.value import freeze
+from rlhf_kl.rewards.functions import GoldScorer, WeightedSum, bind_reward
+from rlhf_kl.rewards.model import RewardModel, text_format
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.types import RewardFn
 
@@ -56,8 +59,20 @@ class Resolver:
     config key that a name comes from, for messages. Errors: InputError for a name that stands for nothing usable.
     """
 
-    def __init__(self, display: TrainingDisplay, device: Any = "cpu", access: Access = SAFE) -> None:
-        self.display, self.device, self.access = display, device, access
+    def __init__(
+        self,
+        display: TrainingDisplay,
+        device: Any = "cpu",
+        access: Access = SAFE,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`device` and `dtype`: where reward models compute, and in what."""
+        self.display, self.device, self.access, self.dtype = display, device, access, dtype
+
+    @classmethod
+    def for_run(cls, run: RunSection, display: TrainingDisplay, device: Any) -> Resolver:
+        """The resolver of a config with this `run` section."""
+        return cls(display, device, access_of(run), compute_dtype(run.dtype))
 
     def world(self, ref: str) -> World:
         """The built-in world of a `builtin:NAME`."""
@@ -250,7 +265,7 @@ class Resolver:
             model = load_reward_model(path, key, self.access, section.label)
             tokenizer = load_tokenizer(path, key, self.access)
         form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
-        return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label)
+        return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label, dtype=self.dtype)
 
 
 def _prompt(row: Example | Pair) -> Hashable:

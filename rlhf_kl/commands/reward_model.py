@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_kl.commands.models import adapter_ref, load_language_model
-from rlhf_kl.commands.resolver import Resolver, access_of
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import pick_device
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
@@ -17,7 +17,7 @@ from rlhf_kl.models.load import check_vocabulary, parameter_count
 from rlhf_kl.models.lora import CLASSIFIER, add_adapter
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.reward_functions import RewardModel, TextFormat, save_reward_model
+from rlhf_kl.rewards.model import RewardModel, TextFormat, save_reward_model
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.record import Recorder
@@ -36,7 +36,7 @@ def run_reward_model(
 ) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
     device = pick_device(config.run)
-    resolver = Resolver(display, device, access_of(config.run))
+    resolver = Resolver.for_run(config.run, display, device)
     reward = _new_reward_model(config, resolver)
     model = reward.model
     prepare = _learn_labels if config.data.labels is not None else _learn_pairs
@@ -72,7 +72,7 @@ def _new_reward_model(config: RewardModelConfig, resolver: Resolver) -> RewardMo
     if config.policy.gradient_checkpointing:
         enable_recompute(model, "policy.gradient_checkpointing")
     form = TextFormat(chat=config.data.chat_template)
-    return RewardModel(model.to(resolver.device), loaded.tokenizer, form=form)
+    return RewardModel(model.to(resolver.device), loaded.tokenizer, form=form, dtype=resolver.dtype)
 
 
 class Prepared(NamedTuple):

@@ -5,38 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_kl.trainers.ppo import Update
+from rlhf_kl.commands.guards import StepResult
+from rlhf_kl.types import RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: no choice, so they show what is usual
 BY_KL = 2  # those whose own KL is largest
 TOP_TOKENS = 10
 
 
-def sample_rows(step: int, update: Update, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def sample_rows(result: StepResult, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The first responses of the batch, then those with the largest KL; `chosen` says which."""
-    rollout = update.rollout
+    rollout, gold = result.rollout, result.gold
     first = list(range(min(IN_ORDER, len(rollout))))
     ranked = rollout.exact_kl.sum(1).argsort(descending=True, stable=True).tolist()
     for chosen, rows in (("first", first), ("largest kl", [i for i in ranked if i not in first][:BY_KL])):
         for i in rows:
             yield {
-                "step": step,
-                "prompt": update.prompts[i],
-                "response": update.responses[i],
+                "step": result.row["step"],
+                "prompt": rollout.prompts[i],
+                "response": rollout.responses[i],
                 "chosen": chosen,
                 "score": float(rollout.scores[i]),
-                "gold": update.gold[i] if update.gold is not None else None,
+                "gold": gold[i] if gold is not None else None,
                 "kl": float(rollout.exact_kl[i].sum()),
-                "tokens": _tokens(update, i, tokenizer),
+                "tokens": _tokens(rollout, i, tokenizer),
             }
 
 
-def top_tokens(update: Update, tokenizer: Any) -> list[dict[str, Any]]:
+def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
     """The tokens of the whole batch at whose state the policy is furthest from the reference, furthest first.
 
     `sample` is the response's place in the batch, `position` the token's in the response, both from 0; nats.
     """
-    rollout = update.rollout
     width = rollout.mask.shape[1]
     furthest = rollout.exact_kl.flatten().topk(min(TOP_TOKENS, int(rollout.mask.sum()))).indices
     return [
@@ -52,8 +52,7 @@ def top_tokens(update: Update, tokenizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _tokens(update: Update, row: int, tokenizer: Any) -> list[dict[str, Any]]:
-    rollout = update.rollout
+def _tokens(rollout: RolloutBatch, row: int, tokenizer: Any) -> list[dict[str, Any]]:
     length = int(rollout.mask[row].sum())
     columns = (rollout.logprobs, rollout.ref_logprobs, rollout.exact_kl)
     return [

@@ -104,9 +104,8 @@ def make_accelerator(section: RunSection) -> Any:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("several processes at once are not supported yet: start one")
-    precision = "bf16" if section.dtype == "bfloat16" else "no"
     try:
-        return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
-    except ValueError:  # accelerate keeps one state a process and refuses another device or precision in it
+        return Accelerator(cpu=device.type == "cpu")
+    except ValueError:  # accelerate keeps one state a process and refuses another device in it
         AcceleratorState._reset_state(reset_partial_state=True)
-        return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+        return Accelerator(cpu=device.type == "cpu")

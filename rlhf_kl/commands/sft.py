@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_kl.commands.models import load_trained_model, new_language_model
-from rlhf_kl.commands.resolver import Resolver, access_of
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import pick_device
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import SFTConfig
@@ -18,7 +18,8 @@ from rlhf_kl.data.texts import Example
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.fingerprint import texts_fingerprint
-from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, parameter_count, save_model
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids, parameter_count, save_model
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
@@ -35,7 +36,7 @@ Figures = dict[str, Any]
 def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft") -> dict[str, Any]:
     """Train a language model; returns the summary."""
     device = pick_device(config.run)
-    resolver = Resolver(display, device, access_of(config.run))
+    resolver = Resolver.for_run(config.run, display, device)
     responses = config.data.response_column is not None
     prepare = _learn_responses if responses else _learn_texts
     model, tokenizer, objective, evaluate, fingerprint = prepare(config, resolver, display)
@@ -67,12 +68,13 @@ def _learn_texts(config: SFTConfig, resolver: Resolver, display: TrainingDisplay
     heldout = heldout[: config.eval.max_documents]
     texts = _without_empty(texts, display)
     model, tokenizer = _model(config, resolver, texts)
-    objective = TextObjective(model, tokenizer, texts, context_length(model))
+    lm = TransformersLM(model, compute_dtype(config.run.dtype))
+    objective = TextObjective(lm, tokenizer, texts, context_length(model))
     check_vocabulary(model, tokenizer, objective.rows, "data.texts")
     _report_truncated(objective.truncated, len(texts), "texts", display)
 
     def evaluate() -> Figures:
-        figures = perplexity(model, tokenizer, heldout)
+        figures = perplexity(lm, tokenizer, heldout)
         return {
             "eval/loss": figures.nats_per_token,
             "eval/perplexity": figures.perplexity,
@@ -89,9 +91,10 @@ def _learn_responses(config: SFTConfig, resolver: Resolver, display: TrainingDis
     if data.chat_template:
         require_chat_template(tokenizer, "data.chat_template")
     context, ends = context_length(model), eos_ids(model, tokenizer)
+    lm = TransformersLM(model, compute_dtype(config.run.dtype))
 
     def objective(rows: list[Example]) -> ResponseObjective:
-        made = ResponseObjective(model, tokenizer, rows, context, ends, chat=data.chat_template, system=data.system)
+        made = ResponseObjective(lm, tokenizer, rows, context, ends, chat=data.chat_template, system=data.system)
         check_vocabulary(model, tokenizer, made.rows, "data.texts")
         return made
 

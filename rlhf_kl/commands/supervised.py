@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.models.recompute import recomputing
 from rlhf_kl.run.checkpoint import load_optimizer_tensors
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.record import Recorder
@@ -40,17 +38,14 @@ def run_supervised(
         trainer.microbatch.halve_to(recorder.state["microbatch"])
         start = recorder.checkpoint.step + 1
         display.message(f"going on from step {start - 1}")
-    device = next(model.parameters()).device.type
-    bf16 = torch.autocast(device, torch.bfloat16, enabled=config.run.dtype == "bfloat16")
     every = config.eval.every
-    with stopping_on_signals(config.checkpoint.grace) as stop, bf16, display.progress(title, trainer.steps) as advance:
+    with stopping_on_signals(config.checkpoint.grace) as stop, display.progress(title, trainer.steps) as advance:
         advance(start - 1)
         rows, due = trainer.train(start), False
         for step in range(start, trainer.steps + 1):
             began = time.perf_counter()
             figures = evaluate() if (step - 1) % every == 0 else {}
-            with recomputing(model):
-                row = next(rows) | figures
+            row = next(rows) | figures
             row["time/step_s"] = time.perf_counter() - began
             recorder.row(row)
             advance(1)

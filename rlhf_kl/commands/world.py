@@ -20,9 +20,10 @@ from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, SFTConfig
 from rlhf_kl.data.texts import Pair
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
 from rlhf_kl.evaluate import perplexity
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import context_length, load_causal_lm, load_tokenizer, parameter_count, save_model
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.reward_functions import RewardModel, save_reward_model
+from rlhf_kl.rewards.model import RewardModel, save_reward_model
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import FULL, room_words
 from rlhf_kl.run.folders import CHECKSUMS, damage, sweep, write_folder
@@ -110,9 +111,10 @@ class World:
         config = self._sft()
         texts, heldout = ([row["text"] for row in read_jsonl(self.file(name))] for name in ("train", "heldout"))
         model, tokenizer = new_language_model(config.policy.architecture, texts, config.run.seed)
-        objective = TextObjective(model, tokenizer, texts, context_length(model))
+        lm = TransformersLM(model)
+        objective = TextObjective(lm, tokenizer, texts, context_length(model))
         self._fit(model, objective, config.sft, config.run.seed, "policy")
-        figures = perplexity(model, tokenizer, heldout[: config.eval.max_documents])
+        figures = perplexity(lm, tokenizer, heldout[: config.eval.max_documents])
         save_model(model, tokenizer, folder)
         _write_summary(folder, {"eval/perplexity": figures.perplexity})
 

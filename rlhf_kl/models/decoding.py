@@ -55,8 +55,11 @@ def decode(
     positions = position_ids(mask)
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # a step each: rows (b,) in the batch, tokens, log-probs
 
+    def pick(x: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        return pick_tokens(x, noise[at, column], sampling.temperature)
+
     # Of the rows that are still in the batch:
-    rows = torch.arange(len(prompt_ids), device=device)
+    rows = tokens = torch.arange(len(prompt_ids), device=device)
     alive = torch.ones_like(rows, dtype=torch.bool)
     noise = noise.to(device)
     hidden, cache = step(prompt_ids, prompt_mask, positions[:, :width], None)
@@ -65,10 +68,6 @@ def decode(
         if column:
             end = width + column
             hidden, cache = step(tokens.unsqueeze(1), mask[:, :end], positions[:, end - 1 : end], cache)
-
-        def pick(x: Tensor, at: slice, uniform: Tensor = noise[:, column]) -> tuple[Tensor, Tensor]:
-            return pick_tokens(x, uniform[at], sampling.temperature)
-
         tokens, logprobs = logits(hidden).map(pick)
         drawn.append((rows, tokens, logprobs))
         if (column + 1) % test_every:

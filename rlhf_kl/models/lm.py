@@ -112,7 +112,8 @@ class TransformersTrunk(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where its parameters are."""
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def whole(self) -> Any:
@@ -194,7 +195,7 @@ def check_head(model: Any, what: str) -> None:
     whole = torch.ones_like(ids, dtype=torch.bool)
     states = torch.arange(12, device=device)
     try:
-        ours = lm.states(Packed(ids, whole, states, states, states), lambda logits, _: logits(slice(None)))
+        ours = lm.states(Packed(ids, states, states, states), lambda logits, _: logits(slice(None)))
     except (AttributeError, TypeError) as error:
         raise InputError(f"{what}: a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.flatten(0, 1).float()

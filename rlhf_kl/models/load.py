@@ -237,6 +237,11 @@ def context_length(model: Model) -> int | None:
     return None
 
 
+def compute_dtype(name: str) -> torch.dtype:
+    """The torch dtype of `run.dtype`."""
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
 def parameter_count(model: torch.nn.Module) -> int:
     """Number of parameters, a tied one counted once."""
     return sum(parameter.numel() for parameter in model.parameters())

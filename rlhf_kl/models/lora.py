@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.errors import InputError
@@ -180,7 +180,7 @@ class AdapterReference(TransformersLM):
         """The tensors that it reads, none of which is trained."""
         return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if f".{TRAINED}." not in name)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The policy's tensors as they were at the start."""
         return {**super().state_dict(*args, **kwargs), **self._start}
 

@@ -92,6 +92,11 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+def frozen_lm(model: nn.Module, dtype: torch.dtype, device: torch.device) -> TransformersLM:
+    """A language model that is only read."""
+    return TransformersLM(freeze(model).to(device), dtype)
+
+
 def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:
     """Names of trainable tensors whose memory the reference uses as well."""
     frozen = {parameter.data_ptr() for parameter in reference.parameters()}

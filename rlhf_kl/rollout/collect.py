@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.models.lm import LM
+from rlhf_kl.models.lm import LM, Logits
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
-from rlhf_kl.ops.packing import Layout
+from rlhf_kl.ops.packing import Layout, Packed
 from rlhf_kl.rewards.functions import score_responses
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.rollout.features import StateFeatures
@@ -44,7 +44,13 @@ class Sampler:
     """Step -> responses of the policy. Prompts and noise depend on the seed and the step alone."""
 
     def __init__(
-        self, policy: LM, prompts: PromptStream, tokenizer: Any, sampling: Sampling, seed: int, rows: slice | None = None
+        self,
+        policy: LM,
+        prompts: PromptStream,
+        tokenizer: Any,
+        sampling: Sampling,
+        seed: int,
+        rows: slice | None = None,
     ) -> None:
         """`rows`: of the global batch, those of this process; None = all."""
         self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
@@ -135,18 +141,9 @@ def measure(
     reference.read(layout)
     chosen = layout.response_ids
     stats = torch.zeros(5, *chosen.shape, device=chosen.device)
-    flat = stats.flatten(1)
     for rows in reading_passes(layout):
-        ids = chosen.flatten()[rows.places]
-
-        def compare(logits: Tensor, at: slice, rows: Any = rows, ids: Tensor = ids) -> tuple[Tensor, ...]:
-            return compare_distributions(logits, reference.logits(rows.numbers[at]), ids[at], temperature)
-
-        def figures(logits: Any, hidden: Tensor, rows: Any = rows, compare: Any = compare) -> tuple[Tensor, ...]:
-            values = () if model.value is None else (model.value(rows, hidden),)
-            return (*logits.map(compare), *values)
-
-        for row, column in zip(flat, model.policy.states(rows, figures), strict=False):
+        columns = _compare(model, reference, rows, chosen.flatten()[rows.places], temperature)
+        for row, column in zip(stats.flatten(1), columns, strict=False):
             row[rows.places] = column
     if features is not None:
         features.read(layout, reference)
@@ -155,14 +152,34 @@ def measure(
     return TokenStats(*stats.unbind())
 
 
+def _compare(
+    model: ActorCritic, reference: ReferenceStates, rows: Packed, ids: Tensor, temperature: float
+) -> tuple[Tensor, ...]:
+    """The columns of `TokenStats` in one pass, (N,) each; values only where the model has some of its own."""
+
+    def compare(logits: Tensor, at: slice) -> tuple[Tensor, ...]:
+        return compare_distributions(logits, reference.logits(rows.numbers[at]), ids[at], temperature)
+
+    def use(logits: Logits, hidden: Tensor) -> tuple[Tensor, ...]:
+        values = () if model.value is None else (model.value(rows, hidden),)
+        return (*logits.map(compare), *values)
+
+    return model.policy.states(rows, use)
+
+
 @torch.no_grad()
 def exact_kl_now(policy: LM, reference: ReferenceStates, rollout: RolloutBatch, temperature: float) -> Tensor:
     """Exact KL (B, T) of the policy as it is now, at the states of an earlier rollout."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for rows in reading_passes(rollout.layout):
-
-        def compare(logits: Tensor, at: slice, rows: Any = rows) -> tuple[Tensor, ...]:
-            return (exact_kl(logits, reference.logits(rows.numbers[at]), temperature),)
-
-        kl.view(-1)[rows.places] = policy.states(rows, lambda logits, _, compare=compare: logits.map(compare))[0]
+        kl.view(-1)[rows.places] = exact_kl_of(policy, reference, rows, temperature)
     return kl
+
+
+def exact_kl_of(policy: LM, reference: ReferenceStates, rows: Packed, temperature: float) -> Tensor:
+    """Exact KL (N,) at the states of one pass, with gradients where they are on."""
+
+    def compare(logits: Tensor, at: slice) -> tuple[Tensor]:
+        return (exact_kl(logits, reference.logits(rows.numbers[at]), temperature),)
+
+    return policy.states(rows, lambda logits, _: logits.map(compare)[0])

@@ -13,19 +13,19 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import KLControl
 from rlhf_kl.models.activations import tokens_of_a_pass
+from rlhf_kl.models.lm import Logits
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.ops.logprobs import exact_kl
 from rlhf_kl.ops.masked import masked_mean
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.processes import Processes
-from rlhf_kl.rollout.collect import exact_kl_now
+from rlhf_kl.rollout.collect import exact_kl_now, exact_kl_of
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.guards import Microbatch, NonFiniteRollout, non_finite_figure
-from rlhf_kl.trainers.objectives import Targets, ppo_losses, ppo_targets
+from rlhf_kl.trainers.objectives import Losses, Targets, ppo_losses, ppo_targets
 from rlhf_kl.trainers.optim import lr_factor, set_learning_rate
 from rlhf_kl.types import RolloutBatch
 
@@ -144,18 +144,7 @@ class PPOTrainer:
             self.microbatch.largest = max(len(piece.ids) for piece in pieces)
             sums, largest = torch.zeros(4, dtype=torch.float64, device=device), torch.zeros((), device=device)
             for piece in pieces:
-                losses = self.model.policy.states(
-                    piece,
-                    lambda logits, hidden, piece=piece: ppo_losses(
-                        rollout,
-                        targets,
-                        piece,
-                        logits,
-                        None if self.model.value is None else self.model.value(piece, hidden),
-                        self.config,
-                        self.reference.logits,
-                    ),
-                )
+                losses = self.losses(rollout, targets, piece)
                 loss = cfg.vf_coef * losses.value + (losses.policy if step > cfg.value_warmup else 0.0)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
                 (loss / tokens).backward()
@@ -173,6 +162,16 @@ class PPOTrainer:
         self.optimizer.zero_grad()
         figures = dict(zip(LOSSES, self.processes.sum(sums).tolist(), strict=True))
         return {**figures, "tokens": tokens}, float(self.processes.max(largest)), norm
+
+    def losses(self, rollout: RolloutBatch, targets: Targets, rows: Packed) -> Losses:
+        """Losses of one microbatch, summed over its tokens: one forward pass of the policy."""
+        model, reference = self.model, self.reference
+
+        def use(logits: Logits, hidden: Tensor) -> Losses:
+            values = None if model.value is None else model.value(rows, hidden)
+            return ppo_losses(rollout, targets, rows, logits, values, self.config, reference.logits)
+
+        return model.policy.states(rows, use)
 
     def training_passes(self, rollout: RolloutBatch, rows: Tensor, size: int) -> Iterator[Packed]:
         """The rows of a minibatch in microbatches of at most `size` rows and near-equal length."""
@@ -226,19 +225,14 @@ class PPOTrainer:
         tokens = float(self.processes.sum(rollout.mask.sum().double()))
         temperature = self.config.rollout.temperature
         for rows in self.training_passes(rollout, torch.arange(len(rollout)), self.microbatch.rows):
-
-            def kl_at(x: Tensor, at: slice, rows: Packed = rows) -> tuple[Tensor, ...]:
-                return (exact_kl(x, self.reference.logits(rows.numbers[at]), temperature),)
-
-            kl = self.model.policy.states(rows, lambda logits, _, kl_at=kl_at: logits.map(kl_at)[0].sum())
-            (kl / tokens).backward()
-        moved = [p for p in self.model.trained if p.grad is not None]
-        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in moved if p.grad is not None))
+            (exact_kl_of(self.model.policy, self.reference, rows, temperature).sum() / tokens).backward()
+        gradients = [(p, p.grad) for p in self.model.trained if p.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for _, gradient in gradients))
         size = math.sqrt(sum(p.numel() for p in self.model.trained))
         rate = 4 * self.config.ppo.epochs * self.config.ppo.learning_rate * size / max(norm, 1e-12)
         with torch.no_grad():
-            for p in moved:
-                p.sub_(rate * p.grad)
+            for p, gradient in gradients:
+                p.sub_(rate * gradient)
         self.optimizer.zero_grad()
 
     # ---- state

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, chat_prompt
@@ -25,7 +24,7 @@ class ResponseObjective:
 
     def __init__(
         self,
-        model: Any,
+        lm: TransformersLM,
         tokenizer: Any,
         examples: Sequence[Example],
         context: int | None,
@@ -33,9 +32,8 @@ class ResponseObjective:
         *,
         chat: bool = False,
         system: str | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.lm, self.tokenizer, self.eos_ids = TransformersLM(model, dtype), tokenizer, eos_ids
+        self.lm, self.tokenizer, self.eos_ids = lm, tokenizer, eos_ids
         self.chat, self.system = chat, system
         self.rows: list[list[int]] = []
         self.starts: list[int] = []  # of the response

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf_kl.models.lm import TransformersLM
@@ -32,15 +31,8 @@ def negative_log_likelihood(
 class TextObjective:
     """bos, text, eos; every token after the bos is learned, the eos included."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        texts: Sequence[str],
-        context: int | None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.lm = TransformersLM(model, dtype)
+    def __init__(self, lm: TransformersLM, tokenizer: Any, texts: Sequence[str], context: int | None) -> None:
+        self.lm = lm
         rows = encode_all(tokenizer, texts)
         self.rows = [[*row, tokenizer.eos_token_id][:context] for row in rows]
         self.truncated = sum(context is not None and len(row) + 1 > context for row in rows)

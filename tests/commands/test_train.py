@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_kl.models.actor_critic import ActorCritic, StateOutput
 from safetensors.torch import load_file
 
 from rlhf_kl.commands.session import train_command
@@ -20,7 +21,6 @@ from rlhf_kl.commands.train import gradient_notes, run_train, unused_notes
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
-from rlhf_kl.models.actor_critic import ActorCritic, StateOutput
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay

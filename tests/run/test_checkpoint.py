@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from rlhf_kl.models.actor_critic import ActorCritic
+
 from rlhf_kl.run.checkpoint import (
     Checkpoint,
     checkpoints,

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.tilt import centre_groups, solve_tilt, tilted
+from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.best_of_n import best_of_n
+from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
+from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
+from rlhf_kl.rollout.collect import Responses, respond
+from rlhf_kl.seeding import shuffled, uniforms
+from rlhf_kl.types import RewardFn, Sampling
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
+PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy can use is within prompts
 LEAST_KL = 1e-3  # nats per sequence, where the curve of the tilt begins
 
 
@@ -81,3 +93,58 @@ class ReferenceScores:
         high, low = math.log(first.coef), math.log(last.coef * beyond)
         coefs = [math.exp(high + (low - high) * i / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS)]
         return [{"coef": coef, "kl": tilt.kl, "gain": tilt.gain} for coef in coefs for tilt in [tilted(scores, coef)]]
+
+
+@dataclass(frozen=True)
+class ReferenceSamples:
+    """Responses of the reference, and how the reward function scores them."""
+
+    scores: Tensor  # (N,) raw
+    traits: ResponseTraits
+    groups: list[int]  # the prompt of each
+    gold: list[float] | None
+
+    def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
+        """Their shaped scores, and the shaping with its scale fitted to them.
+
+        Errors: InputError where all scores are the same, or all lie at the clip.
+        """
+        fitted = shaping.fit(self.scores, normalize=normalize)
+        shaped: Tensor = fitted(self.scores, self.traits)
+        if fitted.clip is not None and bool(shaped.max() == shaped.min()):
+            raise InputError(
+                f"reward: cut off at {fitted.clip:g}, every one of {len(shaped)} reference samples scores "
+                f"{float(shaped[0]):g}: set reward.normalize, or a wider reward.clip"
+            )
+        length = float(self.traits.lengths.double().mean())
+        return ReferenceScores(shaped.tolist(), self.groups, length, self.gold), fitted
+
+
+def sample_prompts(prompts: int, samples: int, seed: int) -> list[int]:
+    """Prompt numbers for `samples` reference samples: up to 32 of each of some prompts drawn without repetition."""
+    each = min(PER_PROMPT, samples)
+    chosen = shuffled(prompts, seed, "reference prompts")[: max(1, samples // each)].tolist()
+    return [prompt for prompt in chosen for _ in range(each)]
+
+
+def reference_responses(
+    reference: LM, prompts: PromptStream, groups: list[int], sampling: Sampling, tokenizer: Any, seed: int
+) -> Iterator[Responses]:
+    """One response of the reference to each of these prompts, a rollout's batch at a time."""
+    for start in range(0, len(groups), prompts.batch_size):
+        batch = prompts.pick(groups[start : start + prompts.batch_size])
+        noise = uniforms(len(batch), sampling.max_new_tokens, seed, "reference samples", start)
+        yield respond(reference, batch, noise, sampling, tokenizer)
+
+
+def score_samples(
+    batches: Iterator[Responses], groups: list[int], reward: RewardFn, reward_name: str, gold: GoldScorer | None
+) -> ReferenceSamples:
+    """Score the reference's responses."""
+    scores, traits, golds = [], [], []
+    for batch, sampled, texts in batches:
+        scores.append(checked_scores(reward, batch.texts, texts, reward_name))
+        traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
+        golds += gold_scores_of(gold, batch.texts, texts) or []
+    together = ResponseTraits(*(torch.cat(column) for column in zip(*traits, strict=True)))
+    return ReferenceSamples(torch.cat(scores), together, groups, golds or None)

@@ -2,7 +2,6 @@ import math
 import random
 
 import pytest
-
 from rlhf_kl.commands.reference_scores import ReferenceScores
 
 

@@ -1,0 +1,213 @@
+"""From the parts of a run to its PPO trainer, ready for the first update or for the one after a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
+from rlhf_kl.config.plugins import controller_arguments, controller_class
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.errors import InputError
+from rlhf_kl.evaluate import perplexity, policy_figures
+from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
+from rlhf_kl.models.lora import checkpointed
+from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.processes import Processes
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, response_layout
+from rlhf_kl.rollout.features import StateFeatures
+from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.reference_scores import ReferenceScores, reference_responses, sample_prompts, score_samples
+from rlhf_kl.run.checkpoint import Checkpoint, load_optimizer_tensors
+from rlhf_kl.run.clock import Clock
+from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.seeding import library_state_kept
+from rlhf_kl.trainers.checks import check_start
+from rlhf_kl.trainers.optim import adamw
+from rlhf_kl.trainers.ppo import PPOTrainer
+
+CHECKED_ROWS = 64  # responses of the starting policy that the checks look at
+
+
+@dataclass
+class Training:
+    """A trainer and what was known before its first update."""
+
+    trainer: PPOTrainer
+    reference_scores: ReferenceScores
+    shaping: ScoreShaping
+    coef: float  # the starting beta
+    clock: Clock
+    next_step: int = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, weights and the optimizer's tensors apart."""
+        return {
+            "trainer": self.trainer.state_dict(),
+            "shaping": self.shaping.state_dict(),
+            "starting_coef": self.coef,
+            "reference_scores": vars(self.reference_scores),
+        }
+
+    def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None) -> None:
+        """Weights and optimizer of a checkpoint; with `state` also everything else, to go on behind it."""
+        checkpoint.load_model(checkpointed(self.trainer.model.modules))
+        load_optimizer_tensors(self.trainer.optimizer, checkpoint.optimizer_tensors())
+        if state is not None:
+            self.trainer.load_state_dict(state["trainer"])
+            self.next_step = checkpoint.step + 1
+
+
+def prepare_training(
+    config: TrainConfig,
+    parts: Parts,
+    display: TrainingDisplay,
+    checkpoint: Checkpoint | None = None,
+    state: dict[str, Any] | None = None,
+) -> Training:
+    """The trainer of a run; `state` is the checkpoint's. Errors: GuardStop, InputError from the checks at the start."""
+    if state is None or checkpoint is None:
+        scores, shaping = score_reference(config, parts, display)
+        coef, note = starting_coef(config, scores)
+        if note:
+            display.message(note)
+    else:
+        scores, shaping = ReferenceScores(**state["reference_scores"]), ScoreShaping(**state["shaping"])
+        coef = state["starting_coef"]
+    clock = Clock()
+    trainer = build_trainer(config, parts, scores, shaping, coef, clock)
+    training = Training(trainer, scores, shaping, coef, clock)
+    if checkpoint is not None:
+        training.load(checkpoint, state)
+        display.message(f"going on from update {checkpoint.step}")
+    return training
+
+
+def build_trainer(
+    config: TrainConfig, parts: Parts, scores: ReferenceScores, shaping: ScoreShaping, coef: float, clock: Clock
+) -> PPOTrainer:
+    """Wire the trainer."""
+    model = build_value(config, parts, shaping, scores.mean, scores.spread)
+    reference = ReferenceStates(parts.reference)
+    features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
+    processes = Processes()
+    rows = processes.rows(config.rollout.batch_size)
+    sampler = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)
+    assessor = Assessor(
+        model, reference, features, parts.reward, config.reward.kind, shaping, config.rollout.temperature
+    )
+    return PPOTrainer(
+        config,
+        model,
+        adamw(
+            model.modules,
+            config.ppo.learning_rate,
+            config.ppo.weight_decay,
+            model.critic,
+            config.ppo.critic_learning_rate,
+        ),
+        Rollouts(clock.timed("time/rollout_s", sampler), clock.timed("time/score_s", assessor)),
+        reference,
+        build_control(config, coef),
+        features,
+        processes,
+    )
+
+
+def build_control(config: TrainConfig, coef: float) -> KLControl:
+    """The controller of the config; `coef` is what `auto` came to."""
+    found = controller_class(config.kl.controller.kind)
+    try:
+        return KLControl(found(**controller_arguments(found, config.kl, config.ppo, config.rollout, coef)))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"kl.controller: {error}") from error
+
+
+def score_reference(
+    config: TrainConfig, parts: Parts, display: TrainingDisplay
+) -> tuple[ReferenceScores, ScoreShaping]:
+    """Sample the reference, check the start, and fit the score's scale."""
+    section, seed = config.reward, config.run.seed
+    groups = sample_prompts(len(parts.prompts), config.rollout.reference_samples, seed)
+    shaping = ScoreShaping(
+        clip=section.clip,
+        missing_eos_penalty=section.missing_eos_penalty,
+        length_penalty=section.length_penalty,
+        repetition_penalty=section.repetition_penalty,
+    )
+    check_policy(config, parts, display)
+    with display.progress("sampling the reference", len(groups)) as advance:
+
+        def batches() -> Any:
+            for batch in reference_responses(
+                parts.reference, parts.prompts, groups, parts.sampling, parts.tokenizer, seed
+            ):
+                yield batch
+                advance(len(batch.prompts))
+
+        samples = score_samples(batches(), groups, parts.reward, section.kind, parts.gold)
+    return samples.shaped(shaping, normalize=section.normalize)
+
+
+def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> None:
+    """The fatal checks, on samples of the starting policy."""
+    rows = slice(0, min(CHECKED_ROWS, config.rollout.batch_size))
+    responses = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)(1)
+    layout = response_layout(responses.prompts, responses.sampled)
+    stats = measure(ActorCritic(parts.policy), ReferenceStates(parts.reference), layout, parts.sampling.temperature)
+    results = check_start(
+        parts.policy,
+        parts.reference,
+        responses.sampled,
+        stats,
+        reference_is_initial_policy=parts.reference_is_initial_policy,
+        float32=config.run.dtype == "float32",
+    )
+    display.message("start checked: " + ", ".join(results))
+
+
+def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
+    """The config's starting beta, or the one at which tilted reference samples have the target's KL; and a note."""
+    written = config.kl.controller.coef
+    if not isinstance(written, str):
+        return written, ""
+    return scores.solve(config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0))
+
+
+def fingerprints(parts: Parts) -> dict[str, str]:
+    """What a resumed run must find unchanged, by config key."""
+    prints = {
+        "reference.model": model_fingerprint(parts.reference),
+        "data.prompts": texts_fingerprint(parts.prompts.texts),
+    }
+    if isinstance(parts.reward, RewardModel):
+        prints["reward.model"] = model_fingerprint(parts.reward.model)
+    return prints
+
+
+def evaluate_policy(config: TrainConfig, parts: Parts) -> dict[str, Any]:
+    """The `eval/*` figures of the policy as it is: held-out perplexity, and scores on held-out prompts."""
+    with library_state_kept():
+        text = perplexity(parts.policy, parts.tokenizer, parts.texts)
+        figures = policy_figures(
+            parts.policy,
+            parts.reference,
+            parts.heldout.batch(1),
+            config.run.seed,
+            parts.sampling,
+            parts.tokenizer,
+            parts.reward,
+            parts.gold,
+            batch_size=config.rollout.batch_size,
+        )
+    return {
+        "eval/perplexity": text.perplexity,
+        "eval/bits_per_byte": text.bits_per_byte,
+        "eval/scores": figures.scores,
+        "eval/gold": figures.gold,
+        "eval/kl_token": figures.kl_token,
+        "eval/distinct_2": figures.distinct_2,
+    }

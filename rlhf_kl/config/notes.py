@@ -1,0 +1,46 @@
+"""Settings that work but are worth a word at the start of a run."""
+
+from __future__ import annotations
+
+from rlhf_kl.config.schema import PPOSection, TrainConfig
+
+
+def gradient_notes(config: TrainConfig) -> list[str]:
+    """Choices whose gradient is not that of KL(policy || reference)."""
+    kl = config.kl
+    if kl.controller.coef == 0:
+        return []
+    notes = []
+    if kl.estimator == "importance":
+        notes.append("kl.estimator importance: averaged over the policy's own samples it overstates the KL")
+    if kl.estimator == "abs":
+        notes.append("kl.estimator abs: its gradient is that of no KL")
+    if kl.placement == "reward" and kl.estimator == "exact":
+        notes.append(
+            "kl.estimator exact in the reward: the current token's own KL is only a baseline there; "
+            "rao_blackwell has the true gradient"
+        )
+    if kl.placement == "reward" and kl.estimator in ("k2", "k3"):
+        notes.append(f"kl.estimator {kl.estimator} in the reward: not the gradient of KL(policy || reference); k1 is")
+    if kl.placement == "loss" and kl.estimator == "k1":
+        notes.append("kl.estimator k1 in the loss: its expected gradient is zero, so nothing holds the policy")
+    if kl.placement == "loss" and kl.estimator == "k3":
+        notes.append("kl.estimator k3 in the loss: has the gradient of KL(reference || policy), the other direction")
+    return [f"kl-gradient: {note}" for note in notes]
+
+
+def unused_notes(config: TrainConfig) -> list[str]:
+    """Settings of a kind of value function that the run does not have."""
+    features = config.policy.value == "features"
+    names = ("vf_coef", "cliprange_value") if features else ("critic_epochs", "critic_learning_rate")
+    defaults = PPOSection()
+    return [
+        f"ppo.{name} is not used: policy.value is {config.policy.value}"
+        for name in names
+        if getattr(config.ppo, name) != getattr(defaults, name)
+    ]
+
+
+def start_notes(config: TrainConfig) -> list[str]:
+    """All of them."""
+    return [*gradient_notes(config), *unused_notes(config)]
