@@ -19,11 +19,11 @@ from rlhf_kl.commands.reference_scores import ReferenceScores
 from rlhf_kl.commands.samples import sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.signals import stopping_on_signals
-from rlhf_kl.config.plugins import controller_arguments, controller_class
+from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import PPOSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
-from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.kl_controllers.tilt import gain_at_kl
 from rlhf_kl.models.actor_critic import ActorCritic
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
@@ -80,11 +80,10 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     return found
 
 
-def build_control(config: TrainConfig, coef: float) -> KLControl:
-    """The controller of the config; `coef` is what `auto` came to."""
-    found = controller_class(config.kl.controller.kind)
+def build_control(config: TrainConfig, coef: float) -> GuardedController:
+    """The controller of the config; `coef` is the value of `auto`."""
     try:
-        return KLControl(found(**controller_arguments(found, config.kl, config.ppo, config.rollout, coef)))
+        return configured_controller(config.kl, config.ppo, config.rollout, coef)
     except (ValueError, TypeError) as error:
         raise InputError(f"kl.controller: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from rlhf_kl.kl_controllers.base import KLController, clip, require_fraction, require_number, require_positive
 
@@ -18,7 +17,7 @@ class PIDKL(KLController):
     begins at 0 whatever beta is, so for the first `hold` updates an error below zero is not acted upon.
     """
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef", "mean_kl", "total", "last_error", "updates")
+    state_names = ("coef", "mean_kl", "total", "last_error", "updates")
 
     def __init__(
         self,
@@ -49,7 +48,6 @@ class PIDKL(KLController):
         self.updates = 0
 
     def update(self, kl: float, episodes: int) -> None:
-        del episodes
         old = kl if self.mean_kl is None else self.mean_kl
         self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * kl
         error = clip(self.mean_kl / self.target - 1.0, -1.0, 1.0)
@@ -68,5 +66,4 @@ class PIDKL(KLController):
             self.total += error
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
-        del episodes
         return self.rate, self.rate

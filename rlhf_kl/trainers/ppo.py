@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.kernels.build import library
-from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.actor_critic import ActorCritic, plain_reason
 from rlhf_kl.ops.gae import gae
@@ -97,7 +97,7 @@ class PPOTrainer:
         reference: Any,
         reward: RewardFn,
         shaping: ScoreShaping,
-        controller: KLControl,
+        controller: GuardedController,
         prompts: PromptStream,
         tokenizer: Any,
         sampling: Sampling,
@@ -440,7 +440,7 @@ class PPOTrainer:
     def hold_ceiling(self, rollout: RolloutBatch, before: list[Tensor], kl_start: float) -> Cut:
         """Shorten the update where the next rollout's KL is forecast above the ceiling."""
         if self.ceiling is None or not self.backtracks:
-            kl = self.kl_now(rollout) if self.controller.listens else float("nan")
+            kl = self.kl_now(rollout) if self.controller.needs_update_kl else float("nan")
             return Cut(1.0, kl_start, kl, kl)
         limit = self.ceiling / self.forecast.ratio
         cut = shorten_update(
