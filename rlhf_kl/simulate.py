@@ -15,7 +15,7 @@ from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.tilt import tilted
 from rlhf_kl.report.control import tail_error as tail_error_of
 
-# The least beta that a law knows, over the scores' spread. Below it, and at 0, where nothing holds the KL back,
+# The least beta of a law, over the scores' spread. Below it, and at 0, where nothing holds the KL back,
 # the plant goes on to where this one leads.
 LEAST_COEF = math.exp(-7.0)
 
@@ -59,7 +59,7 @@ def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], floa
     """beta -> KL per sequence through points (beta, KL) of a tilt that was measured, as `summary.json` keeps them.
 
     Straight in both logarithms between the points; below the smallest beta the KL stays (nothing is known there),
-    above the largest it falls with beta^2 (the Gaussian law, which every tilt comes to).
+    above the largest it falls with beta^2 (the Gaussian law, the limit of every tilt).
     """
     points = sorted((math.log(coef), math.log(kl)) for coef, kl in curve if coef > 0.0 and kl > 0.0)
     if len(points) < 2:
@@ -98,7 +98,7 @@ class Plant:
 
     sqrt(KL) approaches the square root of `law(beta)` by a share `speed` per update, at most by `climb`
     per update on the way up (a clipped policy update goes only so far). Beyond `sticky_kl` the way down
-    slows in proportion: a policy that has drifted far is hardly brought back by beta. `inertia` is the
+    slows in proportion: beta hardly brings back a policy that has drifted far. `inertia` is the
     share of the last step that carries over (Adam's momentum, a value model that lags). All in nats per
     sequence; `measure` divides by `length` for a per-token KL and adds relative noise.
     """

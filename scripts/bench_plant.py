@@ -111,7 +111,7 @@ def scaled(sigma: float) -> Callable[[float], float]:
 
 
 def arguments() -> list[str]:
-    """The laws that were asked for."""
+    """The laws to simulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("laws", nargs="*", metavar="LAW", help=f"default: all; there are {'; '.join(LAWS)}")
     laws: list[str] = parser.parse_args().laws
@@ -121,12 +121,12 @@ def arguments() -> list[str]:
 
 
 def main() -> None:
-    wanted = arguments()
+    names = arguments()
     print("tail error mean/worst, peak mean, share in +-25 % from update 15")
     print(f"{'':<24}" + "".join(f"{name:>25}" for name in PLANTS))
-    for name in wanted:
-        found = (judge(LAWS[name], plant) for plant in PLANTS)
-        cells = (f"{q.tail:.3f}/{q.worst:.2f} {q.peak:5.2f} {q.in_band:4.0%}" for q in found)
+    for name in names:
+        qualities = (judge(LAWS[name], plant) for plant in PLANTS)
+        cells = (f"{q.tail:.3f}/{q.worst:.2f} {q.peak:5.2f} {q.in_band:4.0%}" for q in qualities)
         print(f"{name:<24}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
 
 

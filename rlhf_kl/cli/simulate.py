@@ -93,9 +93,7 @@ def _setup(
     kls: list[float] | None,
 ) -> _Setup:
     """The controller with the sizes of the config, of the command line, or the defaults."""
-    from rlhf_kl.components import accepts, check_options
-    from rlhf_kl.config.plugins import controller_class
-    from rlhf_kl.kl_controllers.factory import CONTROLLER_PROVIDED, build_controller, stored_name
+    from rlhf_kl.kl_controllers.factory import stored_name
 
     options: dict[str, Any] = {}
     total, per_sequence = None, False
@@ -120,19 +118,27 @@ def _setup(
     if target is not None and not 0.0 < target < math.inf:
         raise InputError(f"--target must be a finite number above 0: {target:g}")
     updates = updates or (60 if kls is None else len(kls))
-    cls = controller_class(kind)
-    if problems := check_options(cls, options, provided=CONTROLLER_PROVIDED, where="kl.controller"):
-        raise InputError(*problems)
-    if coef is not None and accepts(cls, "coef"):
-        options = {**options, "coef": coef}
-    total = total or episodes * updates
-    try:
-        guarded = build_controller(cls, options, target=target, total_episodes=total, batch_size=episodes)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{kind}: {error}") from error
+    sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
+    guarded = _controller(kind, options, coef, sizes)
     target = float(target or getattr(guarded.controller, "target", None) or 0.1)
     length = 1.0 if per_sequence else PLANT_NATS / target
     return _Setup(guarded, kind, target, length, episodes, updates)
+
+
+def _controller(kind: str, options: dict[str, Any], coef: float | None, sizes: dict[str, Any]) -> GuardedController:
+    """coef: the starting beta, where one is written and the class takes it."""
+    from rlhf_kl.components import accepts, check_options
+    from rlhf_kl.config.plugins import controller_class
+    from rlhf_kl.kl_controllers.factory import CONTROLLER_PROVIDED, build_controller
+
+    cls = controller_class(kind)
+    if problems := check_options(cls, options, provided=CONTROLLER_PROVIDED, where="kl.controller"):
+        raise InputError(*problems)
+    written = {} if coef is None or not accepts(cls, "coef") else {"coef": coef}
+    try:
+        return build_controller(cls, {**options, **written}, **sizes)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{kind}: {error}") from error
 
 
 def _kls(text: str) -> list[float]:

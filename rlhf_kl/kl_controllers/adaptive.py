@@ -20,7 +20,7 @@ SAMPLING_NOISE = 0.04  # added to it where a step is the difference of two rollo
 MEASURED_WEIGHT = 0.5  # of a measured distance beside the predicted one
 JUMP = 0.3  # no noise is this large: a rollback, or a batch of other prompts
 FARTHEST = 100.0  # beyond it a KL is far too high, by how much makes no difference
-OFFSET_RATE = 0.05  # of learning what predicted steps miss on average, as they do while b rises
+OFFSET_RATE = 0.05  # of learning the mean error of predicted steps, which is not 0 while b rises
 FASTEST = 0.9  # paces: the longest step that is planned on the way to the target
 CANDIDATES = 61  # changes of log beta that are compared
 
@@ -90,7 +90,7 @@ class AdaptiveKL(KLController):
 
     @property
     def holding_coef(self) -> float:
-        """The beta that holds the target, as far as the controller knows."""
+        """The estimate of b, the beta that holds the target."""
         return self._belief.holding_coef
 
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:

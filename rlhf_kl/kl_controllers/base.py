@@ -1,4 +1,4 @@
-"""What every KL controller shares: checked options, bounds, and saved state, also of a plugin that has none."""
+"""Shared by all KL controllers: checked options, bounds, and saved state, also of a plugin that has none."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str
 
 
 def restore_attributes(obj: Any, state: dict[str, Any]) -> None:
-    """Set what `saved_attributes` gave, in the container type the attribute has now."""
+    """Set attributes from `saved_attributes`, in the container type the attribute has now."""
     for name, value in state.items():
         now = getattr(obj, name, None)
         if isinstance(now, deque) and value is not None:

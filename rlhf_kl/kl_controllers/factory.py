@@ -1,4 +1,4 @@
-"""The one place that builds controllers: their names, what the program fills in, and the bounds of beta."""
+"""The one place that builds controllers: their names, the options that the program fills in, the bounds of beta."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def build_controller(
     """The controller `kind(**options)`, guarded.
 
     kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
-    options: what the user wrote. A `coef` among them is the starting beta and must lie inside the bounds.
+    options: those that the user wrote. A `coef` among them is the starting beta and must lie inside the bounds.
     The other arguments are passed on where the class takes them and the options leave them out; None = not known.
     `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit.
-    Raises ValueError and TypeError: no such kind, or what the class raises.
+    Raises ValueError and TypeError: no such kind, or values that the class refuses.
     """
     cls = builtin_controller(kind) if isinstance(kind, str) else kind
     parameters = inspect.signature(cls).parameters

@@ -18,7 +18,7 @@ from rlhf_kl.kl_controllers.base import (
 
 
 class GuardedController:
-    """A controller whose beta no measurement and no plugin can break; what the trainer holds.
+    """A controller whose beta no measurement and no plugin can break; the trainer uses it through this class.
 
     A missing or non-finite KL moves nothing. Where an update makes coef non-finite, zero or negative, coef and
     the controller's state go back to what they were. Bounds: the narrower of those given and the controller's own.

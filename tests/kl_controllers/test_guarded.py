@@ -1,4 +1,4 @@
-"""Holds for every controller and every plugin, whatever the measured KLs are."""
+"""Bounds, alerts, saved state and rollback, for every controller and for plugins."""
 
 import json
 import math

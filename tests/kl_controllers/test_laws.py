@@ -18,16 +18,16 @@ from rlhf_kl.kl_controllers import (
 
 
 def coefs_after(controller, kls, episodes=64):
-    seen = []
+    coefs = []
     for kl in kls:
         controller.update(kl, episodes)
-        seen.append(controller.coef)
-    return seen
+        coefs.append(controller.coef)
+    return coefs
 
 
 def test_threshold_golden_sequence():
-    seen = coefs_after(ThresholdKL(), [0.01, 0.02, 0.05, 0.1, 0.03, 0.02])
-    assert seen == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225], abs=1e-12)
+    coefs = coefs_after(ThresholdKL(), [0.01, 0.02, 0.05, 0.1, 0.03, 0.02])
+    assert coefs == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225], abs=1e-12)
 
 
 def test_threshold_lowers_and_stops_at_its_bounds():
@@ -89,9 +89,9 @@ def test_pid_terms_one_by_one():
 
 
 def test_pid_holds_a_cold_start_but_not_for_good():
-    seen = coefs_after(PIDKL(hold=3), [0.0] * 5)
-    assert seen[:3] == [0.1] * 3
-    assert seen[4] < seen[3] < 0.1
+    coefs = coefs_after(PIDKL(hold=3), [0.0] * 5)
+    assert coefs[:3] == [0.1] * 3
+    assert coefs[4] < coefs[3] < 0.1
 
 
 def test_pid_does_not_wind_up_at_a_bound():
@@ -144,13 +144,13 @@ def test_adaptive_leaves_a_kl_at_target_alone():
 
 def made_runs(paces, log_holding, betas, momentum=0.45):
     """Distances of the law in the docstring, computed step by step: (x before, x after, beta) of each update."""
-    x, step, seen = 0.0, 0.0, []
+    x, step, updates = 0.0, 0.0, []
     for number, beta in enumerate(betas):
         drive = -math.tanh(1.5 * math.log(max(x, 0.05)) + 0.9 * (math.log(beta) - log_holding))
         step = 1.65 * paces if number == 0 else momentum * step + (1 - momentum) * paces * drive
-        seen.append((x, x + step, beta))
+        updates.append((x, x + step, beta))
         x += step
-    return seen
+    return updates
 
 
 @pytest.mark.parametrize("holding", [0.02, 0.2, 2.0])
@@ -176,8 +176,8 @@ def test_adaptive_believes_a_jump_that_no_noise_makes():
 
 
 def test_adaptive_moves_at_most_its_rate():
-    seen = [0.1, *coefs_after(AdaptiveKL(down=0.3, up=0.7), [0.0, 0.0, 5.0, 50.0, 0.0, 0.0, 0.1, 3.0])]
-    steps = [math.log(b / a) for a, b in pairwise(seen)]
+    coefs = [0.1, *coefs_after(AdaptiveKL(down=0.3, up=0.7), [0.0, 0.0, 5.0, 50.0, 0.0, 0.0, 0.1, 3.0])]
+    steps = [math.log(b / a) for a, b in pairwise(coefs)]
     assert min(steps) >= -0.3 - 1e-9
     assert max(steps) <= 0.7 + 1e-9
     assert AdaptiveKL(down=0.3, up=0.7).log_steps(64) == (0.3, 0.7)
