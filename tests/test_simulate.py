@@ -259,8 +259,8 @@ def test_the_runs_own_controller_and_sizes(run, tmp_path):
 
 def test_a_horizon_that_cannot_move_beta_is_said(run, tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("kl: {controller: {kind: ziegler, horizon: 10000}}\n")
-    assert "controller-too-slow" in run("--config", str(file), "--json").err
+    file.write_text("kl: {controller: {kind: ziegler, coef: 0.2, horizon: 10000}}\n")
+    assert "ZieglerKL can move beta only from 0.2 " in run("--config", str(file), "--json").err
 
 
 def test_a_plugin_from_a_file(run, tmp_path):
@@ -277,6 +277,7 @@ def test_a_plugin_from_a_file(run, tmp_path):
     ("arguments", "word"),
     [
         (["--controller", "adaptiv"], "did you mean adaptive"),
+        (["--controller", "statc"], "did you mean static"),
         (["--plant", "gausian"], "did you mean gaussian"),
         (["--kl", "0.1,x"], "--kl"),
         (["--kl", "-0.1"], "--kl"),

@@ -59,8 +59,8 @@ def simulate(
     notes: list[str] = []
     if kls is None:
         policy = _plant(plant or "saturating", speed, noise, seed, setup)
+        notes += setup.controller.start_warnings(setup.updates, setup.episodes)
         rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
-        notes = setup.controller.start_warnings(setup.updates, setup.episodes)
     else:
         rows = simulate_sequence(setup.controller, kls, setup.episodes, alerts=notes)
     for note in notes:

@@ -20,14 +20,15 @@ from rlhf_kl.config.schema import (
 )
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS, GuardedController, build_controller
-from rlhf_kl.kl_controllers.factory import COEF_WITHOUT_SCORES, CONTROLLER_PROVIDED, stored_name
+from rlhf_kl.kl_controllers.factory import COEF_WITHOUT_SCORES, CONTROLLER_PROVIDED, SYNONYMS, stored_name
 
 REWARD_PROVIDED = {"prompts", "responses"}
 
 
 def controller_class(kind: str) -> Callable[..., Any]:
     """The class behind a controller kind. Raises InputError: no such kind, file or attribute."""
-    return _callable(load_attribute(stored_name(kind), search=[Path.cwd()], builtins=CONTROLLERS), kind)
+    builtins = CONTROLLERS | {word: CONTROLLERS[name] for word, name in SYNONYMS.items()}
+    return _callable(load_attribute(stored_name(kind), search=[Path.cwd()], builtins=builtins), kind)
 
 
 def configured_controller(
