@@ -1,4 +1,4 @@
-"""RLHF with the safety belt on: PPO that holds a KL budget to a frozen reference model.
+"""RLHF on a KL budget: PPO that holds a target KL to a frozen reference model.
 
 The names below are loaded when they are first used: importing the package imports no torch.
 """
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
         ExponentialKL,
         FixedKL,
         KLController,
-        ProportionalKL,
         ScheduledKL,
         ThresholdKL,
+        ZieglerKL,
     )
     from rlhf_kl.ops.kl import absolute, importance, k1, k2, k3, kl_penalty, rewards_with_kl
     from rlhf_kl.ops.logprobs import exact_kl
@@ -30,10 +30,11 @@ _CONTROLLERS = (
     "ExponentialKL",
     "FixedKL",
     "PIDKL",
-    "ProportionalKL",
     "ScheduledKL",
     "ThresholdKL",
+    "ZieglerKL",
 )
+_RENAMED = {"ProportionalKL": "ZieglerKL"}  # still importable
 _HOMES = {
     **dict.fromkeys(_CONTROLLERS, "rlhf_kl.kl_controllers"),
     **dict.fromkeys(("k1", "k2", "k3", "absolute", "importance", "kl_penalty", "rewards_with_kl"), "rlhf_kl.ops.kl"),
@@ -47,9 +48,9 @@ __all__ = [
     "ExponentialKL",
     "FixedKL",
     "KLController",
-    "ProportionalKL",
     "ScheduledKL",
     "ThresholdKL",
+    "ZieglerKL",
     "absolute",
     "exact_kl",
     "importance",
@@ -62,9 +63,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    current = _RENAMED.get(name, name)
+    if current not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[current]), current)
 
 
 def __dir__() -> list[str]:

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers.control import KLControl
+from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.tilt import tilted
 from rlhf_kl.report.control import tail_error as tail_error_of
 
-# The least beta that a law knows, over the scores' spread. Below it, and at 0, where nothing holds the KL back,
+# The least beta of a law, over the scores' spread. Below it, and at 0, where nothing holds the KL back,
 # the plant goes on to where this one leads.
 LEAST_COEF = math.exp(-7.0)
 
 
 class SimulatedUpdate(NamedTuple):
     step: int
-    kl: float  # measured, what the controller sees
+    kl: float  # measured, the controller gets it
     coef: float  # used in this update
     coef_next: float
 
@@ -41,7 +41,7 @@ def gaussian_law(sigma: float) -> Callable[[float], float]:
 def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
     """beta -> KL per sequence of the tilt of these reference scores; saturates at log(their number).
 
-    Tabulated over log(beta) once: a bench asks thousands of times.
+    Tabulated over log(beta) once: a benchmark reads it thousands of times.
     """
     spread = math.sqrt(math.fsum((s - math.fsum(scores) / len(scores)) ** 2 for s in scores) / len(scores))
     least, width = spread * LEAST_COEF, 0.1
@@ -59,7 +59,7 @@ def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], floa
     """beta -> KL per sequence through points (beta, KL) of a tilt that was measured, as `summary.json` keeps them.
 
     Straight in both logarithms between the points; below the smallest beta the KL stays (nothing is known there),
-    above the largest it falls with beta^2 (the Gaussian law, which every tilt comes to).
+    above the largest it falls with beta^2 (the Gaussian law, the limit of every tilt).
     """
     points = sorted((math.log(coef), math.log(kl)) for coef, kl in curve if coef > 0.0 and kl > 0.0)
     if len(points) < 2:
@@ -94,11 +94,11 @@ def example_scores(sigma: float = 1.0, number: int = 1024, seed: int = 0) -> lis
 
 @dataclass
 class Plant:
-    """A policy under training, as its controller sees it.
+    """A simulated policy under training.
 
     sqrt(KL) approaches the square root of `law(beta)` by a share `speed` per update, at most by `climb`
     per update on the way up (a clipped policy update goes only so far). Beyond `sticky_kl` the way down
-    slows in proportion: a policy that has drifted far is hardly brought back by beta. `inertia` is the
+    slows in proportion: beta hardly brings back a policy that has drifted far. `inertia` is the
     share of the last step that carries over (Adam's momentum, a value model that lags). All in nats per
     sequence; `measure` divides by `length` for a per-token KL and adds relative noise.
     """
@@ -113,7 +113,7 @@ class Plant:
     seed: int = 0
     root_kl: float = 0.0
     last_step: float = 0.0
-    whole_root_kl: float = 0.0  # where the last update would have led without a ceiling
+    uncut_root_kl: float = 0.0  # where the last update would have led without a ceiling
     _rng: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Plant:
         step = max(step, -self.root_kl)
         room = math.inf if ceiling is None else max(0.0, math.sqrt(ceiling * self.length) - self.root_kl)
         kept = 1.0 if step <= room else room / step
-        self.whole_root_kl = self.root_kl + step
+        self.uncut_root_kl = self.root_kl + step
         self.last_step = kept * step
         self.root_kl += self.last_step
         return kept
@@ -154,19 +154,19 @@ class Plant:
 def simulate_sequence(
     controller: Any, kls: Sequence[float], episodes: int = 64, alerts: list[str] | None = None
 ) -> list[SimulatedUpdate]:
-    """Feed `kls` (nats, the target's unit), one per update of `episodes` responses.
+    """Update the controller with `kls` (nats, the target's unit), one per update of `episodes` responses.
 
-    controller: a `KLControl`, or anything that one can wrap. A KL that is not finite moves nothing.
-    alerts: a list that the control's alerts are added to, each with its step in front.
+    controller: a `GuardedController`, or any that it can guard. A KL that is not finite moves nothing.
+    alerts: a list that the controller's alerts are added to, each with its step in front.
     """
-    control = controller if isinstance(controller, KLControl) else KLControl(controller)
+    guarded = _guarded(controller)
     rows = []
     for step, kl in enumerate(kls, start=1):
-        coef = control.coef
-        said = control.update(kl, episodes)
+        coef = guarded.coef
+        new_alerts = guarded.update(kl, episodes)
         if alerts is not None:
-            alerts.extend(f"step {step}: {alert}" for alert in said)
-        rows.append(SimulatedUpdate(step, kl, coef, control.coef))
+            alerts.extend(f"step {step}: {alert}" for alert in new_alerts)
+        rows.append(SimulatedUpdate(step, kl, coef, guarded.coef))
     return rows
 
 
@@ -174,17 +174,21 @@ def simulate_plant(
     controller: Any, plant: Plant, updates: int = 60, episodes: int = 64, ceiling: float | None = None
 ) -> list[SimulatedUpdate]:
     """Close the loop in the trainer's order: measure, update the policy at coef, then update coef."""
-    control = controller if isinstance(controller, KLControl) else KLControl(controller)
+    guarded = _guarded(controller)
     rows = []
     for step in range(1, updates + 1):
-        kl, before, coef = plant.measure(), plant.root_kl, control.coef
+        kl, before, coef = plant.measure(), plant.root_kl, guarded.coef
         plant.advance(coef, ceiling)
         # At the same states, so with the same noise: both readings are off by the factor that `kl` is.
         scale = kl / before**2 if before else 1.0 / plant.length
-        control.observe_update(kl, scale * plant.root_kl**2, scale * plant.whole_root_kl**2)
-        control.update(kl, episodes)
-        rows.append(SimulatedUpdate(step, kl, coef, control.coef))
+        guarded.observe_update(kl, scale * plant.root_kl**2, scale * plant.uncut_root_kl**2)
+        guarded.update(kl, episodes)
+        rows.append(SimulatedUpdate(step, kl, coef, guarded.coef))
     return rows
+
+
+def _guarded(controller: Any) -> GuardedController:
+    return controller if isinstance(controller, GuardedController) else GuardedController(controller)
 
 
 def tail_error(rows: Sequence[SimulatedUpdate], target: float) -> float:

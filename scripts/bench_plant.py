@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlhf_kl.kl_controllers import CONTROLLERS, build_controller
+from rlhf_kl.kl_controllers import build_controller
 from rlhf_kl.kl_controllers.base import KLController, clip
 from rlhf_kl.simulate import (
     Plant,
@@ -50,21 +50,22 @@ class VelocityPI(KLController):
         self.last = error
 
 
-Law = tuple[Callable[..., Any], dict[str, Any]]
+BOUNDS = {"min_coef": 1e-5, "max_coef": 1e3}
+Law = tuple[str | Callable[..., Any], dict[str, Any]]
 LAWS: dict[str, Law] = {
-    "fixed": (CONTROLLERS["fixed"], {}),
-    "Ziegler, horizon 10000": (CONTROLLERS["proportional"], {"horizon": 10000}),
-    "Ziegler, horizon 320": (CONTROLLERS["proportional"], {"horizon": 320}),
-    "Ziegler, horizon auto": (CONTROLLERS["proportional"], {}),
-    "threshold": (CONTROLLERS["threshold"], {}),
-    "exponential, gain 0.1": (CONTROLLERS["exponential"], {}),
-    "exponential, gain 2": (CONTROLLERS["exponential"], {"gain": 2.0}),
-    "dual": (CONTROLLERS["dual"], {}),
-    "pid": (CONTROLLERS["pid"], {}),
+    "fixed": ("fixed", {}),
+    "Ziegler, horizon 10000": ("ziegler", {"horizon": 10000}),
+    "Ziegler, horizon 320": ("ziegler", {"horizon": 320}),
+    "Ziegler, horizon auto": ("ziegler", {}),
+    "threshold": ("threshold", {}),
+    "exponential, gain 0.1": ("exponential", {}),
+    "exponential, gain 2": ("exponential", {"gain": 2.0}),
+    "dual": ("dual", {}),
+    "pid": ("pid", {}),
     "velocity PI 2 / 0.3": (VelocityPI, {"kp": 2.0, "ki": 0.3}),
     "velocity PI 2 / 0.6": (VelocityPI, {"kp": 2.0, "ki": 0.6}),
     "velocity PI 4 / 0.6": (VelocityPI, {"kp": 4.0, "ki": 0.6}),
-    "adaptive": (CONTROLLERS["adaptive"], {}),
+    "adaptive": ("adaptive", {}),
 }
 
 
@@ -77,7 +78,8 @@ class Quality(NamedTuple):
 
 def judge(law: Law, plant: str, ceiling: float | None = None) -> Quality:
     """One law on one plant; `ceiling` in multiples of the target cuts updates as backtracking does."""
-    cls, options = law
+    kind, options = law
+    options = options if kind == "fixed" else options | BOUNDS
     shape, traits = PLANTS[plant]
     tails, peaks, bands = [], [], []
     for sigma in SIGMAS:
@@ -87,7 +89,7 @@ def judge(law: Law, plant: str, ceiling: float | None = None) -> Quality:
             for start in STARTS:
                 for seed in SEEDS:
                     controller = build_controller(
-                        cls, options, target=TARGET, coef=ideal * start, min_coef=1e-5, max_coef=1e3,
+                        kind, options, target=TARGET, coef=ideal * start,
                         total_episodes=UPDATES * EPISODES, batch_size=EPISODES,
                     )  # fmt: skip
                     model = Plant(equilibrium, speed=speed, length=LENGTH, seed=seed, **traits)
@@ -109,7 +111,7 @@ def scaled(sigma: float) -> Callable[[float], float]:
 
 
 def arguments() -> list[str]:
-    """The laws that were asked for."""
+    """The laws to simulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("laws", nargs="*", metavar="LAW", help=f"default: all; there are {'; '.join(LAWS)}")
     laws: list[str] = parser.parse_args().laws
@@ -119,12 +121,12 @@ def arguments() -> list[str]:
 
 
 def main() -> None:
-    wanted = arguments()
+    names = arguments()
     print("tail error mean/worst, peak mean, share in +-25 % from update 15")
     print(f"{'':<24}" + "".join(f"{name:>25}" for name in PLANTS))
-    for name in wanted:
-        found = (judge(LAWS[name], plant) for plant in PLANTS)
-        cells = (f"{q.tail:.3f}/{q.worst:.2f} {q.peak:5.2f} {q.in_band:4.0%}" for q in found)
+    for name in names:
+        qualities = (judge(LAWS[name], plant) for plant in PLANTS)
+        cells = (f"{q.tail:.3f}/{q.worst:.2f} {q.peak:5.2f} {q.in_band:4.0%}" for q in qualities)
         print(f"{name:<24}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
 
 

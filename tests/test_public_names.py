@@ -12,7 +12,7 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "accelerate", "matplotlib
 
 
 def modules_after(code: str, folder: Path) -> set[str]:
-    """What a fresh interpreter has imported of HEAVY after running `code`."""
+    """The modules of HEAVY that a fresh interpreter has imported after running `code`."""
     listing = f"import sys\nprint('modules:', *[name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{listing}"], cwd=folder, capture_output=True, text=True, check=False
@@ -55,15 +55,19 @@ def test_an_estimator_brings_torch_when_it_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", rlhf_kl.__all__)
 def test_every_public_name_is_there_and_documented(name: str) -> None:
-    found = getattr(rlhf_kl, name)
-    assert found.__name__ == name
-    assert (found.__doc__ or "").strip()
+    public = getattr(rlhf_kl, name)
+    assert public.__name__ == name
+    assert (public.__doc__ or "").strip()
     assert name in dir(rlhf_kl)
 
 
 def test_the_names_that_users_were_promised() -> None:
     promised = {"KLController", "kl_penalty", "rewards_with_kl", "k1", "k2", "k3", "exact_kl"}
     assert promised <= set(rlhf_kl.__all__)
+
+
+def test_a_renamed_controller_can_still_be_imported() -> None:
+    assert rlhf_kl.ProportionalKL is rlhf_kl.ZieglerKL
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from rlhf_kl.cli.simulate import simulate
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ProportionalKL, ThresholdKL
+from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ThresholdKL, ZieglerKL, build_controller
 from rlhf_kl.simulate import (
     Plant,
     example_scores,
@@ -88,18 +88,18 @@ def test_noise_is_relative_and_seeded():
     assert kls(1) == kls(1) != kls(2)
 
 
-def test_a_ceiling_cuts_and_tells():
-    class Deaf(FixedKL):
-        def observe_update(self, before, after, whole):
-            heard.append((before, after, whole))
+def test_a_ceiling_cuts_updates_and_the_controller_gets_the_uncut_kl():
+    class Recorder(FixedKL):
+        def observe_update(self, kl_before, kl_after, kl_uncut):
+            observed.append((kl_before, kl_after, kl_uncut))
 
-    heard: list[tuple[float, float, float]] = []
-    rows = simulate_plant(Deaf(coef=0.1), Plant(gaussian_law(1.0), noise=0.0), 20, ceiling=0.5)
+    observed: list[tuple[float, float, float]] = []
+    rows = simulate_plant(Recorder(coef=0.1), Plant(gaussian_law(1.0), noise=0.0), 20, ceiling=0.5)
     assert max(row.kl for row in rows) == pytest.approx(0.5)
-    for (_, after, whole), (measured, _, _) in pairwise(heard):
+    for (_, after, uncut), (measured, _, _) in pairwise(observed):
         assert after == pytest.approx(measured)
-        assert whole >= after - 1e-12
-    assert heard[-1][2] > 2 * heard[-1][1]  # at the ceiling: it would have gone far beyond
+        assert uncut >= after - 1e-12
+    assert observed[-1][2] > 2 * observed[-1][1]  # at the ceiling: it would have gone far beyond
 
 
 def test_sticky_and_climbing_plants_do_what_they_say():
@@ -137,7 +137,7 @@ def test_adaptive_beats_ziegler_where_both_start_wrong():
         return simulate_plant(controller, Plant(law, length=LENGTH, climb=0.25))
 
     ours = run(adaptive(0.3 * ideal))
-    theirs = run(ProportionalKL(coef=0.3 * ideal, target=TARGET, horizon=320))
+    theirs = run(ZieglerKL(coef=0.3 * ideal, target=TARGET, horizon=320))
     assert tail_error(ours, TARGET) < 0.5 * tail_error(theirs, TARGET)
     assert peak(ours, TARGET) < peak(theirs, TARGET)
 
@@ -150,10 +150,9 @@ def test_adaptive_under_a_ceiling_settles_below_it():
     assert peak(rows, TARGET) < 1.3 + 1e-9
 
 
-@pytest.mark.parametrize("kind", sorted(set(CONTROLLERS) - {"schedule"}))
+@pytest.mark.parametrize("kind", CONTROLLERS)
 def test_rows_chain(kind):
-    options = {"horizon": 320} if kind == "proportional" else {}
-    rows = simulate_sequence(CONTROLLERS[kind](**options), [0.0, 0.05, 0.3, 0.1])
+    rows = simulate_sequence(build_controller(kind, {}, total_episodes=256), [0.0, 0.05, 0.3, 0.1])
     assert [row.step for row in rows] == [1, 2, 3, 4]
     assert all(a.coef_next == b.coef for a, b in pairwise(rows))
 
@@ -246,7 +245,7 @@ def test_the_runs_own_controller_and_sizes(run, tmp_path):
     file.write_text(
         "rollout: {batch_size: 32}\n"
         "ppo: {total_episodes: 320, minibatch_size: 32}\n"
-        "kl: {target: 0.05, controller: {kind: proportional, coef: 0.4, horizon: 64}}\n"
+        "kl: {target: 0.05, controller: {kind: ziegler, coef: 0.4, horizon: 64}}\n"
     )
     rows = rows_of(run("--config", str(file), "--json"))
     assert len(rows) == 10
@@ -260,8 +259,8 @@ def test_the_runs_own_controller_and_sizes(run, tmp_path):
 
 def test_a_horizon_that_cannot_move_beta_is_said(run, tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("kl: {controller: {kind: proportional, horizon: 10000}}\n")
-    assert "controller-too-slow" in run("--config", str(file), "--json").err
+    file.write_text("kl: {controller: {kind: ziegler, coef: 0.2, horizon: 10000}}\n")
+    assert "ZieglerKL can move beta only from 0.2 " in run("--config", str(file), "--json").err
 
 
 def test_a_plugin_from_a_file(run, tmp_path):
@@ -278,6 +277,7 @@ def test_a_plugin_from_a_file(run, tmp_path):
     ("arguments", "word"),
     [
         (["--controller", "adaptiv"], "did you mean adaptive"),
+        (["--controller", "statc"], "did you mean static"),
         (["--plant", "gausian"], "did you mean gaussian"),
         (["--kl", "0.1,x"], "--kl"),
         (["--kl", "-0.1"], "--kl"),

@@ -15,10 +15,9 @@ from rlhf_kl.cli.options import Set
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
-    from rlhf_kl.kl_controllers import KLControl
+    from rlhf_kl.kl_controllers import GuardedController
     from rlhf_kl.simulate import Plant, SimulatedUpdate
 
-COEF_WITHOUT_SCORES = 0.1  # what `coef: auto` comes to here
 PLANT_NATS = 2.0  # per sequence, where a plant's target lies when it counts in nats per token
 
 
@@ -51,22 +50,19 @@ def simulate(
 ) -> None:
     """Run a KL controller against given KLs or a simulated policy: no model, seconds."""
     from rlhf_kl.simulate import plot as draw
-    from rlhf_kl.simulate import simulate_plant
+    from rlhf_kl.simulate import simulate_plant, simulate_sequence
 
     if kl is not None and plant is not None:
         raise InputError("--kl and --plant: give one of them")
     kls = None if kl is None else _kls(kl)
     setup = _setup(controller, config, sets or [], target, coef, episodes, updates, kls)
+    notes: list[str] = []
     if kls is None:
-        rows = simulate_plant(
-            setup.control,
-            _plant(plant or "saturating", speed, noise, seed, setup),
-            setup.updates,
-            setup.episodes,
-        )
-        notes = setup.control.start_warnings(setup.updates, setup.episodes)
+        policy = _plant(plant or "saturating", speed, noise, seed, setup)
+        notes += setup.controller.start_warnings(setup.updates, setup.episodes)
+        rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
     else:
-        rows, notes = _sequence(setup, kls)
+        rows = simulate_sequence(setup.controller, kls, setup.episodes, alerts=notes)
     for note in notes:
         print(note, file=sys.stderr)
     if plot is not None:
@@ -78,7 +74,7 @@ def simulate(
 
 
 class _Setup(NamedTuple):
-    control: KLControl
+    controller: GuardedController
     kind: str
     target: float
     length: float  # tokens per response of a plant
@@ -97,9 +93,7 @@ def _setup(
     kls: list[float] | None,
 ) -> _Setup:
     """The controller with the sizes of the config, of the command line, or the defaults."""
-    from rlhf_kl.components import check_options
-    from rlhf_kl.config.plugins import CONTROLLER_PROVIDED, controller_class
-    from rlhf_kl.kl_controllers import KLControl, build_controller
+    from rlhf_kl.kl_controllers.factory import stored_name
 
     options: dict[str, Any] = {}
     total, per_sequence = None, False
@@ -111,7 +105,7 @@ def _setup(
 
         run = load_config("train", config, sets)
         section = run.kl.controller
-        if kind is None or kind == section.kind:
+        if kind is None or stored_name(kind) == section.kind:
             kind, options = section.kind, section.options
         if coef is None and not isinstance(section.coef, str):
             coef = section.coef
@@ -120,28 +114,31 @@ def _setup(
         if episodes is None and updates is None:
             total, updates = run.ppo.total_episodes, run.updates
         episodes, updates = episodes or run.rollout.batch_size, updates or run.updates
-    kind, episodes = kind or "adaptive", episodes or 64
+    kind, episodes = stored_name(kind or "adaptive"), episodes or 64
     if target is not None and not 0.0 < target < math.inf:
         raise InputError(f"--target must be a finite number above 0: {target:g}")
     updates = updates or (60 if kls is None else len(kls))
+    sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
+    guarded = _controller(kind, options, coef, sizes)
+    target = float(target or getattr(guarded.controller, "target", None) or 0.1)
+    length = 1.0 if per_sequence else PLANT_NATS / target
+    return _Setup(guarded, kind, target, length, episodes, updates)
+
+
+def _controller(kind: str, options: dict[str, Any], coef: float | None, sizes: dict[str, Any]) -> GuardedController:
+    """coef: the starting beta, where one is written and the class takes it."""
+    from rlhf_kl.components import accepts, check_options
+    from rlhf_kl.config.plugins import controller_class
+    from rlhf_kl.kl_controllers.factory import CONTROLLER_PROVIDED, build_controller
+
     cls = controller_class(kind)
     if problems := check_options(cls, options, provided=CONTROLLER_PROVIDED, where="kl.controller"):
         raise InputError(*problems)
+    written = {} if coef is None or not accepts(cls, "coef") else {"coef": coef}
     try:
-        controller = build_controller(
-            cls,
-            options,
-            target=target,
-            coef=COEF_WITHOUT_SCORES if coef is None else coef,
-            total_episodes=total or episodes * updates,
-            batch_size=episodes,
-        )
-        control = KLControl(controller)
+        return build_controller(cls, {**options, **written}, **sizes)
     except (TypeError, ValueError) as error:
         raise InputError(f"{kind}: {error}") from error
-    target = float(target or getattr(controller, "target", None) or 0.1)
-    length = 1.0 if per_sequence else PLANT_NATS / target
-    return _Setup(control, kind, target, length, episodes, updates)
 
 
 def _kls(text: str) -> list[float]:
@@ -191,15 +188,6 @@ def _reference_of(folder: Path) -> tuple[list[tuple[float, float]], float]:
         return [(float(p["coef"]), float(p["kl"])) for p in reference["tilt"]], length
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"--plant: {folder} has no summary.json with reference samples: name a finished run") from None
-
-
-def _sequence(setup: _Setup, kls: list[float]) -> tuple[list[SimulatedUpdate], list[str]]:
-    """The rows, and what the control had to say about KLs it did not take."""
-    from rlhf_kl.simulate import simulate_sequence
-
-    notes: list[str] = []
-    rows = simulate_sequence(setup.control, kls, setup.episodes, alerts=notes)
-    return rows, notes
 
 
 def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:

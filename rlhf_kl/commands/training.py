@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
-from rlhf_kl.config.plugins import controller_arguments, controller_class
+from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
-from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.models.value import ActorCritic
@@ -117,11 +117,10 @@ def build_trainer(
     )
 
 
-def build_control(config: TrainConfig, coef: float) -> KLControl:
-    """The controller of the config; `coef` is what `auto` came to."""
-    found = controller_class(config.kl.controller.kind)
+def build_control(config: TrainConfig, coef: float) -> GuardedController:
+    """The controller of the config; `coef` is the value of `auto`."""
     try:
-        return KLControl(found(**controller_arguments(found, config.kl, config.ppo, config.rollout, coef)))
+        return configured_controller(config.kl, config.ppo, config.rollout, coef)
     except (ValueError, TypeError) as error:
         raise InputError(f"kl.controller: {error}") from error
 

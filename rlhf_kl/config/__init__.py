@@ -9,7 +9,7 @@ from rlhf_kl.config.load import (
     load_any,
     load_config,
 )
-from rlhf_kl.config.plugins import controller_arguments, controller_class, plugin_files
+from rlhf_kl.config.plugins import configured_controller, controller_class, plugin_files
 from rlhf_kl.config.schema import KIND_NAMES, Kind, RewardModelConfig, SFTConfig, TrainConfig
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "SFTConfig",
     "TrainConfig",
     "config_diff",
-    "controller_arguments",
+    "configured_controller",
     "controller_class",
     "detect_kind",
     "dump_config",

@@ -16,7 +16,6 @@ from rlhf_kl.components import is_reference, nearest, reference_file, suggestion
 from rlhf_kl.config.describe import describe_errors, wrong_keys
 from rlhf_kl.config.plugins import construction_problems, controller_problems, raw_terms, reward_problems
 from rlhf_kl.config.schema import (
-    CONSTANT_KINDS,
     KIND_NAMES,
     MODELS,
     AnyConfig,
@@ -36,6 +35,7 @@ from rlhf_kl.config.schema import (
 )
 from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers.factory import stored_name
 
 MAX_CHAIN = 20
 MAX_KEY_DEPTH = 10
@@ -282,7 +282,7 @@ def _merge(parent: dict[str, Any], child: dict[str, Any], where: str = "") -> di
 
 def _kind_of(where: str, section: Mapping[str, Any]) -> Any:
     kind = section.get("kind", BY_KIND[where].model_fields["kind"].default)
-    return "fixed" if kind in CONSTANT_KINDS else kind
+    return stored_name(kind) if isinstance(kind, str) else kind
 
 
 # ---- paths ----

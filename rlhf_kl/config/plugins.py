@@ -1,9 +1,8 @@
-"""What a config names by "module:attribute" or by a kind: found, and its options checked."""
+"""Controllers and reward functions that a config names, and checks of their options."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,50 +19,30 @@ from rlhf_kl.config.schema import (
     TrainConfig,
 )
 from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers import CONTROLLERS, GuardedController, build_controller
+from rlhf_kl.kl_controllers.factory import COEF_WITHOUT_SCORES, CONTROLLER_PROVIDED, SYNONYMS, stored_name
 
-COEF_WITHOUT_SCORES = 0.1  # what `coef: auto` is where nothing was measured
-
-# Filled in by the program where the options do not write them.
-CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
 REWARD_PROVIDED = {"prompts", "responses"}
-
-
-def builtin_controllers() -> Mapping[str, type]:
-    from rlhf_kl.kl_controllers import CONTROLLERS
-
-    return CONTROLLERS
 
 
 def controller_class(kind: str) -> Callable[..., Any]:
     """The class behind a controller kind. Raises InputError: no such kind, file or attribute."""
-    return _callable(load_attribute(kind, search=[Path.cwd()], builtins=builtin_controllers()), kind)
+    builtins = CONTROLLERS | {word: CONTROLLERS[name] for word, name in SYNONYMS.items()}
+    return _callable(load_attribute(stored_name(kind), search=[Path.cwd()], builtins=builtins), kind)
 
 
-def controller_arguments(
-    cls: Callable[..., Any], kl: KLSection, ppo: PPOSection, rollout: RolloutSection, coef: float
-) -> dict[str, Any]:
-    """Keyword arguments for `cls`: the written options, and what the run fills in where it is taken.
-
-    coef: what `auto` came to; kept inside the controller's bounds. A written coef wins over it.
-    """
-    options = kl.controller.options
-    written = kl.controller.coef
-    filled = {
-        "target": kl.target_value,
-        "coef": _bounded(cls, options, coef) if isinstance(written, str) else written,
-        "total_episodes": ppo.total_episodes,
-        "batch_size": rollout.batch_size,
-    }
-    return {key: value for key, value in filled.items() if accepts(cls, key)} | options
-
-
-def _bounded(cls: Callable[..., Any], options: dict[str, Any], coef: float) -> float:
-    def bound(name: str, otherwise: float) -> float:
-        parameter = inspect.signature(cls).parameters.get(name)
-        value = options.get(name, None if parameter is None else parameter.default)
-        return float(value) if isinstance(value, (int, float)) else otherwise
-
-    return min(max(coef, bound("min_coef", -math.inf)), bound("max_coef", math.inf))
+def configured_controller(
+    kl: KLSection, ppo: PPOSection, rollout: RolloutSection, coef: float = COEF_WITHOUT_SCORES
+) -> GuardedController:
+    """The controller of a config; `coef` is the value of `auto`. Raises as `build_controller` does."""
+    return build_controller(
+        controller_class(kl.controller.kind),
+        kl.controller.arguments,
+        target=kl.target_value,
+        coef=coef,
+        total_episodes=ppo.total_episodes,
+        batch_size=rollout.batch_size,
+    )
 
 
 def controller_problems(section: Mapping[str, Any]) -> list[str]:
@@ -87,12 +66,11 @@ def controller_problems(section: Mapping[str, Any]) -> list[str]:
 
 
 def construction_problems(kl: KLSection, ppo: PPOSection, rollout: RolloutSection) -> list[str]:
-    """Problems that a built-in controller finds in its values. Other people's code is not called."""
-    cls = builtin_controllers().get(kl.controller.kind)
-    if cls is None:
+    """Problems with the values of a built-in controller. Other people's code is not called."""
+    if kl.controller.kind not in CONTROLLERS:
         return []
     try:
-        cls(**controller_arguments(cls, kl, ppo, rollout, COEF_WITHOUT_SCORES))
+        configured_controller(kl, ppo, rollout)
     except ValueError as error:
         return [f"kl.controller: {error}"]
     return []

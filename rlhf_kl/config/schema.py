@@ -11,6 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.components import is_reference, nearest, suggestion
 from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers.factory import stored_name
 from rlhf_kl.templates import template_fields
 
 Kind: TypeAlias = Literal["train", "sft", "reward-model"]
@@ -18,7 +19,6 @@ KIND_NAMES: tuple[Kind, ...] = ("train", "sft", "reward-model")
 
 PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats per token
 SUM = "sum"  # the reward that is made of several
-CONSTANT_KINDS = ("fixed", "static")  # the only ones that may hold beta at 0
 
 LARGEST = 10**12  # beyond any run, and still exact as a float
 SEEDS = 2**32  # a seed is below
@@ -399,10 +399,15 @@ class ControllerSection(Section):
         """Options of the kind."""
         return dict(self.model_extra or {})
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Options of the kind, and the starting beta where it is written."""
+        return self.options if self.coef == "auto" else {"coef": self.coef, **self.options}
+
     @field_validator("kind")
     @classmethod
     def _stored_name(cls, kind: str) -> str:
-        return "fixed" if kind in CONSTANT_KINDS else kind
+        return stored_name(kind)
 
     @field_validator("coef")
     @classmethod

@@ -1,4 +1,4 @@
-"""What every KL controller shares: bounds, saved state, and the checks around a plugin that has none."""
+"""Shared by all KL controllers: checked options, bounds, and saved state, also of a plugin that has none."""
 
 from __future__ import annotations
 
@@ -39,15 +39,13 @@ def clip(value: float, low: float, high: float) -> float:
 class KLController:
     """Moves `coef` (beta) so that the policy's KL to its reference stays at a target.
 
-    A subclass writes `update`; it may also be any class with `coef` and `update(kl, episodes)`.
-    Options are keyword arguments. `target`, `coef`, `total_episodes`, `batch_size`, `min_coef` and
-    `max_coef` come from the run where the signature has them and the config does not write them.
-
-    The KL is in nats, in the unit of the target. Nothing here knows about tensors.
+    A subclass writes `update`; any other class with `coef` and `update(kl, episodes)` is a controller too.
+    Options are keyword arguments; `factory.CONTROLLER_PROVIDED` names those that the run fills in.
+    The KL is in nats, in the unit of the target.
     """
 
     state_names: ClassVar[tuple[str, ...] | None] = None  # None: every attribute that JSON can hold
-    adjusts: ClassVar[bool] = True  # False: beta does not answer to the KL, so it cannot be too slow
+    adjusts: ClassVar[bool] = True  # False: beta does not depend on the KL, so it cannot be too slow
 
     def __init__(self, *, coef: float = 0.1, min_coef: float = 1e-4, max_coef: float = 10.0) -> None:
         self.coef = require_positive("coef", coef)
@@ -64,25 +62,22 @@ class KLController:
         """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats."""
         raise NotImplementedError(f"{type(self).__name__} has no update(kl, episodes)")
 
-    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
-        """Exact KL at the rollout's states before and after the policy update; told before `update`.
+    def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
+        """Use the exact KL at the rollout's states before and after the policy update; called before `update`.
 
-        Nats in the target's unit. `kl_whole` is what it would have been after an update that the ceiling cut;
-        otherwise it equals `kl_after`. The same states: the difference is free of the noise of sampling.
+        Nats in the target's unit. `kl_uncut` is what it would be after the whole update where the ceiling cut it,
+        and equals `kl_after` elsewhere. The states are the same: the difference has no noise of sampling.
         """
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
         """Largest fall and rise of log(coef) in one update while the KL is between 0 and 2x target."""
-        del episodes
         return math.inf, math.inf
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest coef that `updates` updates of `batch_size` episodes can arrive at."""
-        fall, rise = self.log_steps(batch_size)
-        low = self.coef * math.exp(-min(fall * updates, 700.0)) if updates else self.coef
-        high = self.coef * math.exp(min(rise * updates, 700.0)) if updates else self.coef
-        bounds = bounds_of(self)
-        return max(low, bounds[0]), min(high, bounds[1])
+        fall, rise = (min(step * updates, 700.0) if updates else 0.0 for step in self.log_steps(batch_size))
+        low, high = bounds_of(self)
+        return max(low, self.coef * math.exp(-fall)), min(high, self.coef * math.exp(rise))
 
     def state_dict(self) -> dict[str, Any]:
         return saved_attributes(self, self.state_names)
@@ -115,12 +110,12 @@ def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str
 
 
 def restore_attributes(obj: Any, state: dict[str, Any]) -> None:
-    """Set what `saved_attributes` gave, in the container type the attribute has now."""
+    """Set attributes from `saved_attributes`, in the container type the attribute has now."""
     for name, value in state.items():
         now = getattr(obj, name, None)
-        if isinstance(now, deque):
+        if isinstance(now, deque) and value is not None:
             setattr(obj, name, deque(value, maxlen=now.maxlen))
-        elif isinstance(now, tuple):
+        elif isinstance(now, tuple) and value is not None:
             setattr(obj, name, tuple(value))
         else:
             setattr(obj, name, copy.deepcopy(value))

@@ -1,12 +1,13 @@
-"""What a controller believes of the run it is in: probabilities on a grid, moved by every step that it sees."""
+"""A belief about the run: probabilities on a grid, updated with every observed step of the policy."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from rlhf_kl.kl_controllers.step_model import Situation, StepModel
 
 Floats = npt.NDArray[np.float64]
 
@@ -18,22 +19,6 @@ PACE_SPREAD = 0.5  # of the logarithm of the pace around the guess
 PACE_RETURN = 0.02  # share of the belief about the pace that goes back to the guess every update
 TAILS = 4.0  # degrees of freedom of Student's t: an odd update proves little
 NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
-
-
-class Situation(NamedTuple):
-    """Where a policy update begins."""
-
-    distance: float  # x = sqrt(KL/target)
-    step: float  # of x in the update before
-    log_coef: float
-
-
-class StepModel(NamedTuple):
-    """How x moves: step_k = m step_{k-1} - (1 - m) a tanh(s log x_k + r log(beta_k / b))."""
-
-    momentum: float  # m
-    distance_power: float  # s
-    coef_power: float  # r
 
 
 class Belief:
@@ -63,15 +48,15 @@ class Belief:
         return self.pace * float(self.probabilities.sum(0) @ PACES)
 
     def mean_step(self, at: Situation) -> float:
-        """The step that is expected."""
+        """The expected step."""
         return float((self.probabilities * self._steps(at)).sum())
 
-    def distance_from(self, wanted: float, at: Situation) -> float:
-        """Expected squared distance of the step from the one that is wanted."""
+    def expected_miss(self, wanted: float, at: Situation) -> float:
+        """Expected squared difference between the step and the wanted one."""
         return float((self.probabilities * (self._steps(at) - wanted) ** 2).sum())
 
-    def hear(self, step: float, at: Situation, noise: float) -> None:
-        """Learn from a step that was seen with this standard deviation."""
+    def update(self, step: float, at: Situation, noise: float) -> None:
+        """Learn from a step that was measured with this standard deviation."""
         error = (step - self._steps(at)) / noise
         likely = self.probabilities * (1.0 + error**2 / TAILS) ** (-(TAILS + 1.0) / 2.0)
         # log b wanders to its neighbours, the pace back to the guess: nothing is ever ruled out for good.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from rlhf_kl.kl_controllers.base import KLController, require_positive
 
 
@@ -16,7 +14,7 @@ class DualKL(KLController):
     not depend on the unit; the step is additive, so lr is in units of beta.
     """
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef",)
+    state_names = ("coef",)
 
     def __init__(
         self,
@@ -32,10 +30,8 @@ class DualKL(KLController):
         self.lr = require_positive("lr", lr)
 
     def update(self, kl: float, episodes: int) -> None:
-        del episodes
         self._set_coef(self.coef + self.lr * (kl / self.target - 1.0))
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
-        del batch_size
         span = self.lr * updates
         return max(self.min_coef, self.coef - span), min(self.max_coef, self.coef + span)

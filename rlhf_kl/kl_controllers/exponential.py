@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from rlhf_kl.kl_controllers.base import KLController, require_fraction, require_positive
 
 
@@ -15,7 +13,7 @@ class ExponentialKL(KLController):
     1 % per update.
     """
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef", "mean_kl")
+    state_names = ("coef", "mean_kl")
 
     def __init__(
         self,
@@ -34,11 +32,9 @@ class ExponentialKL(KLController):
         self.mean_kl: float | None = None
 
     def update(self, kl: float, episodes: int) -> None:
-        del episodes
         old = kl if self.mean_kl is None else self.mean_kl
         self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * kl
         self._move(self.gain * (self.mean_kl - self.target))
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
-        del episodes
         return self.gain * self.target, self.gain * self.target

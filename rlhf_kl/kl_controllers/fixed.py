@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from rlhf_kl.kl_controllers.base import KLController, require_number
 
 
 class FixedKL(KLController):
     """beta_k = coef, whatever the KL does (Stiennon et al. 2020, 2009.01325). 0 turns the term off."""
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef",)
-    adjusts: ClassVar[bool] = False
+    state_names = ("coef",)
+    adjusts = False
 
     def __init__(self, *, coef: float = 0.1) -> None:
         if require_number("coef", coef) < 0.0:
@@ -20,7 +18,3 @@ class FixedKL(KLController):
 
     def update(self, kl: float, episodes: int) -> None:
         """Nothing moves."""
-
-    def log_steps(self, episodes: int) -> tuple[float, float]:
-        del episodes
-        return 0.0, 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from rlhf_kl.kl_controllers.base import KLController, clip, require_fraction, require_number, require_positive
 
@@ -15,10 +14,10 @@ class PIDKL(KLController):
     multiplier itself; here on its logarithm, so that beta stays positive and a gain means a relative
     change. `rate` limits |change of log beta| per update. Anti-windup: the sum stands still while a bound
     or the rate limit holds the output back and the error pushes further that way. Cold start: the KL
-    begins at 0 whatever beta is, so for the first `hold` updates an error below zero is not acted upon.
+    begins at 0 whatever beta is, so for the first `hold` updates an error below zero changes nothing.
     """
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef", "mean_kl", "total", "last_error", "updates")
+    state_names = ("coef", "mean_kl", "total", "last_error", "updates")
 
     def __init__(
         self,
@@ -49,7 +48,6 @@ class PIDKL(KLController):
         self.updates = 0
 
     def update(self, kl: float, episodes: int) -> None:
-        del episodes
         old = kl if self.mean_kl is None else self.mean_kl
         self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * kl
         error = clip(self.mean_kl / self.target - 1.0, -1.0, 1.0)
@@ -59,14 +57,11 @@ class PIDKL(KLController):
         if self.updates <= self.hold and error < 0.0:
             return
         wanted = math.log(self.start_coef) + self.kp * error + self.ki * (self.total + error) + self.kd * change
-        step = clip(wanted - math.log(self.coef), -self.rate, self.rate)
         before = self.coef
-        self._move(step)
-        moved = math.log(self.coef / before)
-        held_back = abs(wanted - math.log(before) - moved) > 1e-12
-        if not (held_back and (wanted - math.log(before) - moved) * error > 0.0):
+        self._move(clip(wanted - math.log(before), -self.rate, self.rate))
+        missing = wanted - math.log(before) - math.log(self.coef / before)
+        if abs(missing) <= 1e-12 or missing * error <= 0.0:
             self.total += error
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
-        del episodes
         return self.rate, self.rate

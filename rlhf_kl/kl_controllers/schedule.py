@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from rlhf_kl.kl_controllers.base import KLController, require_positive
 
@@ -17,8 +16,8 @@ class ScheduledKL(KLController):
     3 * coef: looser early, so that the policy learns, tighter late. Open loop: it holds no target.
     """
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef", "episodes_seen")
-    adjusts: ClassVar[bool] = False
+    state_names = ("coef", "episodes_seen")
+    adjusts = False
 
     def __init__(
         self,
@@ -41,7 +40,6 @@ class ScheduledKL(KLController):
         super().__init__(coef=coef, min_coef=low, max_coef=high)
 
     def update(self, kl: float, episodes: int) -> None:
-        del kl
         self.episodes_seen += episodes
         progress = min(1.0, self.episodes_seen / self.total_episodes)
         share = progress if self.shape == "linear" else (1.0 - math.cos(math.pi * progress)) / 2.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from rlhf_kl.kl_controllers.base import KLController, require_positive
 
@@ -16,7 +15,7 @@ class ThresholdKL(KLController):
     At a cold start the KL is 0, so it lowers beta until the KL is up, and then reacts late.
     """
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef",)
+    state_names = ("coef",)
 
     def __init__(
         self,
@@ -39,12 +38,10 @@ class ThresholdKL(KLController):
             raise ValueError(f"factor must be above 1, got {self.factor:g}")
 
     def update(self, kl: float, episodes: int) -> None:
-        del episodes
         if kl > self.high * self.target:
             self._set_coef(self.coef * self.factor)
         elif kl < self.low * self.target:
             self._set_coef(self.coef / self.factor)
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
-        del episodes
         return math.log(self.factor), math.log(self.factor) if self.high < 2.0 else 0.0

@@ -30,7 +30,7 @@ class Solution(NamedTuple):
 
     @property
     def note(self) -> str:
-        """One line to show when the figure is not measured but extrapolated; empty otherwise."""
+        """One line where the figure is extrapolated and not measured; empty elsewhere."""
         if not self.extrapolated:
             return ""
         return (
@@ -43,8 +43,8 @@ def centre_groups(scores: Sequence[float], groups: Sequence[Hashable]) -> list[f
     """Scores less the mean of their group (a group = the responses to one prompt).
 
     Only the spread within a prompt can be bought with KL. The rest of a group of m is scaled by
-    sqrt(m / (m - 1)), which keeps the within-group variance right when m is small. Groups of one tell
-    nothing and are left out, unless there are no others: then the common mean is taken off.
+    sqrt(m / (m - 1)), which keeps the within-group variance right when m is small. Groups of one have
+    no spread and are left out, unless there are no others: then the common mean is taken off.
     """
     if len(scores) != len(groups):
         raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
@@ -96,7 +96,7 @@ def solve_tilt(scores: Sequence[float], target_kl: float, *, min_ess: float = MI
     if len(scores) <= min_ess:
         raise ValueError(f"{len(scores)} scores are too few for an effective sample size of {min_ess:g}")
     low, high = math.log(spread) - 15.0, math.log(spread) + 15.0
-    for _ in range(50):  # KL falls and ess rises with coef: the larger of the two roots is what is wanted
+    for _ in range(50):  # KL falls and ess rises with coef: the larger of the two roots is sought
         middle = (low + high) / 2.0
         tilt = tilted(scores, math.exp(middle))
         if tilt.ess < min_ess or tilt.kl > target_kl:
@@ -109,13 +109,8 @@ def solve_tilt(scores: Sequence[float], target_kl: float, *, min_ess: float = MI
     return Solution(math.exp(high) * math.sqrt(tilt.kl / target_kl), tilt, extrapolated=True)
 
 
-def solve_coef(scores: Sequence[float], target_kl: float, *, min_ess: float = MIN_ESS) -> float:
-    """`solve_tilt(...).coef`; ask `solve_tilt` where it matters whether the figure is extrapolated."""
-    return solve_tilt(scores, target_kl, min_ess=min_ess).coef
-
-
 def gain_at_kl(scores: Sequence[float], kl: float, *, min_ess: float = MIN_ESS) -> float | None:
-    """Upper limit of the score gain at `kl` nats per sequence; None where the samples cannot tell."""
+    """Upper limit of the score gain at `kl` nats per sequence; None where the samples are too few."""
     if not math.isfinite(kl) or len(scores) <= min_ess:
         return None
     if kl <= 0.0:

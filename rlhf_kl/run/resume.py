@@ -11,9 +11,10 @@ import torch
 
 from rlhf_kl.components import accepts
 from rlhf_kl.config.load import config_diff, load_config
-from rlhf_kl.config.plugins import COEF_WITHOUT_SCORES, builtin_controllers, controller_arguments, controller_class
+from rlhf_kl.config.plugins import configured_controller, controller_class
 from rlhf_kl.config.schema import AnyConfig, Kind, RewardModelConfig, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers import CONTROLLERS
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, set_aside
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import RunFolder
@@ -82,16 +83,12 @@ def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
 
 
 def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
-    cls = controller_class(before.kl.controller.kind)
-    if not accepts(cls, "total_episodes"):
-        return False
-    if cls not in builtin_controllers().values():
-        return True  # what it makes of the number is its own affair
-    made = [
-        cls(**controller_arguments(cls, before.kl, config.ppo, before.rollout, COEF_WITHOUT_SCORES))
-        for config in (before, now)
-    ]
-    return bool(vars(made[0]) != vars(made[1]))
+    """Whether the controller depends on the number of episodes: of a plugin that takes it, nobody knows."""
+    kind = before.kl.controller.kind
+    if kind not in CONTROLLERS:
+        return accepts(controller_class(kind), "total_episodes")
+    short, grown = (configured_controller(before.kl, c.ppo, before.rollout).controller for c in (before, now))
+    return bool(vars(short) != vars(grown))
 
 
 def finished_summary(folder: RunFolder) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.lm import Logits
 from rlhf_kl.models.value import ActorCritic
@@ -55,7 +55,7 @@ class PPOTrainer:
         optimizer: torch.optim.Optimizer,
         rollouts: Callable[[int], RolloutBatch],
         reference: ReferenceStates,
-        controller: KLControl,
+        controller: GuardedController,
         features: StateFeatures | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class PPOTrainer:
             self.kl_now,
             self.descend_kl,
             limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
-            measures=controller.listens,
+            measures=controller.needs_update_kl,
         )
 
     def update(self, step: int) -> Update:

@@ -77,7 +77,7 @@ def test_sampling_filters_of_the_checkpoint(doctor: Doctor, tiny_folder: Path, t
 
 
 def test_a_controller_that_cannot_move_and_a_gradient_that_is_none(doctor: Doctor) -> None:
-    slow = doctor("kl.controller={kind: proportional, coef: 0.1, horizon: 1000000}")["beta"]
+    slow = doctor("kl.controller={kind: ziegler, coef: 0.1, horizon: 1000000}")["beta"]
     assert [level for level, _ in slow] == ["doubtful"]
     assert "controller-too-slow" in slow[0][1]
     loss = doctor("kl.placement=loss")["beta"]

@@ -282,7 +282,7 @@ def test_more_episodes_go_on_from_a_finished_run(train: Train, tmp_path: Path) -
     [
         "ppo.lr_schedule=linear",
         "ppo.lr_schedule=constant kl.controller={kind: schedule, coef: 0.1, end_coef: 0.2}",
-        "ppo.lr_schedule=constant kl.controller={kind: proportional, coef: 0.1}",
+        "ppo.lr_schedule=constant kl.controller={kind: ziegler, coef: 0.1}",
     ],
 )
 def test_more_episodes_are_refused_where_something_depends_on_their_number(
@@ -295,7 +295,7 @@ def test_more_episodes_are_refused_where_something_depends_on_their_number(
 
 
 def test_more_episodes_are_fine_where_the_horizon_is_written(train: Train, tmp_path: Path) -> None:
-    law = ("kl.controller={kind: proportional, coef: 0.1, horizon: 100}", "ppo.lr_schedule=constant")
+    law = ("kl.controller={kind: ziegler, coef: 0.1, horizon: 100}", "ppo.lr_schedule=constant")
     train(tmp_path / "run", *law, "ppo.total_episodes=32")
     assert train(tmp_path / "run", *law, "ppo.total_episodes=48", resume=True)["steps"] == 3
 

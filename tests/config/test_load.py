@@ -168,12 +168,12 @@ CHANGED_KIND = "kl: {controller: {kind: pid, coef: 0.3, kp: 0.9}}\n"
 def test_a_new_kind_drops_the_old_kinds_options(write: Write, by: str) -> None:
     base = write("base.yaml", CHANGED_KIND)
     if by == "extends":
-        child = "extends: base.yaml\nkl: {controller: {kind: proportional, horizon: 500}}\n"
+        child = "extends: base.yaml\nkl: {controller: {kind: ziegler, horizon: 500}}\n"
         config = load_config("train", write("child.yaml", child))
     elif by == "set whole":
-        config = load_config("train", base, ["kl.controller={kind: proportional, horizon: 500}"])
+        config = load_config("train", base, ["kl.controller={kind: ziegler, horizon: 500}"])
     else:
-        sets = ["kl.controller.kind=proportional", "kl.controller.horizon=500"]
+        sets = ["kl.controller.kind=ziegler", "kl.controller.horizon=500"]
         config = load_config("train", base, sets if by == "set" else sets[::-1])
     assert config.kl.controller.options == {"horizon": 500}
     assert config.kl.controller.coef == "auto"
@@ -395,7 +395,7 @@ def test_a_controllers_options_are_checked_against_its_signature(write: Write) -
 @pytest.mark.parametrize(
     ("controller", "key"),
     [
-        ("{kind: proportional, horizn: 5}", "kl.controller.horizn"),
+        ("{kind: ziegler, horizn: 5}", "kl.controller.horizn"),
         ("{kind: pid, kp: fast}", "kl.controller.kp"),
         ("{kind: pid, kp: .nan}", "kl.controller.kp"),
         ("{kind: pid, kp: -1}", "kl.controller"),

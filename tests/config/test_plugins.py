@@ -1,53 +1,45 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhf_kl.config.plugins import controller_arguments, controller_class, plugin_files
+from rlhf_kl.config.plugins import configured_controller, controller_class, plugin_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
+from rlhf_kl.kl_controllers.base import KLController
 
 
-class Takes:
-    def __init__(self, *, target: float, coef: float, max_coef: float = 4.0, **options: Any) -> None: ...
+def controller(coef: float = 0.3, **section: object) -> KLController:
+    config = TrainConfig.model_validate(
+        {"kl": {"target": 0.2, "controller": section}, "ppo": {"total_episodes": 640}, "rollout": {"batch_size": 64}}
+    )
+    law = configured_controller(config.kl, config.ppo, config.rollout, coef).controller
+    assert isinstance(law, KLController)
+    return law
 
 
-class TakesEpisodes:
-    def __init__(self, *, total_episodes: int, batch_size: int) -> None: ...
+def test_a_controller_gets_target_coef_and_sizes_of_the_config() -> None:
+    law = controller(kind="ziegler", clip_error=0.5)
+    assert isinstance(law, ZieglerKL)
+    assert (law.target, law.coef, law.clip_error, law.horizon) == (0.2, 0.3, 0.5, 64.0)  # 640 / 20, at least a batch
+    scheduled = controller(kind="schedule")
+    assert isinstance(scheduled, ScheduledKL)
+    assert scheduled.total_episodes == 640
 
 
-def arguments(cls: Any, controller: dict[str, Any], coef: float = 0.3) -> dict[str, Any]:
-    config = TrainConfig.model_validate({"kl": {"target": 0.2, "controller": {"kind": "x", **controller}}})
-    return controller_arguments(cls, config.kl, config.ppo, config.rollout, coef)
+def test_a_written_coef_wins_over_the_value_of_auto() -> None:
+    assert controller(kind="adaptive", coef=0.7).coef == 0.7
+    assert controller(kind="fixed", coef=0).coef == 0.0
 
 
-def test_the_run_fills_in_what_the_signature_takes() -> None:
-    filled = arguments(TakesEpisodes, {})
-    assert filled == {"total_episodes": 3840, "batch_size": 64}
-    filled = arguments(Takes, {"gain": 2})
-    assert (filled["target"], filled["coef"], filled["gain"]) == (0.2, 0.3, 2)
-
-
-def test_what_is_written_wins() -> None:
-    assert arguments(Takes, {"coef": 0.7})["coef"] == 0.7
-    assert arguments(TakesEpisodes, {"total_episodes": 10})["total_episodes"] == 10
-
-
-def test_auto_stays_inside_the_bounds() -> None:
-    assert arguments(Takes, {}, coef=9.0)["coef"] == 4.0
-    assert arguments(Takes, {"max_coef": 6}, coef=9.0)["coef"] == 6.0
-    assert arguments(Takes, {"min_coef": 0.5})["coef"] == 0.5
-
-
-@pytest.mark.parametrize(
-    "kind", ["fixed", "schedule", "proportional", "threshold", "exponential", "dual", "pid", "adaptive"]
-)
-def test_every_built_in_controller_can_be_built_from_a_default_run(kind: str) -> None:
-    config = TrainConfig.model_validate({"kl": {"controller": {"kind": kind}}})
-    cls = controller_class(config.kl.controller.kind)
-    assert cls(**controller_arguments(cls, config.kl, config.ppo, config.rollout, 0.3)).coef == 0.3
+def test_old_names_of_kinds_are_read() -> None:
+    for written, stored in (("static", "fixed"), ("proportional", "ziegler"), ("mine:Law", "mine:Law")):
+        config = TrainConfig.model_validate({"kl": {"controller": {"kind": written, "coef": 0.1}}})
+        assert config.kl.controller.kind == stored
+        if written != stored:
+            assert controller_class(written) is controller_class(stored)
 
 
 def test_an_unknown_kind_names_the_nearest() -> None:

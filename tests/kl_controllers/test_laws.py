@@ -11,23 +11,23 @@ from rlhf_kl.kl_controllers import (
     DualKL,
     ExponentialKL,
     FixedKL,
-    ProportionalKL,
     ScheduledKL,
     ThresholdKL,
+    ZieglerKL,
 )
 
 
 def coefs_after(controller, kls, episodes=64):
-    seen = []
+    coefs = []
     for kl in kls:
         controller.update(kl, episodes)
-        seen.append(controller.coef)
-    return seen
+        coefs.append(controller.coef)
+    return coefs
 
 
 def test_threshold_golden_sequence():
-    seen = coefs_after(ThresholdKL(), [0.01, 0.02, 0.05, 0.1, 0.03, 0.02])
-    assert seen == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225], abs=1e-12)
+    coefs = coefs_after(ThresholdKL(), [0.01, 0.02, 0.05, 0.1, 0.03, 0.02])
+    assert coefs == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225], abs=1e-12)
 
 
 def test_threshold_lowers_and_stops_at_its_bounds():
@@ -38,25 +38,25 @@ def test_threshold_lowers_and_stops_at_its_bounds():
 
 def test_ziegler_by_hand():
     # n/horizon = 0.2: clipped below (0.96), clipped above (1.04), unclipped error 0.1 (1.02)
-    law = ProportionalKL(coef=1.0, target=0.1, horizon=320)
+    law = ZieglerKL(coef=1.0, target=0.1, horizon=320)
     assert coefs_after(law, [0.0, 0.5, 0.11]) == pytest.approx([0.96, 0.9984, 1.018368])
 
 
 def test_ziegler_stays_positive_where_the_printed_law_flips_sign():
-    law = ProportionalKL(coef=1.0, target=0.1, horizon=64)
+    law = ZieglerKL(coef=1.0, target=0.1, horizon=64)
     assert coefs_after(law, [0.0], episodes=64 * 20) == [0.5]
     assert coefs_after(law, [9.0], episodes=64 * 20) == [1.0]
 
 
 def test_ziegler_horizon_auto_scales_with_the_run():
-    assert ProportionalKL(horizon="auto", total_episodes=6400, batch_size=64).horizon == 320
-    assert ProportionalKL(horizon="auto", total_episodes=640, batch_size=64).horizon == 64
+    assert ZieglerKL(horizon="auto", total_episodes=6400, batch_size=64).horizon == 320
+    assert ZieglerKL(horizon="auto", total_episodes=640, batch_size=64).horizon == 64
     with pytest.raises(ValueError, match="total_episodes"):
-        ProportionalKL(horizon="auto")
+        ZieglerKL(horizon="auto")
 
 
 def test_ziegler_horizon_10000_can_hardly_move_in_a_short_run():
-    low, high = ProportionalKL(coef=1.0, horizon=10000).reach(100, 64)
+    low, high = ZieglerKL(coef=1.0, horizon=10000).reach(100, 64)
     assert high == pytest.approx(1.14, abs=0.005)
     assert low == pytest.approx(0.88, abs=0.005)
 
@@ -89,9 +89,9 @@ def test_pid_terms_one_by_one():
 
 
 def test_pid_holds_a_cold_start_but_not_for_good():
-    seen = coefs_after(PIDKL(hold=3), [0.0] * 5)
-    assert seen[:3] == [0.1] * 3
-    assert seen[4] < seen[3] < 0.1
+    coefs = coefs_after(PIDKL(hold=3), [0.0] * 5)
+    assert coefs[:3] == [0.1] * 3
+    assert coefs[4] < coefs[3] < 0.1
 
 
 def test_pid_does_not_wind_up_at_a_bound():
@@ -144,13 +144,13 @@ def test_adaptive_leaves_a_kl_at_target_alone():
 
 def made_runs(paces, log_holding, betas, momentum=0.45):
     """Distances of the law in the docstring, computed step by step: (x before, x after, beta) of each update."""
-    x, step, seen = 0.0, 0.0, []
+    x, step, updates = 0.0, 0.0, []
     for number, beta in enumerate(betas):
         drive = -math.tanh(1.5 * math.log(max(x, 0.05)) + 0.9 * (math.log(beta) - log_holding))
         step = 1.65 * paces if number == 0 else momentum * step + (1 - momentum) * paces * drive
-        seen.append((x, x + step, beta))
+        updates.append((x, x + step, beta))
         x += step
-    return seen
+    return updates
 
 
 @pytest.mark.parametrize("holding", [0.02, 0.2, 2.0])
@@ -176,14 +176,14 @@ def test_adaptive_believes_a_jump_that_no_noise_makes():
 
 
 def test_adaptive_moves_at_most_its_rate():
-    seen = [0.1, *coefs_after(AdaptiveKL(down=0.3, up=0.7), [0.0, 0.0, 5.0, 50.0, 0.0, 0.0, 0.1, 3.0])]
-    steps = [math.log(b / a) for a, b in pairwise(seen)]
+    coefs = [0.1, *coefs_after(AdaptiveKL(down=0.3, up=0.7), [0.0, 0.0, 5.0, 50.0, 0.0, 0.0, 0.1, 3.0])]
+    steps = [math.log(b / a) for a, b in pairwise(coefs)]
     assert min(steps) >= -0.3 - 1e-9
     assert max(steps) <= 0.7 + 1e-9
     assert AdaptiveKL(down=0.3, up=0.7).log_steps(64) == (0.3, 0.7)
 
 
-def test_adaptive_hears_that_updates_were_cut():
+def test_adaptive_counts_a_cut_update_with_its_full_length():
     # The same KLs; once they stand still by themselves, once because the ceiling cuts every update to half.
     free, cut = AdaptiveKL(target=0.1), AdaptiveKL(target=0.1)
     kls = (0.0, 0.05, 0.1, 0.12, 0.13, 0.13, 0.13)
@@ -204,9 +204,9 @@ def test_adaptive_hears_that_updates_were_cut():
         (ThresholdKL, {"factor": 1.0}, "factor"),
         (ThresholdKL, {"coef": 2.0}, "max_coef"),
         (ThresholdKL, {"min_coef": 2.0, "max_coef": 1.0}, "min_coef"),
-        (ProportionalKL, {"horizon": 0}, "horizon"),
-        (ProportionalKL, {"horizon": "soon"}, "horizon"),
-        (ProportionalKL, {"horizon": 10, "coef": 0.0}, "coef"),
+        (ZieglerKL, {"horizon": 0}, "horizon"),
+        (ZieglerKL, {"horizon": "soon"}, "horizon"),
+        (ZieglerKL, {"horizon": 10, "coef": 0.0}, "coef"),
         (ExponentialKL, {"gain": -1.0}, "gain"),
         (ExponentialKL, {"smoothing": 1.0}, "smoothing"),
         (DualKL, {"lr": 0.0}, "lr"),

@@ -4,7 +4,7 @@ from statistics import NormalDist, pvariance
 
 import pytest
 
-from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, solve_coef, solve_tilt, tilted
+from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, solve_tilt, tilted
 
 NORMAL = [NormalDist().inv_cdf((i + 0.5) / 4096) for i in range(4096)]
 
@@ -37,7 +37,7 @@ def test_a_vanishing_beta_picks_the_best_and_does_not_overflow():
 
 
 def test_solve_inverts_the_gaussian_law():
-    assert solve_coef(NORMAL, 0.5) == pytest.approx(1.0, rel=0.01)
+    assert solve_tilt(NORMAL, 0.5).coef == pytest.approx(1.0, rel=0.01)
     assert gain_at_kl(NORMAL, 0.5) == pytest.approx(1.0, rel=0.01)
     assert not solve_tilt(NORMAL, 0.5).extrapolated
 
@@ -52,8 +52,8 @@ def test_beyond_the_samples_it_extrapolates_and_says_so():
     assert solve_tilt(NORMAL, 0.5).note == ""
 
 
-def test_a_wider_budget_never_asks_for_a_larger_beta():
-    coefs = [solve_coef(NORMAL[::8], kl) for kl in (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)]
+def test_a_larger_kl_never_takes_a_larger_beta():
+    coefs = [solve_tilt(NORMAL[::8], kl).coef for kl in (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)]
     assert coefs == sorted(coefs, reverse=True)
 
 
@@ -80,9 +80,9 @@ def test_gain_at_no_kl_is_nothing():
         ([], 0.1, "constant"),
     ],
 )
-def test_what_cannot_be_solved_is_an_error(scores, kl, word):
+def test_scores_without_a_solution_are_an_error(scores, kl, word):
     with pytest.raises(ValueError, match=word):
-        solve_coef(scores, kl)
+        solve_tilt(scores, kl)
 
 
 def test_groups_lose_their_means_and_keep_their_spread():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_kl.kl_controllers import KLControl
+from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models import prefix_sharing
 from rlhf_kl.models.actor_critic import choose_way
 from rlhf_kl.models.critic import FeatureCritic
@@ -50,7 +50,7 @@ def test_a_larger_beta_keeps_it_nearer(make_trainer: Make) -> None:
     kls = []
     for coef in (0.01, 3.0):
         trainer = make_trainer(kl={"controller": {"kind": "fixed", "coef": coef}})
-        trainer.controller = KLControl(_Recorder(coef))
+        trainer.controller = GuardedController(_Recorder(coef))
         kls.append([trainer.update(step).row["kl/token"] for step in range(1, 9)][-1])
     assert kls[1] < 0.5 * kls[0]
 
@@ -332,7 +332,7 @@ class _Recorder:
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 def test_the_controller_hears_what_is_logged_once_a_rollout(make_trainer: Make, unit: str) -> None:
     recorder = _Recorder()
-    trainer = make_trainer(controller=KLControl(recorder), kl={"unit": unit})
+    trainer = make_trainer(controller=GuardedController(recorder), kl={"unit": unit})
     updates = [trainer.update(step) for step in (1, 2, 3)]
     assert recorder.told == [(update.row[f"kl/{unit}"], 32) for update in updates]
     assert [before for before, _, _ in recorder.heard] == [kl for kl, _ in recorder.told]
@@ -433,7 +433,7 @@ def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, 
     ceiling = 0.1 if unit == "token" else 0.5
     recorder = _Recorder(0.01)
     trainer = make_trainer(
-        controller=KLControl(recorder, max_coef=0.02),
+        controller=GuardedController(recorder, max_coef=0.02),
         ppo={"learning_rate": 1e-2},
         kl={"unit": unit, "target": ceiling / 2, "ceiling": {"value": ceiling, "action": "backtrack"}},
     )
@@ -451,7 +451,7 @@ def test_from_above_the_ceiling_it_comes_back(make_trainer: Make, new_model: Mak
     trainer = make_trainer(
         policy=new_model(seed=3, spread=0.15),
         reference=new_model(seed=3, spread=0.1),
-        controller=KLControl(_Recorder(1e-3), max_coef=1e-3),
+        controller=GuardedController(_Recorder(1e-3), max_coef=1e-3),
         kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
         ppo={"learning_rate": 1e-3},
     )

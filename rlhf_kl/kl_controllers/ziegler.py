@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from rlhf_kl.kl_controllers.base import KLController, clip, require_positive
 
 
-class ProportionalKL(KLController):
+class ZieglerKL(KLController):
     """beta *= 1 + clip(KL/target - 1, -clip_error, clip_error) * n / horizon, n = episodes of this update.
 
     Source: Ziegler et al. 2019 (1909.08593), section 2.2, with clip_error 0.2 and horizon 10000. On
@@ -18,7 +17,7 @@ class ProportionalKL(KLController):
     turns beta negative once n exceeds horizon / clip_error.
     """
 
-    state_names: ClassVar[tuple[str, ...] | None] = ("coef",)
+    state_names = ("coef",)
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The belt around any controller, ours or a user's: what the trainer talks to."""
+"""Bounds, NaN policy and rollback for any controller, built-in or a user's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from rlhf_kl.kl_controllers.base import (
 )
 
 
-class KLControl:
-    """Wraps a controller so that no measurement and no plugin can break the run's beta.
+class GuardedController:
+    """A controller whose beta no measurement and no plugin can break; the trainer uses it through this class.
 
-    A missing or non-finite KL moves nothing. A coef that comes out non-finite, zero or negative is
-    undone together with the controller's state. Bounds: the ones given here, else the controller's own.
-    `update` returns alerts, each `name: what happened`.
+    A missing or non-finite KL moves nothing. Where an update makes coef non-finite, zero or negative, coef and
+    the controller's state go back to what they were. Bounds: the narrower of those given and the controller's own.
     """
 
     def __init__(self, controller: Any, min_coef: float | None = None, max_coef: float | None = None) -> None:
@@ -37,25 +36,28 @@ class KLControl:
         self._coef = require_number("coef", float(controller.coef))
         if self._coef < 0.0:
             raise ValueError(f"coef must not be negative, got {self._coef:g}")
-        self._zero_is_meant = self._coef == 0.0
-        if not self._zero_is_meant and not self.min_coef <= self._coef <= self.max_coef:
+        self._starts_at_zero = self._coef == 0.0
+        if not self._starts_at_zero and not self.min_coef <= self._coef <= self.max_coef:
             bounds = f"[{self.min_coef:g}, {self.max_coef:g}]"
             raise ValueError(f"coef {self._coef:g} is outside [min_coef, max_coef] = {bounds}")
 
     @property
     def coef(self) -> float:
-        """beta for the next update: finite, inside the bounds, above 0 (0 only if it started there)."""
+        """beta for the next update: finite, inside the bounds, above 0 (0 only where it started there)."""
         return self._coef
 
     @property
     def at_bound(self) -> bool:
-        """Whether coef lies at one of its bounds (never for a constant or an unbounded one)."""
+        """Whether coef lies at one of its bounds; False for a constant one."""
         if self.min_coef == self.max_coef or self._coef == 0.0:
             return False
         return self._coef <= self.min_coef * (1 + 1e-9) or self._coef >= self.max_coef * (1 - 1e-9)
 
     def update(self, kl: float | None, episodes: int) -> list[str]:
-        """Tell the controller one rollout's mean KL (nats, the target's unit). Returns alerts."""
+        """Move coef after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
+
+        Returns alerts, each `name: what happened`.
+        """
         if kl is None or not math.isfinite(kl):
             return [f"kl-not-finite: measured KL is {kl}; coef stays at {self._coef:.6g}"]
         before = copy.deepcopy(self._controller_state())
@@ -66,7 +68,7 @@ class KLControl:
             coef, reason = math.nan, f"{type(error).__name__}: {error}"
         else:
             reason = f"the controller set it to {coef}"
-        if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._zero_is_meant):
+        if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._starts_at_zero):
             self._load_controller(before)
             self._write_coef(self._coef)
             return [f"coef-not-finite: {reason} at KL {kl:.6g}; back to {self._coef:.6g}"]
@@ -83,24 +85,24 @@ class KLControl:
         self._write_coef(self._coef)
 
     @property
-    def listens(self) -> bool:
-        """Whether the controller makes use of `observe_update`, which costs a measurement."""
+    def needs_update_kl(self) -> bool:
+        """Whether the controller uses `observe_update`, whose figures cost a measurement."""
         own = getattr(type(self.controller), "observe_update", KLController.observe_update)
         return own is not KLController.observe_update
 
-    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
-        """Pass on the KL before and after the policy update; figures that are not finite are held back."""
-        if self.listens and all(map(math.isfinite, (kl_before, kl_after, kl_whole))):
-            self.controller.observe_update(float(kl_before), float(kl_after), float(kl_whole))
+    def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
+        """`KLController.observe_update`, unless a figure is not finite."""
+        if self.needs_update_kl and all(map(math.isfinite, (kl_before, kl_after, kl_uncut))):
+            self.controller.observe_update(float(kl_before), float(kl_after), float(kl_uncut))
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest coef this run can arrive at, as far as the controller knows."""
         reach = getattr(self.controller, "reach", None)
         low, high = reach(updates, batch_size) if callable(reach) else (0.0, math.inf)
-        return max(low, self.min_coef), min(high, self.max_coef)
+        return clip(low, self.min_coef, self.max_coef), clip(high, self.min_coef, self.max_coef)
 
     def start_warnings(self, updates: int, batch_size: int) -> list[str]:
-        """What to say before the run: a horizon or gain that cannot move beta in it, state not saved."""
+        """Warnings before the run: a horizon or gain that cannot move beta in it, state that is not saved."""
         warnings = []
         low, high = self.reach(updates, batch_size)
         adjusts = getattr(self.controller, "adjusts", True) and self._coef > 0.0

@@ -1,0 +1,85 @@
+"""The one place that builds controllers: their names, the options that the program fills in, the bounds of beta."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
+from rlhf_kl.kl_controllers.base import KLController, clip
+from rlhf_kl.kl_controllers.dual import DualKL
+from rlhf_kl.kl_controllers.exponential import ExponentialKL
+from rlhf_kl.kl_controllers.fixed import FixedKL
+from rlhf_kl.kl_controllers.guarded import GuardedController
+from rlhf_kl.kl_controllers.pid import PIDKL
+from rlhf_kl.kl_controllers.schedule import ScheduledKL
+from rlhf_kl.kl_controllers.threshold import ThresholdKL
+from rlhf_kl.kl_controllers.ziegler import ZieglerKL
+
+CONTROLLERS: dict[str, type[KLController]] = {
+    "adaptive": AdaptiveKL,
+    "dual": DualKL,
+    "exponential": ExponentialKL,
+    "fixed": FixedKL,
+    "pid": PIDKL,
+    "schedule": ScheduledKL,
+    "threshold": ThresholdKL,
+    "ziegler": ZieglerKL,
+}
+SYNONYMS = {"static": "fixed"}
+RENAMED = {"proportional": "ziegler"}
+
+# Options that the program fills in where a class takes them and the user writes none.
+CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size"}
+COEF_WITHOUT_SCORES = 0.1  # `coef: auto` where no scores are known
+
+
+def build_controller(
+    kind: str | Callable[..., Any],
+    options: Mapping[str, Any],
+    *,
+    target: float | None = None,
+    coef: float = COEF_WITHOUT_SCORES,
+    total_episodes: int | None = None,
+    batch_size: int | None = None,
+) -> GuardedController:
+    """The controller `kind(**options)`, guarded.
+
+    kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
+    options: those that the user wrote. A `coef` among them is the starting beta and must lie inside the bounds.
+    The other arguments are passed on where the class takes them and the options leave them out; None = not known.
+    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit.
+    Raises ValueError and TypeError: no such kind, or values that the class refuses.
+    """
+    cls = builtin_controller(kind) if isinstance(kind, str) else kind
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def bound(name: str) -> float | None:
+        value = options.get(name, parameters[name].default if name in parameters else None)
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+    low, high = bound("min_coef"), bound("max_coef")
+    coef = clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
+    provided = {"target": target, "coef": coef, "total_episodes": total_episodes, "batch_size": batch_size}
+    filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
+    return GuardedController(cls(**{**filled, **options}), low, high)
+
+
+def builtin_controller(name: str) -> type[KLController]:
+    """The built-in of this name. Raises ValueError where there is none."""
+    if stored_name(name) not in CONTROLLERS:
+        raise ValueError(f"no controller is called {name!r}; there are {', '.join(CONTROLLERS)}")
+    return CONTROLLERS[stored_name(name)]
+
+
+@cache
+def stored_name(kind: str) -> str:
+    """The name that a kind is stored under; the first use of a name that was changed leaves a note on stderr."""
+    if kind in RENAMED:
+        print(f"note: the KL controller {kind!r} is called {RENAMED[kind]!r} now", file=sys.stderr)
+    return (SYNONYMS | RENAMED).get(kind, kind)
