@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, load_optimizer_tensors
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.trainers.ppo import PPOTrainer, Update
@@ -118,4 +118,4 @@ class RunGuards:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         checkpoint.load_model(checkpointed(self.trainer.core))
-        load_optimizer_tensors(self.trainer.optimizer, checkpoint.optimizer_tensors())
+        checkpoint.load_optimizer(self.trainer.optimizer)

@@ -38,7 +38,7 @@ from rlhf_kl.reward_functions import (
 )
 from rlhf_kl.rollout.collect import draw, measure, response_texts
 from rlhf_kl.run.alerts import KLAlerts
-from rlhf_kl.run.checkpoint import checkpoints, load_optimizer_tensors
+from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.folders import write_folder
@@ -64,7 +64,7 @@ def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) 
     try:
         return TrainRun(config, parts, recorder, accelerator, display).run()
     except InputError:
-        recorder.say_what_is_left()
+        recorder.mention_checkpoint()
         raise
     finally:
         recorder.close()
@@ -182,7 +182,7 @@ class TrainRun:
         self.start = 1
         if checkpoint is not None:
             checkpoint.load_model(checkpointed(self.trainer.core))
-            load_optimizer_tensors(optimizer, checkpoint.optimizer_tensors())
+            checkpoint.load_optimizer(optimizer)
             self.trainer.load_state_dict(state["trainer"])
             self.alerts.load_state_dict(state["alerts"])
             self.best, self.best_checkpoint = state["best"], state["best_checkpoint"]
@@ -326,7 +326,7 @@ class TrainRun:
                     due = False
                 if ended_by:
                     self.stop(row, ended_by)
-                stop.raise_if_asked()
+                stop.check()
         return self.finish()
 
     def evaluate(self) -> dict[str, Any]:
