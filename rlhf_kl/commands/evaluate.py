@@ -19,10 +19,8 @@ from rlhf_kl.models.actor_critic import ActorCritic, freeze
 from rlhf_kl.models.load import eos_ids
 from rlhf_kl.rollout.collect import Sampling
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.run_folder import RunFolder, newest_run
 from rlhf_kl.seeding import uniforms
-
-RUNS = Path("runs")
 
 
 @dataclass(frozen=True)
@@ -47,19 +45,11 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
         return _eval_model(request, display)
     if request.config is not None and request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
-    folder = None if request.config else RunFolder(request.run or newest_run())
+    folder = None if request.config else RunFolder(request.run or newest_run(finished=True))
     if folder is not None and not folder.config.is_file():
         raise InputError(f"{folder.path}: holds no run (no config.yaml)")
     config = load_config("train", request.config or str(folder and folder.config), [])
     return _eval_run(request, config, folder, display)
-
-
-def newest_run() -> Path:
-    """The run below runs/ that was written to last."""
-    found = [path for path in RUNS.glob("*") if (path / "config.yaml").is_file() and (path / "final").is_dir()]
-    if not found:
-        raise InputError("no finished run under runs/: name one with --run, or a model with --model")
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
 
 
 def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
