@@ -19,11 +19,12 @@ def report(
     quiet: Quiet = False,
 ) -> None:
     """Show a finished or running run as one self-contained page: RUN/report.html."""
-    from rlhf_kl.commands.report import newest_report_run, watch_reports, write_report
+    from rlhf_kl.commands.report import watch_reports, write_report
     from rlhf_kl.run.display import TrainingDisplay
+    from rlhf_kl.run.run_folder import newest_run
 
     display = TrainingDisplay(quiet=quiet)
-    paths = runs or [newest_report_run()]
+    paths = runs or [newest_run()]
     if watch:
         display.message(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
         watch_reports(paths, every)

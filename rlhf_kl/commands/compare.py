@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_kl.commands.grid import Failure, Grid, check_folders
@@ -12,13 +11,15 @@ from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.pages.compare import compare_page
 from rlhf_kl.report.plots.compare import compare_charts, frontier_charts, held_charts
 from rlhf_kl.report.plots.render import save_png, save_sheet
-from rlhf_kl.report.table import COLUMNS, equal_rows, rows, text_table
-from rlhf_kl.report.verdict import verdict
+from rlhf_kl.report.table import COLUMNS, equal_kl_rows, text_table, variant_rows
+from rlhf_kl.report.verdict import judge
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import write_json
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.run.text import hanging
+
+EQUAL_KL_COLUMNS = ("at equal KL", "against", "measure", "difference", "95 % interval", "seeds")
 
 
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:
@@ -39,13 +40,13 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
     started = {path: name for path, name in names.items() if (path / "config.yaml").is_file()}
     if not started:
         raise InputError(f"{plan.folder}: none of the runs has started")
-    found = read_comparison(list(started), started)
-    return Comparison(found.variants, [*plan.notes, *found.notes])
+    comparison = read_comparison(list(started), started)
+    return Comparison(comparison.variants, [*plan.notes, *comparison.notes])
 
 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """compare.json, compare.html and the pictures into `folder`; returns what a terminal of `width` columns shows."""
-    lines = verdict(comparison)
+    lines = judge(comparison)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", comparison.to_json(lines))
@@ -56,19 +57,13 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
             save_png(chart, folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    said = "\n".join(hanging(line, width, 2) for line in lines)
-    return "\n\n".join([text_table(COLUMNS, rows(comparison)), *_equal(comparison), said, str(folder / "compare.html")])
+    tables = [text_table(COLUMNS, variant_rows(comparison))]
+    if comparison.equal_kl:
+        tables.append(text_table(EQUAL_KL_COLUMNS, equal_kl_rows(comparison.equal_kl)))
+    verdict = "\n".join(hanging(line, width, 2) for line in lines)
+    return "\n\n".join([*tables, verdict, str(folder / "compare.html")])
 
 
 def _heading(comparison: Comparison, name: str) -> str:
     target = f": KL against its target, {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
     return f"{name}{target}"
-
-
-def _equal(comparison: Comparison) -> Sequence[str]:
-    entries = equal_rows(comparison.equal_kl)
-    if not entries:
-        return []
-    header = ("at equal KL", "against", "measure", "difference", "95 % interval", "seeds")
-    keys = ("points", "curve", "measure", "mean", "interval", "seeds")
-    return [text_table(header, [[entry[key] for key in keys] for entry in entries])]

@@ -19,9 +19,7 @@ from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.run.run_folder import RunFolder
-
-RUNS = Path("runs")
+from rlhf_kl.run.run_folder import RunFolder, newest_run
 
 
 @dataclass(frozen=True)
@@ -46,19 +44,11 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
         return _eval_model(request, display)
     if request.config is not None and request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
-    folder = None if request.config else RunFolder(request.run or newest_run())
+    folder = None if request.config else RunFolder(request.run or newest_run(finished=True))
     if folder is not None and not folder.config.is_file():
         raise InputError(f"{folder.path}: holds no run (no config.yaml)")
     config = load_config("train", request.config or str(folder and folder.config), [])
     return _eval_run(request, config, folder, display)
-
-
-def newest_run() -> Path:
-    """The run below runs/ that was written to last."""
-    found = [path for path in RUNS.glob("*") if (path / "config.yaml").is_file() and (path / "final").is_dir()]
-    if not found:
-        raise InputError("no finished run under runs/: name one with --run, or a model with --model")
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
 
 
 def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.commands.evaluate import newest_run
 from rlhf_kl.commands.models import Loaded, load_language_model, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.parts import prompt_format
 from rlhf_kl.commands.resolver import Resolver
@@ -27,7 +26,7 @@ from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import check_writable, write_atomic
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.run_folder import RunFolder, newest_run
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 
@@ -114,7 +113,7 @@ def _output_problems(path: Path) -> list[str]:
 
 
 def _run_config(request: GenerateRequest) -> TrainConfig:
-    folder = RunFolder(request.run or newest_run())
+    folder = RunFolder(request.run or newest_run(finished=True))
     if not folder.config.is_file():
         raise InputError(f"{folder.path}: holds no run (no config.yaml)")
     return load_config("train", str(folder.config), [])
@@ -131,7 +130,7 @@ class _Writer:
             loaded = load_language_model(resolver, located(request.model), "--model")
             policy, self.tokenizer, form = loaded.model, loaded.tokenizer, PromptFormat()
         else:
-            folder = RunFolder(request.run or newest_run())
+            folder = RunFolder(request.run or newest_run(finished=True))
             policy, self.tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
             written = prompt_format(config.data)
             form = PromptFormat(written.chat, written.system)  # a prompt that was typed is not cut

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.pages.report import report_page
 from rlhf_kl.report.plots.render import save_sheet
-from rlhf_kl.report.plots.run import frontier_chart, run_charts
+from rlhf_kl.report.plots.run import run_charts
 from rlhf_kl.report.run import RunResult, read_run
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import RunFolder
@@ -22,7 +21,7 @@ def write_report(path: Path, refresh: int | None = None) -> RunResult:
     """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
     run = read_run(path)
     folder = RunFolder(path)
-    charts = [chart for chart in [*run_charts(run), frontier_chart(run)] if chart.slug in IN_PICTURE]
+    charts = [chart for chart in run_charts(run) if chart.slug in IN_PICTURE]
     try:
         write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))
         if charts:
@@ -39,14 +38,3 @@ def watch_reports(paths: list[Path], seconds: int) -> None:
         waiting = [path for path in waiting if write_report(path, refresh=seconds).status == "unfinished"]
         if waiting:
             time.sleep(seconds)
-
-
-def newest_report_run(folder: Path = Path("runs")) -> Path:
-    """The run below `folder` whose metrics were written to last. Errors: InputError where there is none."""
-    found = []
-    for config in folder.glob("*/config.yaml"):
-        with contextlib.suppress(OSError):
-            found.append(((config.parent / "metrics.jsonl").stat().st_mtime, config.parent))
-    if not found:
-        raise InputError(f"no run under {folder}/: name one")
-    return max(found)[1]

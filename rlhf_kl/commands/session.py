@@ -13,7 +13,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import machine_failures
-from rlhf_kl.run.resume import check_config, finished_summary
+from rlhf_kl.run.resume import check_config, check_format, finished_summary
 from rlhf_kl.run.run_folder import RunFolder, open_run_folder
 from rlhf_kl.run.signals import ending_on_sigterm
 
@@ -33,8 +33,9 @@ def train_command(
     with ending_on_sigterm(), open_run_folder(path, resume=resume, overwrite=overwrite) as folder:
         if resume:
             finished = finished_summary(folder)
-            _say_where(folder, finished, config, display)
-            if finished is not None and not _goes_further(finished, config):
+            further = finished is not None and isinstance(config, TrainConfig) and config.updates > finished["steps"]
+            _check_resumed(folder, config, finished=finished is not None, further=further, display=display)
+            if finished is not None and not further:
                 return finished
         if not folder.locked:
             display.alert(f"lock: the file system of {path} has no locks: see to it that no other run uses it")
@@ -51,7 +52,7 @@ def _check_inputs(config: AnyConfig, path: Path) -> None:
         f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
         for key, value in flat(config.model_dump()).items()
         if isinstance(value, str)
-        and Path(value).is_absolute()  # as whatever is on the disk stands in a config
+        and Path(value).is_absolute()  # as every path of a config that is on the disk
         and path.resolve() in Path(value).resolve().parents
         and Path(value).exists()
     ]
@@ -59,21 +60,24 @@ def _check_inputs(config: AnyConfig, path: Path) -> None:
         raise InputError(*problems)
 
 
-def _say_where(folder: RunFolder, finished: dict[str, Any] | None, config: AnyConfig, display: TrainingDisplay) -> None:
-    """Errors: InputError where the config is not that of the run in the folder."""
-    if finished is not None or checkpoints(folder.checkpoints):
+def _check_resumed(
+    folder: RunFolder, config: AnyConfig, *, finished: bool, further: bool, display: TrainingDisplay
+) -> None:
+    """A message on what --resume comes upon; `further`: a finished run goes on with more episodes.
+
+    Errors: InputError where the config is not that of the run in the folder, or its checkpoint cannot be read.
+    """
+    started = bool(checkpoints(folder.checkpoints))
+    if further or not finished:
+        check_format(folder)
+    if finished or started:
         check_config(folder, config)
-    if finished is not None:
-        further = ", going on with more episodes" if _goes_further(finished, config) else ""
-        display.message(f"{folder.path} holds a finished run{further}")
+    if finished:
+        display.message(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
     elif not folder.config.exists():
         display.message(f"{folder.path} holds no run yet: starting one")
-    elif not checkpoints(folder.checkpoints):
+    elif not started:
         display.message(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
-
-
-def _goes_further(finished: dict[str, Any], config: AnyConfig) -> bool:
-    return isinstance(config, TrainConfig) and config.updates > finished["steps"]
 
 
 def pick_device(section: RunSection) -> torch.device:

@@ -10,7 +10,6 @@ from torch import nn
 
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.run.checkpoint import load_optimizer_tensors
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.signals import stopping_on_signals
@@ -34,7 +33,7 @@ def run_supervised(
     start = 1
     if recorder.checkpoint is not None:
         recorder.checkpoint.load_model(checkpointed(model))
-        load_optimizer_tensors(trainer.optimizer, recorder.checkpoint.optimizer_tensors())
+        recorder.checkpoint.load_optimizer(trainer.optimizer)
         trainer.microbatch.halve_to(recorder.state["microbatch"])
         start = recorder.checkpoint.step + 1
         display.message(f"going on from step {start - 1}")
@@ -59,7 +58,7 @@ def run_supervised(
             if (due or stop.signal) and not trainer.skipped and all_finite(model.parameters()):
                 recorder.save(step, checkpointed(model), trainer.optimizer, {"microbatch": trainer.microbatch.halved})
                 due = False
-            stop.raise_if_asked()
+            stop.check()
         last = {"step": trainer.steps + 1, **evaluate()}
     recorder.row(last)
     return last

@@ -47,7 +47,7 @@ def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) 
         training = prepare_training(config, parts, display, recorder.checkpoint, recorder.state or None)
         return TrainRun(config, parts, training, recorder, display).run()
     except InputError:
-        recorder.say_what_is_left()
+        recorder.mention_checkpoint()
         raise
     finally:
         recorder.close()
@@ -106,7 +106,7 @@ class TrainRun:
                     due = False
                 if ended_by:
                     self.stop(row, ended_by)
-                stop.raise_if_asked()
+                stop.check()
         return self.finish()
 
     def step(self, step: int) -> StepResult:

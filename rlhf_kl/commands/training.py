@@ -21,7 +21,7 @@ from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respon
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.rollout.reference_scores import ReferenceScores, reference_responses, sample_prompts, score_samples
-from rlhf_kl.run.checkpoint import Checkpoint, load_optimizer_tensors
+from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.clock import Clock
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import library_state_kept
@@ -55,7 +55,7 @@ class Training:
     def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None) -> None:
         """Weights and optimizer of a checkpoint; with `state` also everything else, to go on behind it."""
         checkpoint.load_model(checkpointed(self.trainer.model.modules))
-        load_optimizer_tensors(self.trainer.optimizer, checkpoint.optimizer_tensors())
+        checkpoint.load_optimizer(self.trainer.optimizer)
         if state is not None:
             self.trainer.load_state_dict(state["trainer"])
             self.next_step = checkpoint.step + 1

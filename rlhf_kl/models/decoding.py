@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_kl.models.cache import reserve
+from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.types import Sampled, Sampling
-
-if TYPE_CHECKING:
-    from rlhf_kl.models.lm import Logits
 
 STOP_TEST_EVERY = {"cpu": 1, "cuda": 4}  # steps; asking a GPU which rows are done makes it wait
 COMPACT_BELOW = 0.8  # share of unfinished rows at which the finished ones leave the batch

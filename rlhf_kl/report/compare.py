@@ -1,121 +1,24 @@
-"""Runs put side by side: variants, their spread over seeds, scores at equal KL, and a verdict in words."""
+"""Runs put side by side: variants and families of variants, read from the folders of their runs."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from rlhf_kl.config.load import config_diff
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.run import RunFigures, RunResult, Series, figures, read_run
+from rlhf_kl.report.equal_kl import EqualKL, compare_families
+from rlhf_kl.report.run import RunResult, read_run
+from rlhf_kl.report.variant import Variant
 
-INTERVAL_FROM = 5  # seeds: fewer are shown as points only
-FIGURES = tuple(field.name for field in fields(RunFigures))
 # Where these differ scores are on different scales, or KLs to different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Runs that differ in their seed only."""
-
-    name: str
-    family: str  # variants that differ in their (starting) beta only are one family
-    runs: dict[int, RunResult]  # by seed
-
-    @property
-    def config(self) -> TrainConfig:
-        return next(iter(self.runs.values())).config
-
-    @cached_property
-    def figures(self) -> dict[int, RunFigures]:
-        """By seed."""
-        return {seed: figures(run) for seed, run in self.runs.items()}
-
-    def values(self, name: str) -> list[float]:
-        """A figure of all seeds that have it."""
-        return [value for found in self.figures.values() if (value := getattr(found, name)) is not None]
-
-    def mean(self, name: str) -> float | None:
-        """Mean over seeds; None where a seed has none."""
-        values = self.values(name)
-        return fmean(values) if values and len(values) == len(self.runs) else None
-
-    def sd(self, name: str) -> float | None:
-        """Standard deviation over seeds; None for a single one."""
-        values = self.values(name)
-        if len(values) < 2 or len(values) < len(self.runs):
-            return None
-        return stdev(values) if all(map(math.isfinite, values)) else None
-
-    @property
-    def constant_coef(self) -> float | None:
-        """Beta where it is held constant, and the same for all seeds; else their mean where each holds its own."""
-        found = [run.constant_coef for run in self.runs.values()]
-        known = [coef for coef in found if coef is not None]
-        return fmean(known) if known and len(known) == len(found) else None
-
-    def series(self, key: str) -> tuple[list[float], list[float], list[float], list[float]]:
-        """Updates, mean, and mean -+ one standard deviation over seeds, where all seeds have the key."""
-        return over_seeds([run.series(key) for run in self.runs.values()])
-
-
-def over_seeds(series: Sequence[Series]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Mean and spread of curves at the x that all of them have."""
-    tables = [dict(zip(*one, strict=True)) for one in series]
-    shared = sorted(set.intersection(*map(set, tables))) if tables else []
-    columns = [[table[x] for table in tables] for x in shared]
-    means = [fmean(column) for column in columns]
-    spread = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
-    low = [m - s for m, s in zip(means, spread, strict=True)]
-    high = [m + s for m, s in zip(means, spread, strict=True)]
-    return shared, means, low, high
-
-
-@dataclass(frozen=True)
-class EqualKL:
-    """Scores of `points` less those that `curve` has at the same KL, by seed."""
-
-    points: str  # a variant, or a family: then means over its variants
-    curve: str  # a family
-    measure: str  # scores_shaped | gold
-    differences: dict[int, float]
-    left_out: int  # pairs whose KL lies outside of the curve: nothing is extrapolated
-
-    @property
-    def comparable(self) -> bool:
-        return bool(self.differences)
-
-    @property
-    def mean(self) -> float | None:
-        return fmean(self.differences.values()) if self.differences else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean difference, from five seeds on."""
-        return mean_interval(list(self.differences.values()))
-
-    def to_json(self) -> dict[str, Any]:
-        """The entry in compare.json."""
-        return {
-            "points": self.points,
-            "curve": self.curve,
-            "measure": self.measure,
-            "comparable": self.comparable,
-            "differences": {str(seed): value for seed, value in self.differences.items()},
-            "mean": self.mean,
-            "interval": self.interval,
-            "left_out": self.left_out,
-        }
 
 
 @dataclass(frozen=True)
@@ -127,10 +30,10 @@ class Comparison:
 
     @property
     def families(self) -> dict[str, list[Variant]]:
-        found: dict[str, list[Variant]] = {}
+        families: dict[str, list[Variant]] = {}
         for variant in self.variants:
-            found.setdefault(variant.family, []).append(variant)
-        return found
+            families.setdefault(variant.family, []).append(variant)
+        return families
 
     @property
     def unit(self) -> str:
@@ -159,126 +62,112 @@ class Comparison:
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
         """Every variant, and every family as a whole, against every family that spans more KL."""
-        found = []
-        for curve, members in self.families.items():
-            for points, others in self.families.items():
-                if points == curve or len(members) < 2 or _span(others) >= _span(members):
-                    continue
-                if _scales(members[0], others[0]):
-                    continue
-                for measure in ("scores_shaped", "gold"):
-                    each = [equal_kl(variant, members, measure) for variant in others]
-                    found += each if len(each) > 1 else []
-                    found.append(_whole_family(points, each))
-        return [entry for entry in found if entry.differences or entry.left_out]
+        return [
+            entry
+            for curve, members in self.families.items()
+            for points, variants in self.families.items()
+            if points != curve and not _scale_diff(members[0], variants[0])
+            for entry in compare_families(points, variants, members)
+        ]
 
     def to_json(self, verdict: Sequence[str]) -> dict[str, Any]:
         """compare.json."""
         return {
             "target": self.target,
             "unit": self.unit,
-            "variants": {variant.name: variant_json(variant) for variant in self.variants},
+            "variants": {variant.name: _variant_json(variant) for variant in self.variants},
             "equal_kl": [entry.to_json() for entry in self.equal_kl],
             "verdict": "\n".join(verdict),
             "notes": self.notes,
         }
 
 
-def variant_json(variant: Variant) -> dict[str, Any]:
+def _variant_json(variant: Variant) -> dict[str, Any]:
     """A variant's figures by seed, their mean and standard deviation."""
-    numbers = [name for name in FIGURES if name != "settled"]
+    by_seed = {
+        str(seed): asdict(run.figures) | {"run": str(run.path), "status": run.status}
+        for seed, run in variant.runs.items()
+    }
+    names = [name for name in asdict(next(iter(variant.figures.values()))) if name != "settled"]
     return {
         "family": variant.family,
-        "seeds": {
-            str(seed): asdict(found) | {"run": str(variant.runs[seed].path), "status": variant.runs[seed].status}
-            for seed, found in variant.figures.items()
-        },
-        "mean": {name: variant.mean(name) for name in numbers},
-        "sd": {name: variant.sd(name) for name in numbers},
+        "seeds": by_seed,
+        "mean": {name: variant.mean(name) for name in names},
+        "sd": {name: variant.sd(name) for name in names},
     }
-
-
-# ---- reading
 
 
 def read_comparison(paths: Sequence[Path], names: Mapping[Path, str] | None = None) -> Comparison:
     """Runs from their folders; a folder of a comparison stands for its runs.
 
-    names: the variant of each path where it is known; else it is told from the configs. Raises InputError.
+    names: the variant of each path where it is known; else runs whose configs agree but for the seed are one
+    variant. Errors: InputError.
     """
-    runs = [read_run(path) for path in _expanded(paths)]
-    units = {run.unit for run in runs}
-    if len(units) > 1:
+    runs = [read_run(path) for path in _run_folders(paths)]
+    if len({run.unit for run in runs}) > 1:
         raise InputError("the runs count KL in different units (token, sequence): compare them separately")
-    grouped: list[tuple[str, list[RunResult]]] = []
+    variants: dict[str, list[RunResult]] = {}
     for run in runs:
-        name = (names or {}).get(run.path) or re.sub(r"-s\d+$", "", run.path.resolve().name)
-        known = (names or {}).get(run.path)
-        for label, members in grouped:
-            if (known == label) if known else same_but_seed(run.config, members[0].config):
-                members.append(run)
-                break
-        else:
-            grouped.append((_free(name, {label for label, _ in grouped}), [run]))
-    families = _families(grouped)
-    variants = [Variant(name, families[name], _by_seed(name, members)) for name, members in grouped]
-    return Comparison(variants, _notes(variants))
+        name = names[run.path] if names else _variant_name(run, variants)
+        variants.setdefault(name, []).append(run)
+    families = _families({name: members[0].config for name, members in variants.items()})
+    compared = [Variant(name, families[name], _by_seed(name, members)) for name, members in variants.items()]
+    return Comparison(compared, _notes(compared))
 
 
-def same_but_seed(a: TrainConfig, b: TrainConfig) -> bool:
-    """Whether two runs differ in nothing that shapes their figures but the seed."""
-    return not any(not line.startswith(NOT_THE_RUN) for line in config_diff(a, b))
-
-
-def _expanded(paths: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
+def _run_folders(paths: Sequence[Path]) -> list[Path]:
+    folders: list[Path] = []
     for path in paths:
         inside = sorted((path / "runs").glob("*/config.yaml")) if not (path / "config.yaml").is_file() else []
-        found += [config.parent for config in inside] or [path]
-    return list(dict.fromkeys(found))
+        folders += [config.parent for config in inside] or [path]
+    return list(dict.fromkeys(folders))
 
 
-def _free(name: str, taken: set[str]) -> str:
-    numbered = (f"{name}-{i}" for i in range(2, 10_000))
-    return name if name not in taken else next(label for label in numbered if label not in taken)
+def _variant_name(run: RunResult, variants: Mapping[str, list[RunResult]]) -> str:
+    """The variant with the same config but for the seed, else a new name from that of the folder."""
+    for name, members in variants.items():
+        if all(line.startswith(NOT_THE_RUN) for line in config_diff(run.config, members[0].config)):
+            return name
+    return _free_name(re.sub(r"-s\d+$", "", run.path.resolve().name), variants)
 
 
-def _families(grouped: Sequence[tuple[str, list[RunResult]]]) -> dict[str, str]:
-    """Variant -> family: the part that the names of its members share, else its first member's name."""
-    families: list[list[tuple[str, TrainConfig]]] = []
-    for name, members in grouped:
-        config = members[0].config
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    numbered = (f"{name}-{i}" for i in range(2, len(taken) + 3))
+    return next(label for label in (name, *numbered) if label not in taken)
+
+
+def _families(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
+    """Variant -> family: the part that the names of its members share, else its first member's controller."""
+    families: list[list[str]] = []
+    for name, config in configs.items():
         for family in families:
-            lines = config_diff(family[0][1], config)
+            lines = config_diff(configs[family[0]], config)
             if all(line.startswith((*NOT_THE_RUN, "kl.controller.coef")) for line in lines):
-                family.append((name, config))
+                family.append(name)
                 break
         else:
-            families.append([(name, config)])
-    found: dict[str, str] = {}
+            families.append([name])
+    labels: dict[str, list[str]] = {}
     for family in families:
-        names = [name for name, _ in family]
-        label = _shared_start(names) or family[0][1].kl.controller.kind
-        label = _free(label, set(found.values()))
-        found |= dict.fromkeys(names, label)
-    return found
+        label = _shared_start(family) or configs[family[0]].kl.controller.kind
+        labels[_free_name(label, labels)] = family
+    return {name: label for label, family in labels.items() for name in family}
 
 
 def _shared_start(names: Sequence[str]) -> str:
-    """What all names begin with, without a number or a dash at its end; of one name all of it."""
+    """The letters that all names begin with, without a number or a dash at the end; of one name all of it."""
     if len(names) == 1:
         return names[0]
     length = next((i for i, column in enumerate(zip(*names, strict=False)) if len(set(column)) > 1), 0)
     return re.sub(r"[-_. \d]+$", "", names[0][:length])
 
 
-def _by_seed(name: str, members: Sequence[RunResult]) -> dict[int, RunResult]:
-    found: dict[int, RunResult] = {}
-    for run in members:
-        if run.seed in found:
-            raise InputError(f"{found[run.seed].path} and {run.path} are the same run: {name}, seed {run.seed}")
-        found[run.seed] = run
-    return dict(sorted(found.items()))
+def _by_seed(name: str, runs: Sequence[RunResult]) -> dict[int, RunResult]:
+    by_seed: dict[int, RunResult] = {}
+    for run in runs:
+        if (other := by_seed.setdefault(run.seed, run)) is not run:
+            raise InputError(f"{other.path} and {run.path} are the same run: {name}, seed {run.seed}")
+    return dict(sorted(by_seed.items()))
 
 
 def _notes(variants: Sequence[Variant]) -> list[str]:
@@ -290,94 +179,23 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
             f"the runs have between {lengths[0]} and {lengths[-1]} updates: curves end where the shortest seed of "
             "a variant ends, and each run is judged by its own second half"
         )
-    seeds = {variant.name: set(variant.runs) for variant in variants}
-    everything = set.union(*seeds.values())
-    if len(everything) == 1:
+    seeds = {run.seed for run in runs}
+    if len(seeds) == 1:
         notes.append("one seed: there is no spread to judge a difference by")
-    for name, mine in seeds.items():
-        if missing := sorted(everything - mine):
-            notes.append(f"{name}: seed {', '.join(map(str, missing))} missing")
-    for run in runs:
-        notes += [f"{run.path.name}: {note}" for note in run.notes]
+    for variant in variants:
+        if missing := sorted(seeds - set(variant.runs)):
+            notes.append(f"{variant.name}: seed {', '.join(map(str, missing))} missing")
+    notes += [f"{run.path.name}: {note}" for run in runs for note in run.notes]
+    first = variants[0]
     for other in variants[1:]:
-        if changed := _scales(variants[0], other):
-            notes.append(f"scores of {variants[0].name} and {other.name} are not comparable at equal KL: {changed[0]}")
+        if changed := _scale_diff(first, other):
+            notes.append(f"scores of {first.name} and {other.name} are not comparable at equal KL: {changed[0]}")
     targets = sorted({variant.config.kl.target_value for variant in variants})
     if len(targets) > 1:
         notes.append(f"the variants have different targets: {', '.join(f'{target:g}' for target in targets)}")
     return notes
 
 
-# ---- equal KL
-
-
-def _scales(a: Variant, b: Variant) -> list[str]:
-    """What keeps the scores and KLs of two variants from being compared."""
+def _scale_diff(a: Variant, b: Variant) -> list[str]:
+    """Settings that keep the scores and KLs of two variants from being compared."""
     return [line for line in config_diff(a.config, b.config) if line.startswith(SCALE)]
-
-
-def _span(family: Sequence[Variant]) -> float:
-    kls = [kl for variant in family if (kl := variant.mean("kl_sequence")) is not None]
-    return max(kls) - min(kls) if kls else 0.0
-
-
-def equal_kl(variant: Variant, curve: Sequence[Variant], measure: str) -> EqualKL:
-    """The variant's score less that of the curve at its KL, seed by seed, linear between the curve's endpoints.
-
-    The curve runs over sqrt(KL), against which scores rise almost straight (Gao et al. 2022).
-    """
-    differences, left_out = {}, 0
-    for seed, found in variant.figures.items():
-        points = [
-            (math.sqrt(other.kl_sequence), getattr(other, measure))
-            for member in curve
-            if (other := member.figures.get(seed)) is not None
-            and other.kl_sequence is not None
-            and getattr(other, measure) is not None
-        ]
-        value, kl = getattr(found, measure), found.kl_sequence
-        if value is None or kl is None or len(points) < 2:
-            continue
-        there = interpolate(points, math.sqrt(kl))
-        if there is None:
-            left_out += 1
-        else:
-            differences[seed] = value - there
-    return EqualKL(variant.name, curve[0].family, measure, differences, left_out)
-
-
-def _whole_family(name: str, entries: Sequence[EqualKL]) -> EqualKL:
-    """Means over the variants of a family, seed by seed, where all of them are comparable."""
-    seeds = set.intersection(*(set(entry.differences) for entry in entries)) if entries else set()
-    differences = {seed: fmean(entry.differences[seed] for entry in entries) for seed in sorted(seeds)}
-    return EqualKL(name, entries[0].curve, entries[0].measure, differences, sum(entry.left_out for entry in entries))
-
-
-def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
-    """y at x on the straight lines between the points; None outside of them."""
-    ordered = sorted(points)
-    for (x0, y0), (x1, y1) in pairwise(ordered):
-        if x0 <= x <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return None
-
-
-def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Student's t interval of the mean; None of fewer than five values."""
-    if len(values) < INTERVAL_FROM:
-        return None
-    half = student_t((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return fmean(values) - half, fmean(values) + half
-
-
-def student_t(p: float, freedom: int) -> float:
-    """Quantile of Student's t by the expansion in 1/freedom (Abramowitz and Stegun 26.7.5); good from 4 on."""
-    z = NormalDist().inv_cdf(p)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))

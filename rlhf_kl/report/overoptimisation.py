@@ -1,4 +1,4 @@
-"""Signs that a policy exploits its reward model: gold against score, and stand-ins where no gold scorer is.
+"""Signs that a policy exploits its reward model: gold against score, and stand-ins where there is no gold scorer.
 
 Gao et al. 2022 (2210.10760): against sqrt(KL) the proxy score keeps rising while the gold score turns over.
 """
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from rlhf_kl.report.run import RunResult, Series, number
+from rlhf_kl.report.run import RunResult, Series
+from rlhf_kl.run.exploitation import cross_perplexity
 
 SMOOTH = 5  # updates in a smoothed value
 CLEAR = 4.0  # standard errors: the highest of many noisy values is always above the last one
@@ -34,16 +35,13 @@ def gold_against_kl(run: RunResult) -> list[tuple[float, float, float]]:
     Gains over the reference; the scores are those that PPO sees.
     """
     keys = ("kl/sequence", "objective/scores_shaped", "objective/gold")
-    columns = [[number(row, key) for row in run.updates] for key in keys]
-    if not run.updates or any(None in column for column in columns):
-        return []
-    kl, score, gold = (smooth([value for value in column if value is not None]) for column in columns)
-    starts = [run.reference(key) for key in keys[1:]]
-    if None in starts:
+    score_start, gold_start = (run.reference(key) for key in keys[1:])
+    columns = [run.series(key)[1] for key in keys]
+    if score_start is None or gold_start is None or any(len(column) < len(run.updates) for column in columns):
         return []
     return [
-        (math.sqrt(max(0.0, k)), s - (starts[0] or 0.0), g - (starts[1] or 0.0))
-        for k, s, g in zip(kl, score, gold, strict=True)
+        (math.sqrt(max(0.0, kl)), score - score_start, gold - gold_start)
+        for kl, score, gold in zip(*map(smooth, columns), strict=True)
     ]
 
 
@@ -72,17 +70,9 @@ def _noise(run: RunResult) -> float:
 
 
 def reference_perplexity(run: RunResult) -> Series:
-    """Perplexity of the policy's samples under the reference, at the sampling temperature, by update.
-
-    Its logarithm, the cross-entropy of policy and reference, is the policy's entropy plus its exact KL: both are
-    measured over the whole vocabulary at every token, so no sample noise of single tokens enters.
-    """
-    found = []
-    for row in run.updates:
-        entropy, kl = number(row, "policy/entropy"), number(row, "kl/exact")
-        if entropy is not None and kl is not None:
-            found.append((float(row["step"]), math.exp(min(entropy + kl, 700.0))))
-    return [step for step, _ in found], [value for _, value in found]
+    """Perplexity of the policy's samples under the reference, at the sampling temperature, by update."""
+    points = [(float(row["step"]), value) for row in run.updates if (value := cross_perplexity(row)) is not None]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def smooth(values: list[float]) -> list[float]:

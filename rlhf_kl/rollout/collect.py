@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.models.lm import LM, Logits
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.logprobs import compare_distributions, exact_kl

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.lm import LM, Logits
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.logits import Logits
 from rlhf_kl.ops.packing import Layout, Packed
 
 PASS_ROWS = 64  # in one pass without gradients

@@ -8,6 +8,8 @@ from itertools import pairwise
 from statistics import fmean, median, median_low
 from typing import Any, Literal
 
+from rlhf_kl.run.figures import read_number
+
 Health = Literal["hardly learning", "healthy", "drifting"]
 
 # Per-token KL of 0.01 to 0.1 nats is healthy. Scaled to a target, the upper end is 4/3 of it: the middle
@@ -78,7 +80,7 @@ class KLAlerts:
         """The alerts that begin with this row."""
         self._updates += 1
         alerts = [*self._sampler(row), *self._bounds_reached(row)]
-        kl = _number(row, f"kl/{self.unit}")
+        kl = read_number(row, f"kl/{self.unit}")
         if kl is not None:
             alerts += [*self._spike(kl), *self._climb(kl), *self._mean(kl)]
         alerts += self._overoptimised(row)
@@ -193,8 +195,8 @@ class KLAlerts:
         ]
 
     def _bounds_reached(self, row: Mapping[str, Any]) -> list[str]:
-        coef = _number(row, "kl/coef_next")
-        coef = _number(row, "kl/coef") if coef is None else coef
+        coef = read_number(row, "kl/coef_next")
+        coef = read_number(row, "kl/coef") if coef is None else coef
         if coef is None:
             return []
         alerts = []
@@ -215,7 +217,7 @@ class KLAlerts:
 
     def _sampler(self, row: Mapping[str, Any]) -> list[str]:
         """k1's mean is an unbiased estimate of the exact KL: far below zero, the log-probs do not match."""
-        k1, stderr, exact = (_number(row, f"kl/{name}") for name in ("k1", "k1_stderr", "exact"))
+        k1, stderr, exact = (read_number(row, f"kl/{name}") for name in ("k1", "k1_stderr", "exact"))
         if k1 is None or stderr is None or exact is None:
             return []
         on = exact > 1e-5 and k1 < -3 * stderr - 1e-6  # beyond rounding, where the policy is the reference
@@ -228,7 +230,7 @@ class KLAlerts:
         ]
 
     def _overoptimised(self, row: Mapping[str, Any]) -> list[str]:
-        score = _number(row, "objective/scores")
+        score = read_number(row, "objective/scores")
         if score is None:
             return []
         self._scores = [*self._scores, score][-_SMOOTH * 4 :]
@@ -236,7 +238,7 @@ class KLAlerts:
 
     def _gold_falls(self, score: float, row: Mapping[str, Any]) -> list[str]:
         """Gold's slope clearly below zero while the score's is above it, over one of the windows."""
-        gold = _number(row, "objective/gold")
+        gold = read_number(row, "objective/gold")
         if gold is None:
             return []
         self._pairs = [*self._pairs, [score, gold]][-_TREND_WINDOWS[-1] :]
@@ -264,7 +266,7 @@ class KLAlerts:
         ]
 
     def _perplexity_worsens(self, row: Mapping[str, Any]) -> list[str]:
-        perplexity = _number(row, "eval/perplexity")
+        perplexity = read_number(row, "eval/perplexity")
         if perplexity is None:
             return []
         score = fmean(self._scores[-_SMOOTH:])
@@ -280,13 +282,6 @@ class KLAlerts:
             f"perplexity gets worse ({best['perplexity']:.3g} to {perplexity:.3g}): the policy forgets its "
             "language. Lower kl.target or raise kl.controller.coef"
         ]
-
-
-def _number(row: Mapping[str, Any], key: str) -> float | None:
-    value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def _noise(values: Sequence[float]) -> float:

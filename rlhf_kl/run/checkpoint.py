@@ -1,15 +1,14 @@
-"""Checkpoints: safetensors and JSON, whole or not there at all.
+"""Checkpoints: safetensors and JSON, whole or not there at all (`run.folders`).
 
-A checkpoint is written under a temporary name, synced and renamed; an old one is renamed aside and then
-removed. A folder named step-000010 was therefore complete when it got its name, whatever happened to the
-process; checksums tell whether it still is.
+A folder named step-000010 was complete when it got its name, whatever happened to the process; checksums tell
+whether it still is.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,16 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
 from rlhf_kl.run.run_folder import CHECKPOINT
+
+FORMAT = 2  # of the state; raised whenever a run cannot go on from a checkpoint of before
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk: the model, the optimizer's tensors, and everything else as JSON."""
+    """A checkpoint on disk: the model, the optimizer, and everything else as JSON."""
 
     path: Path
 
@@ -34,18 +36,26 @@ class Checkpoint:
         return int(self.path.name.removeprefix("step-"))
 
     def state(self) -> dict[str, Any]:
-        """The JSON part."""
+        """The JSON part. Errors: InputError where another version of this program wrote it."""
         state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+        if state.get("format") != FORMAT:
+            raise InputError(
+                f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
+                "--overwrite starts anew, --output-dir leaves it where it is"
+            )
         return state
 
     def load_model(self, model: nn.Module) -> None:
         """Weights into a module of the same shape, tied tensors included."""
         load_model(model, self.path / "model.safetensors")
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's tensors by name."""
-        tensors: dict[str, Tensor] = load_file(self.path / "optimizer.safetensors")
-        return tensors
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's state; its parameter groups stay as they were built."""
+        slots: dict[int, dict[str, Tensor]] = {}
+        for key, value in load_file(self.path / "optimizer.safetensors").items():
+            index, name = key.split(".", 1)
+            slots.setdefault(int(index), {})[name] = value
+        optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def damage(self) -> str | None:
         """What is wrong with its files; None where all are as they were written."""
@@ -56,19 +66,24 @@ def save_checkpoint(
     folder: Path,
     step: int,
     model: nn.Module,
-    optimizer: dict[str, Tensor],
-    state: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
     keep: int,
     *,
     every: int = 1,
     spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Write checkpoint `step` into `folder`, then `prune`."""
+    """Write checkpoint `step` into `folder`, then `prune`. Errors: OSError where the disk is full or fails."""
 
     def write(place: Path) -> None:
         save_model(model, str(place / "model.safetensors"))
-        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, place / "optimizer.safetensors")
-        (place / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        tensors = {
+            f"{index}.{name}": torch.as_tensor(value).contiguous()
+            for index, slot in optimizer.state_dict()["state"].items()
+            for name, value in slot.items()
+        }
+        save_file(tensors, place / "optimizer.safetensors")
+        (place / "state.json").write_text(json.dumps({"format": FORMAT, **state}), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"
     write_folder(target, write, checksums=True)
@@ -83,10 +98,10 @@ def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = 
     Kept are the newest one, the newest `keep` of those at a multiple of `every` (one that a signal made in
     between displaces none of them, so an interrupted run keeps what the uninterrupted one would), and `spared`.
     """
-    found = checkpoints(folder)
-    regular = [checkpoint.step for checkpoint in found if checkpoint.step % every == 0]
-    kept = {*(checkpoint.step for checkpoint in found[-1:]), *regular[-keep:], *spared}
-    for old in found:
+    present = checkpoints(folder)
+    steps = [checkpoint.step for checkpoint in present]
+    kept = {*steps[-1:], *[step for step in steps if step % every == 0][-keep:], *spared}
+    for old in present:
         if old.step not in kept:
             remove_folder(old.path)
 
@@ -95,18 +110,18 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     """Complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
-    found = [Checkpoint(path) for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    present = [Checkpoint(path) for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(present, key=lambda checkpoint: checkpoint.step)
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose files are as they were written, and what is wrong with newer ones."""
     problems: list[str] = []
     for checkpoint in reversed(checkpoints(folder)):
-        found = checkpoint.damage()
-        if found is None:
+        problem = checkpoint.damage()
+        if problem is None:
             return checkpoint, problems
-        problems.append(f"{checkpoint.path.name}: {found}")
+        problems.append(f"{checkpoint.path.name}: {problem}")
     return None, problems
 
 
@@ -119,18 +134,3 @@ def set_aside(checkpoint: Checkpoint) -> None:
 
 def _damaged(path: Path) -> Path:
     return path.with_name(f"{path.name}.damaged")
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as named tensors, for safetensors."""
-    state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": torch.as_tensor(value) for index, slot in state.items() for name, value in slot.items()}
-
-
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The reverse of `optimizer_tensors`; the parameter groups stay as built."""
-    slots: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        index, name = key.split(".", 1)
-        slots.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})

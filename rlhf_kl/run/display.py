@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 from rich.text import Text
 
+from rlhf_kl.run.figures import format_number, read_number
 from rlhf_kl.run.text import safe_text
 
 __all__ = ["Advance", "TrainingDisplay", "safe_text"]
@@ -154,12 +155,12 @@ class TrainingDisplay:
     def update(self, row: Mapping[str, Any]) -> None:
         """Shows a row of `metrics.jsonl`."""
         now = time.monotonic()
-        seconds = _number(row, "time/step_s")
+        seconds = read_number(row, "time/step_s")
         self._seconds.append(now - self._last_update if seconds is None else seconds)
         self._last_update = now
         self._row = row
         self._remember_start(row)
-        perplexity = _number(row, "eval/perplexity")
+        perplexity = read_number(row, "eval/perplexity")
         self._perplexity = self._perplexity if perplexity is None else perplexity
         if self._quiet:
             return
@@ -172,18 +173,18 @@ class TrainingDisplay:
 
     def _remember_start(self, row: Mapping[str, Any]) -> None:
         for key in ("objective/scores", "objective/gold", "eval/perplexity"):
-            if (value := _number(row, key)) is not None:
+            if (value := read_number(row, key)) is not None:
                 self._start.setdefault(key, value)
 
     def _seconds_left(self) -> float | None:
-        done = _number(self._row, "step")
+        done = read_number(self._row, "step")
         if done is None or not self._seconds or not self._total:
             return None
         return max(0.0, self._total - done) * sum(self._seconds) / len(self._seconds)
 
     def _kl(self) -> tuple[float | None, float | None]:
         """The KL in the target's unit, and as a multiple of the target."""
-        kl = _number(self._row, f"kl/{self._unit}")
+        kl = read_number(self._row, f"kl/{self._unit}")
         return kl, None if kl is None or not self._target else kl / self._target
 
     # ---- plain lines
@@ -200,12 +201,12 @@ class TrainingDisplay:
         cells = [
             f"{step}/{self._total}" if self._total else step,
             f"{self._row.get('episodes', '-')}",
-            _figure(_number(self._row, "objective/scores")),
-            _figure(kl),
+            format_number(read_number(self._row, "objective/scores"), 4),
+            format_number(kl, 4),
             "-" if ratio is None else f"{ratio:.2f}x",
-            _figure(_number(self._row, "kl/coef")),
-            _figure(_number(self._row, "eval/perplexity"), 3),
-            _whole(_number(self._row, "perf/tokens_per_s")),
+            format_number(read_number(self._row, "kl/coef"), 4),
+            format_number(read_number(self._row, "eval/perplexity")),
+            _whole(read_number(self._row, "perf/tokens_per_s")),
             "-" if left is None else _duration(left),
         ]
         self._print(Text(_columns(cells)))
@@ -267,7 +268,7 @@ class TrainingDisplay:
         return fancy if self._unicode else plain
 
     def _progress_text(self) -> Text:
-        step = int(_number(self._row, "step") or 0)
+        step = int(read_number(self._row, "step") or 0)
         text = Text(f"{step}/{self._total}  " if self._total else f"{step}  ")
         if self._total:
             filled = round(20 * min(1.0, step / self._total))
@@ -286,15 +287,15 @@ class TrainingDisplay:
 
     def _append_change(self, text: Text, label: str, key: str) -> None:
         """A figure with its change since the start, arrow and sign: never by colour alone."""
-        value = _number(self._row, key)
+        value = read_number(self._row, key)
         if value is None:
             return
         change = value - self._start[key]
-        text.append(f"{label}{_figure(value, 3)}")
+        text.append(f"{label}{format_number(value)}")
         if abs(change) >= 0.005 * max(1.0, abs(value)):
             arrow = self._glyph("▲", "up") if change > 0 else self._glyph("▼", "down")
             text.append(
-                f" {arrow} {'+' if change > 0 else ''}{_figure(change, 3)}",
+                f" {arrow} {'+' if change > 0 else ''}{format_number(change)}",
                 style="green" if change > 0 else "red",
             )
 
@@ -302,7 +303,7 @@ class TrainingDisplay:
         kl, ratio = self._kl()
         if kl is None:
             return None
-        text = Text(f"{_figure(kl)} ")
+        text = Text(f"{format_number(kl, 4)} ")
         if ratio is None or self._target is None:
             return text.append("nats, no target")
         text.append(f"of {self._target:.3g}  ")
@@ -325,14 +326,14 @@ class TrainingDisplay:
         return text
 
     def _beta_text(self) -> Text | None:
-        coef = _number(self._row, "kl/coef")
+        coef = read_number(self._row, "kl/coef")
         if coef is None:
             return None
-        text = Text(_figure(coef))
-        following = _number(self._row, "kl/coef_next")
+        text = Text(format_number(coef, 4))
+        following = read_number(self._row, "kl/coef_next")
         if following is not None and following != coef:
-            text.append(f" {self._glyph('→', '->')} {_figure(following)}")
-        factor = _number(self._row, "kl/backtrack_factor")
+            text.append(f" {self._glyph('→', '->')} {format_number(following, 4)}")
+        factor = read_number(self._row, "kl/backtrack_factor")
         if factor is not None and factor < 1:
             text.append(f"   ceiling kept {factor:.0%}", style="yellow")
         return text
@@ -340,13 +341,13 @@ class TrainingDisplay:
     def _perplexity_text(self) -> Text | None:
         if self._perplexity is None:
             return None
-        text = Text(f"{_figure(self._perplexity, 3)} held-out")
-        return text.append(f", {_figure(self._start['eval/perplexity'], 3)} at the start", style="dim")
+        text = Text(f"{format_number(self._perplexity)} held-out")
+        return text.append(f", {format_number(self._start['eval/perplexity'])} at the start", style="dim")
 
     def _speed_text(self) -> Text | None:
-        speed = _number(self._row, "perf/tokens_per_s")
+        speed = read_number(self._row, "perf/tokens_per_s")
         parts = [] if speed is None else [f"{_whole(speed)} tokens/s"]
-        if (episodes := _number(self._row, "episodes")) is not None:
+        if (episodes := read_number(self._row, "episodes")) is not None:
             parts.append(f"{_whole(episodes)} episodes")
         return Text(", ".join(parts)) if parts else None
 
@@ -423,24 +424,6 @@ def _band(ratio: float) -> tuple[str, str]:
     return f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow"
 
 
-def _number(row: Mapping[str, Any], key: str) -> float | None:
-    value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _figure(value: float | None, digits: int = 4) -> str:
-    """A number in at most 8 characters, with steady decimals so that a column of them can be read."""
-    if value is None:
-        return "-"
-    size = abs(value)
-    if size >= 10_000 or 0 < size < 0.001:
-        return f"{value:.1e}"
-    decimals = digits - 1 - (math.floor(math.log10(size)) if size >= 1 else -1 if size else 0)
-    return f"{value:.{max(0, decimals)}f}"
-
-
 def _whole(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
@@ -448,7 +431,7 @@ def _whole(value: float | None) -> str:
 def _value(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return safe_text("-" if value is None else str(value))
-    return f"{value}" if isinstance(value, int) else _figure(value) if math.isfinite(value) else "-"
+    return f"{value}" if isinstance(value, int) else format_number(value, 4) if math.isfinite(value) else "-"
 
 
 def _duration(seconds: float) -> str:

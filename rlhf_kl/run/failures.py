@@ -1,4 +1,4 @@
-"""A disk or a memory that is full, a folder that is gone: said in words, with what is left and what to do."""
+"""Messages for a full disk, a full memory and a folder that is gone: what is left, and what to do."""
 
 from __future__ import annotations
 
@@ -24,29 +24,25 @@ def machine_failures(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        words = _disk_words(folder, error)
-        if words is None:
+        message = _disk_message(folder, error)
+        if message is None:
             raise
-        raise RunFailed(f"{words}; {_whats_left(folder)}") from error
+        raise RunFailed(f"{message}; {_way_on(folder)}") from error
     except torch.OutOfMemoryError as error:
         raise RunFailed(
             "out of memory, also with microbatches of one row: lower rollout.batch_size, rollout.max_new_tokens or "
-            f"the microbatch_size; {_whats_left(folder)}"
+            f"the microbatch_size; {_way_on(folder)}"
         ) from error
 
 
-def _disk_words(folder: RunFolder, error: OSError) -> str | None:
+def _disk_message(folder: RunFolder, error: OSError) -> str | None:
     place = str(error.filename or folder.path)
     if error.errno in FULL:
-        return f"{place}: {error.strerror}: {_what_to_free(folder, Path(place))}"
+        size = max((_size(path) for path in folder.checkpoints.glob("step-*")), default=0)
+        need = f"a checkpoint takes {_megabytes(size)}, " if size else ""
+        return f"{place}: {error.strerror}: {need}{room_words(Path(place))}"
     inside = error.filename is not None and Path(place).absolute().is_relative_to(folder.path.absolute())
     return f"{place}: {error.strerror}" if error.errno in BROKEN or inside else None
-
-
-def _what_to_free(folder: RunFolder, place: Path) -> str:
-    size = max((_size(path) for path in folder.checkpoints.glob("step-*")), default=0)
-    need = f"a checkpoint takes {_megabytes(size)}, " if size else ""
-    return f"{need}{room_words(place)}"
 
 
 def room_words(place: Path) -> str:
@@ -55,11 +51,11 @@ def room_words(place: Path) -> str:
     return f"{_megabytes(shutil.disk_usage(existing).free)} are free: make room there, or look at your quota"
 
 
-def _whats_left(folder: RunFolder) -> str:
-    found = newest_whole(folder.checkpoints)[0]
-    if found is None:
+def _way_on(folder: RunFolder) -> str:
+    checkpoint = newest_whole(folder.checkpoints)[0]
+    if checkpoint is None:
         return "there is no checkpoint yet: give the command again"
-    return f"the checkpoint of step {found.step} is whole: --resume goes on from it"
+    return f"the checkpoint of step {checkpoint.step} is whole: --resume goes on from it"
 
 
 def _size(path: Path) -> int:

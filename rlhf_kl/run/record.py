@@ -15,12 +15,12 @@ from torch import nn
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, Kind
-from rlhf_kl.run.checkpoint import checkpoints, optimizer_tensors, prune, save_checkpoint
+from rlhf_kl.run.checkpoint import checkpoints, prune, save_checkpoint
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
 from rlhf_kl.run.folders import sweep
 from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl, truncate_after, truncate_at
-from rlhf_kl.run.resume import check_fingerprints, environment, last_checkpoint, say_differences
+from rlhf_kl.run.resume import check_fingerprints, environment, last_checkpoint, report_differences
 from rlhf_kl.run.run_folder import CHECKPOINT, RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.run.versions import git_revision, versions
@@ -53,7 +53,7 @@ class Recorder:
         self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
-            say_differences(self.state["environment"], self.environment, display)
+            report_differences(self.state["environment"], self.environment, display)
         self.started = time.time()
         self.spent = float(self.state.get("seconds", 0.0))
         self.rows: JsonlWriter | None = None
@@ -112,7 +112,7 @@ class Recorder:
         assert self.rows is not None, "begin() opens the files"
         self.folder.check_there()
         self.rows.write(row)
-        self._view(lambda tensorboard: tensorboard.row(row))
+        self._show(lambda tensorboard: tensorboard.row(row))
 
     def save(
         self,
@@ -134,7 +134,7 @@ class Recorder:
             self.folder.checkpoints,
             step,
             model,
-            optimizer_tensors(optimizer),
+            optimizer,
             {
                 **state,
                 "seconds": self.seconds,
@@ -152,9 +152,9 @@ class Recorder:
         """One sampled response."""
         assert self.samples is not None
         self.samples.write(sample)
-        self._view(lambda tensorboard: tensorboard.sample(sample))
+        self._show(lambda tensorboard: tensorboard.sample(sample))
 
-    def _view(self, show: Callable[[TensorBoardWriter], None]) -> None:
+    def _show(self, show: Callable[[TensorBoardWriter], None]) -> None:
         """TensorBoard is a view of the rows: where it cannot be written, the run goes on without it."""
         if self.tensorboard is None:
             return
@@ -181,28 +181,28 @@ class Recorder:
         write_json(self.folder.summary, summary)
         return summary
 
-    def say_what_is_left(self) -> None:
+    def mention_checkpoint(self) -> None:
         """After an error in the middle of the run that the user can mend (in a reward function, say)."""
-        found = checkpoints(self.folder.checkpoints)
-        if self.rows is not None and found:
+        present = checkpoints(self.folder.checkpoints)
+        if self.rows is not None and present:
             self.display.alert(
-                f"the checkpoint of step {found[-1].step} is whole: once mended, --resume goes on from it"
+                f"the checkpoint of step {present[-1].step} is whole: once mended, --resume goes on from it"
             )
 
     def close(self) -> None:
         """The files are given back; whatever had to be on the disk is there by now."""
         for file in (self.rows, self.samples, self.tensorboard):
             if file is not None:
-                with contextlib.suppress(OSError):  # a full disk has been told of already
+                with contextlib.suppress(OSError):  # a full disk has been reported already
                     file.close()
 
     def _plugins(self) -> dict[str, bytes]:
         """The plugins' files, by the names under which the run keeps them; one may be such a copy itself."""
-        found: dict[str, bytes] = {}
+        copies: dict[str, bytes] = {}
         for source in dict.fromkeys(path.resolve() for path in plugin_files(self.config).values()):
             name, count = re.sub(r"[^\w.-]", "_", source.name), 1
-            while name in found:  # a/mine.py beside b/mine.py
+            while name in copies:  # a/mine.py beside b/mine.py
                 count += 1
                 name = f"{Path(name).stem}-{count}.py"
-            found[name] = source.read_bytes()
-        return found
+            copies[name] = source.read_bytes()
+        return copies

@@ -27,33 +27,46 @@ ROUNDING_ONLY = ("ppo.microbatch_size", "sft.microbatch_size", "reward_model.mic
 
 def kind_of(config: AnyConfig) -> Kind:
     """The command that a config is for."""
-    return (
-        "sft" if isinstance(config, SFTConfig) else "reward-model" if isinstance(config, RewardModelConfig) else "train"
-    )
+    kinds: dict[type, Kind] = {SFTConfig: "sft", RewardModelConfig: "reward-model", TrainConfig: "train"}
+    return kinds[type(config)]
 
 
 def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> Checkpoint | None:
     """The checkpoint to go on from; None where there is none yet.
 
-    A damaged one is set aside, said, and the one before it taken.
+    A damaged one is set aside, with an alert, and the one before it taken.
     Errors: InputError where the config changed in a way that matters, or no checkpoint is whole.
     """
     if not checkpoints(folder.checkpoints):
         return None
     for line in check_config(folder, config):
         display.alert(f"resume: {line}: sums are taken in another order, so figures may differ in their last digits")
-    found, problems = newest_whole(folder.checkpoints)
-    if found is None:
+    newest, problems = newest_whole(folder.checkpoints)
+    if newest is None:
         raise InputError(
             *(f"{folder.checkpoints}: no checkpoint is whole: {problem}" for problem in problems),
             f"{folder.path}: nothing to go on from; --overwrite starts anew",
         )
     for checkpoint in checkpoints(folder.checkpoints):
-        if checkpoint.step > found.step:
+        if checkpoint.step > newest.step:
             set_aside(checkpoint)
     for problem in problems:
-        display.alert(f"resume: damaged checkpoint {problem}; going on from {found.path.name}")
-    return found
+        display.alert(f"resume: damaged checkpoint {problem}; going on from {newest.path.name}")
+    return newest
+
+
+def check_format(folder: RunFolder) -> None:
+    """Errors: InputError where another version of this program wrote the checkpoint to go on from."""
+    for checkpoint in reversed(checkpoints(folder.checkpoints)):
+        try:
+            checkpoint.state()
+        except InputError:
+            if checkpoint.damage() is None:
+                raise
+        except (OSError, ValueError, AttributeError):
+            pass  # damaged: the one before it is taken
+        else:
+            return
 
 
 def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
@@ -67,10 +80,7 @@ def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
         lines = [line for line in lines if not line.startswith("ppo.total_episodes:")]
     changed = [line for line in lines if not line.startswith(ROUNDING_ONLY)]
     if changed:
-        raise InputError(
-            f"{folder.path}: --resume goes on with the same config, but these keys changed:",
-            *changed,
-        )
+        raise InputError(f"{folder.path}: --resume goes on with the same config, but these keys changed:", *changed)
     return lines
 
 
@@ -98,7 +108,7 @@ def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
     try:
         summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
         return summary if summary["stopped_by"] is None else None
-    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint knows how to make it anew
+    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint holds what makes it anew
         return None
 
 
@@ -116,8 +126,8 @@ def environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def say_differences(before: Mapping[str, str], now: Mapping[str, str], display: TrainingDisplay) -> None:
-    """Says what is not as it was when the checkpoint was written."""
+def report_differences(before: Mapping[str, str], now: Mapping[str, str], display: TrainingDisplay) -> None:
+    """An alert on what is not as it was when the checkpoint was written."""
     changed = [
         f"{key} {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in dict.fromkeys([*before, *now])
@@ -130,12 +140,11 @@ def say_differences(before: Mapping[str, str], now: Mapping[str, str], display: 
 
 
 def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
-    """Errors: InputError naming the config keys whose content is another than when the run began."""
-    changed = [key for key in now if key in before and before[key] != now[key]]
-    if changed:
-        raise InputError(
-            *(
-                f"{key}: holds something else than when the run in {where} began; --resume needs it back"
-                for key in changed
-            )
-        )
+    """Errors: InputError with the config keys whose content is another than when the run in `where` began."""
+    problems = [
+        f"{key}: holds something else than when the run in {where} began; --resume needs it back"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
+    if problems:
+        raise InputError(*problems)

@@ -17,8 +17,9 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
 from rlhf_kl.run.jsonl import encode_json
 
-__all__ = ["RunFolder", "open_run_folder", "write_atomic", "write_json"]
+__all__ = ["RunFolder", "newest_run", "open_run_folder", "write_atomic", "write_json"]
 
+RUNS = Path("runs")
 _LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
 _CLAIMS = ".rlhf-kl.files"
 _FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
@@ -163,6 +164,24 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     except OSError as error:
         raise InputError(f"cannot write the run folder {path}: {error.strerror or error}") from error
     return folder
+
+
+def newest_run(*, finished: bool = False) -> Path:
+    """The run below runs/ whose metrics were written to last, with `finished` among those with a final model.
+
+    Errors: InputError where there is none.
+    """
+    written = []
+    for config in RUNS.glob("*/config.yaml"):
+        folder = RunFolder(config.parent)
+        with contextlib.suppress(OSError):  # a run that has not made an update
+            if folder.final.is_dir() or not finished:
+                written.append((folder.metrics.stat().st_mtime, folder.path))
+    if not written and finished:
+        raise InputError(f"no finished run under {RUNS}/: name one with --run, or a model with --model")
+    if not written:
+        raise InputError(f"no run under {RUNS}/: name one")
+    return max(written)[1]
 
 
 def _refuse(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:

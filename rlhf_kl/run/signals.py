@@ -14,7 +14,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop."""
+    """The signal that has come, if any, and what follows from it."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace  # seconds
@@ -27,7 +27,7 @@ class StopRequest:
         self.signal = number
         signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
 
-    def raise_if_asked(self) -> None:
+    def check(self) -> None:
         """Errors: Interrupted where a signal has come."""
         if self.signal is not None:
             raise Interrupted(self.signal)
@@ -35,7 +35,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
-    """The block asks `raise_if_asked` after each update; what takes longer than `grace` seconds is cut short."""
+    """The block calls `check` after each update; what takes longer than `grace` seconds is cut short."""
     request = StopRequest(grace)
     with _handling(dict.fromkeys((*STOPPING, signal.SIGALRM), request.receive)):
         try:

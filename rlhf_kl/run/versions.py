@@ -25,13 +25,13 @@ _PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that shape a result; imports none of them."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package.replace("-", "_")] = metadata.version(package)
+            installed[package.replace("-", "_")] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_revision(path: Path) -> str | None:

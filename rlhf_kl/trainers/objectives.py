@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import KLSection, TrainConfig
-from rlhf_kl.models.lm import Logits
+from rlhf_kl.models.logits import Logits
 from rlhf_kl.ops.advantages import ESTIMATORS as ADVANTAGES
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.activations import tokens_of_a_pass
-from rlhf_kl.models.lm import Logits
+from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import masked_mean
 from rlhf_kl.ops.packing import Packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
@@ -188,6 +189,38 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(train: Train, tiny_ru
         train(crashed, resume=True)
     assert len(caught.value.problems) == 3  # both checkpoints, and what to do
     assert {path: path.read_bytes() for path in before} == before
+
+
+def _as_the_version_before(checkpoint: Path) -> None:
+    """Without the number of its format, and otherwise whole."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["format"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    digests = json.loads((checkpoint / "checksums.json").read_text())
+    digests["state.json"] = hashlib.sha256((checkpoint / "state.json").read_bytes()).hexdigest()
+    (checkpoint / "checksums.json").write_text(json.dumps(digests))
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_one_line_and_still_evaluated(
+    rlhf_kl: Callable[..., Any], train: Train, tiny_run: Path, tmp_path: Path
+) -> None:
+    crashed = crash(tiny_run, tmp_path, 4)
+    before = rows(crashed)
+    for checkpoint in checkpoints(crashed / "checkpoints"):
+        _as_the_version_before(checkpoint.path)
+    for changed in ((), ("ppo.gamma=0.5",)):  # whatever else is wrong too
+        with pytest.raises(InputError, match=r"step-000004: written by another version.*--overwrite") as caught:
+            train(crashed, *changed, resume=True)
+        assert len(caught.value.problems) == 1
+        assert caught.value.exit_code == 2
+    assert rows(crashed) == before
+    for command in (("eval", "--json"), ("generate", "--prompt", "a")):
+        outcome = rlhf_kl(*command, "--run", crashed, "--checkpoint", "4")
+        assert outcome.code == 0, outcome.err
+    assert rlhf_kl("report", crashed).code == 0
+    (checkpoints(crashed / "checkpoints")[-1].path / "state.json").write_text("{")  # damaged: the one before counts
+    with pytest.raises(InputError, match="step-000002: written by another version"):
+        train(crashed, resume=True)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])

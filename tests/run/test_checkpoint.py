@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+
+from rlhf_kl.errors import InputError
 from rlhf_kl.models.actor_critic import ActorCritic
 
 from rlhf_kl.run.checkpoint import (
+    FORMAT,
     Checkpoint,
     checkpoints,
-    load_optimizer_tensors,
     newest_whole,
-    optimizer_tensors,
     save_checkpoint,
     set_aside,
 )
@@ -26,8 +28,7 @@ Make = Callable[..., Any]
 
 
 def save(folder: Path, step: int, model: Any, keep: int = 2) -> Checkpoint:
-    tensors = {"0.step": torch.tensor(3.0), "0.exp_avg": torch.arange(6.0).view(2, 3).T}
-    return save_checkpoint(folder, step, model, tensors, {"step": step, "beta": 0.1}, keep)
+    return save_checkpoint(folder, step, model, adamw(model, 0.01, 0.1), {"step": step, "beta": 0.1}, keep)
 
 
 def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
@@ -36,8 +37,7 @@ def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
     saved = save(tmp_path, 10, model)
     assert saved.path.name == "step-000010"
     assert saved.step == 10
-    assert saved.state() == {"step": 10, "beta": 0.1}
-    assert saved.optimizer_tensors()["0.exp_avg"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert saved.state() == {"format": FORMAT, "step": 10, "beta": 0.1}
     other = ActorCritic(new_model(seed=2))
     saved.load_model(other)
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
@@ -69,7 +69,19 @@ def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == []
 
 
-def test_an_optimizer_goes_on_from_its_tensors() -> None:
+@pytest.mark.parametrize("number", [None, FORMAT - 1, FORMAT + 1])
+def test_the_state_of_another_version_is_refused_but_not_its_weights(tmp_path: Path, number: int | None) -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    saved = save(tmp_path, 5, model)
+    state = {"step": 5} if number is None else {"format": number, "step": 5}
+    (saved.path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(InputError, match="step-000005: written by another version"):
+        saved.state()
+    saved.load_model(other)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
@@ -80,18 +92,20 @@ def test_an_optimizer_goes_on_from_its_tensors() -> None:
     net, other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     optimizer, again = adamw(net, 0.01, 0.1), adamw(other, 0.01, 0.1)
     train(net, optimizer, range(3))
-    other.load_state_dict(net.state_dict())
-    load_optimizer_tensors(again, {k: v.clone() for k, v in optimizer_tensors(optimizer).items()})
+    saved = save_checkpoint(tmp_path, 3, net, optimizer, {}, keep=1)
+    saved.load_model(other)
+    saved.load_optimizer(again)
     train(net, optimizer, range(3, 6))
     train(other, again, range(3, 6))
     for a, b in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_a_new_optimizer_has_no_tensors() -> None:
-    optimizer = adamw(torch.nn.Linear(3, 4), 0.01, 0.0)
-    assert optimizer_tensors(optimizer) == {}
-    load_optimizer_tensors(optimizer, {})
+def test_an_optimizer_before_its_first_step_has_nothing_to_load(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = adamw(model, 0.01, 0.0)
+    save_checkpoint(tmp_path, 1, model, optimizer, {}, keep=1).load_optimizer(optimizer)
+    assert optimizer.state_dict()["state"] == {}
 
 
 # ---- damage ----
@@ -130,9 +144,9 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: 
     for step in (5, 10):
         assert save(tmp_path, step, model).damage() is None
     DAMAGES[how](tmp_path / "step-000010" / name)
-    found, problems = newest_whole(tmp_path)
-    assert found is not None
-    assert found.step == 5
+    newest, problems = newest_whole(tmp_path)
+    assert newest is not None
+    assert newest.step == 5
     assert len(problems) == 1
     assert problems[0].startswith("step-000010: ")
     assert name in problems[0] or name == "checksums.json"
@@ -160,7 +174,7 @@ def test_a_checkpoint_between_two_regular_ones_displaces_none(tmp_path: Path) ->
     model = torch.nn.Linear(2, 2)
 
     def kept(step: int) -> list[int]:
-        save_checkpoint(tmp_path, step, model, {}, {}, keep=2, every=5, spared={5})
+        save_checkpoint(tmp_path, step, model, adamw(model, 0.1, 0.0), {}, keep=2, every=5, spared={5})
         return [checkpoint.step for checkpoint in checkpoints(tmp_path)]
 
     assert [kept(step) for step in (5, 10, 15)][-1] == [5, 10, 15]
@@ -198,11 +212,12 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_checkpoint_before(tmp_path: P
         "import pathlib, resource, sys, torch\n"
         "from rlhf_kl.run.checkpoint import save_checkpoint\n"
         "folder, model = pathlib.Path(sys.argv[1]), torch.nn.Linear(100, 100)\n"
-        "save_checkpoint(folder, 5, model, {}, {}, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "save_checkpoint(folder, 5, model, optimizer, {}, 2)\n"
         "for limit in (0, 50, 4096, 40000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
         "    try:\n"
-        "        save_checkpoint(folder, 10, model, {'0.x': torch.zeros(20000)}, {}, 2)\n"
+        "        save_checkpoint(folder, 10, model, optimizer, {}, 2)\n"
         "    except OSError as error:\n"
         "        print(limit, error.errno)\n"
     )

@@ -30,12 +30,11 @@ def _environment() -> Environment:
 def render_page(template: str, *, refresh: int | None = None, **values: Any) -> str:
     """A whole page. `refresh`: seconds after which a browser reads it again."""
     environment = _environment()
-    source = environment.loader.get_source(environment, "page.js")[0] if environment.loader else ""
-    digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+    script = environment.loader.get_source(environment, "page.js")[0] if environment.loader else ""
     return environment.get_template(template).render(
         colours=Markup(css()),
-        script=Markup(source),
-        script_hash=digest,  # no other script may run on the page
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # no other script may run
         refresh=refresh,
         version=_version(),
         **values,
@@ -43,8 +42,8 @@ def render_page(template: str, *, refresh: int | None = None, **values: Any) -> 
 
 
 def chart_values(chart: Chart) -> dict[str, Any]:
-    """What the template shows of a chart."""
-    return {"title": chart.title, "svg": Markup(svg(chart)), "caption": chart.caption}
+    """A chart as the template shows it; small charts have their figures in the subtitle."""
+    return {"title": chart.title, "svg": Markup(svg(chart)), "caption": chart.caption or chart.subtitle}
 
 
 def _version() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,35 +14,35 @@ from rlhf_kl.report import control
 from rlhf_kl.report.overoptimisation import gold_peak
 from rlhf_kl.report.pages.render import chart_values, render_page
 from rlhf_kl.report.plots.run import overoptimisation_charts, run_charts
-from rlhf_kl.report.run import RunFigures, RunResult, figures, number
-from rlhf_kl.report.text import percent, shown
+from rlhf_kl.report.run import RunResult
+from rlhf_kl.run.figures import format_number, format_percent, read_number
 from rlhf_kl.run.text import safe_text
 
 DIVERGING = 15  # tokens in the table
-DIVERGING_STEPS = 3  # sampled updates that it looks at
-LEAST_HOT = 0.5  # nats, the full colour of a token where none diverges more
+DIVERGING_STEPS = 3  # sampled updates that they are taken from
+HOTTEST = (0.5, 4.0)  # nats: least and most that the full colour of a token stands for
 STRONGEST = 0.7  # opacity of the full colour: the text must stay legible on it
 
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report as one HTML text."""
-    found = figures(run)
     steps = sorted({row["step"] for row in run.samples})
-    hottest = max([LEAST_HOT, *(number(token, "kl") or 0.0 for row in run.samples for token in _tokens(row))])
-    hottest = min(hottest, 4.0)
+    least, most = HOTTEST
+    kls = [read_number(token, "kl") or 0.0 for row in run.samples for token in _tokens(row)]
+    hottest = min(most, max([least, *kls]))
     return render_page(
         "report.html",
         refresh=refresh,
         name=safe_text(run.name),
         status=run.status if run.status != "unfinished" else f"{len(run.updates)} of {run.config.updates} updates",
         subtitle=_subtitle(run),
-        headline=headline(run, found),
+        headline=_headline(run),
         missing=[safe_text(note) for note in run.notes],
         alerts=[_alert(row["step"], text) for row in run.updates for text in row.get("alerts") or ()],
         charts=[chart_values(chart) for chart in run_charts(run)],
         signs=[chart_values(chart) for chart in overoptimisation_charts(run)],
         signs_note=_signs_note(run),
-        hottest=shown(hottest, 2),
+        hottest=format_number(hottest, 2),
         before_step=steps[0] if steps else None,
         after_step=steps[-1] if steps else None,
         before=[_sample(row, hottest) for row in run.samples if row["step"] == steps[0]],
@@ -55,85 +56,74 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
     )
 
 
-def headline(run: RunResult, found: RunFigures) -> list[dict[str, str]]:
-    """The figures at the top; those that were not measured are left out."""
+def _headline(run: RunResult) -> list[tuple[str, str, str]]:
+    """Name, value and note of the figures at the top; those that were not measured are left out."""
+    figures, tilt_share = run.figures, read_number(run.summary, "tilt_share")
     perplexity = run.series("eval/perplexity")[1]
     first = run.updates[0] if run.updates else {}
+
+    def start(key: str) -> str:
+        return f"started at {format_number(read_number(first, key))}"
+
+    cost = "one evaluation only"
+    if figures.perplexity_cost is not None:
+        cost = f"{format_percent(figures.perplexity_cost, signed=True)} on {format_number(perplexity[0])}"
+    ended = format_percent(run.end("rollout/eos_rate"))
+    in_band = f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"
     cards = [
-        (f"KL per {run.unit}", shown(found.kl), f"target {shown(run.target)} nats", found.kl),
-        ("Tail error", shown(found.tail_error), "mean |KL/target - 1|, second half", found.tail_error),
-        (
-            "Time in band",
-            percent(found.time_in_band),
-            f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}",
-            found.time_in_band,
-        ),
-        ("Peak KL", f"{shown(found.peak)}x", "of the target", found.peak),
-        ("Beta", shown(found.beta), f"started at {shown(number(first, 'kl/coef'))}", found.beta),
-        ("Score", shown(found.scores), f"started at {shown(number(first, 'objective/scores'))}", found.scores),
-        ("Gold", shown(found.gold), f"started at {shown(number(first, 'objective/gold'))}", found.gold),
-        (
-            "Held-out perplexity",
-            shown(found.perplexity),
-            f"{percent(found.perplexity_cost, signed=True)} on {shown(perplexity[0])}"
-            if found.perplexity_cost is not None
-            else "one evaluation only",
-            found.perplexity,
-        ),
-        (
-            "Of the best possible gain",
-            percent(run.summary.get("tilt_share")),
-            "at this KL, by tilting the reference",
-            run.summary.get("tilt_share"),
-        ),
-        (
-            "Response length",
-            shown(found.length),
-            f"tokens; {percent(run.end('rollout/eos_rate'))} end by themselves",
-            found.length,
-        ),
+        (f"KL per {run.unit}", figures.kl, "", f"target {format_number(run.target)} nats"),
+        ("Tail error", figures.tail_error, "", "mean |KL/target - 1|, second half"),
+        ("Time in band", figures.time_in_band, "%", in_band),
+        ("Peak KL", figures.peak, "x", "of the target"),
+        ("Beta", figures.beta, "", start("kl/coef")),
+        ("Score", figures.scores, "", start("objective/scores")),
+        ("Gold", figures.gold, "", start("objective/gold")),
+        ("Held-out perplexity", figures.perplexity, "", cost),
+        ("Of the best possible gain", tilt_share, "%", "at this KL, by tilting the reference"),
+        ("Response length", figures.length, "", f"tokens; {ended} end by themselves"),
     ]
-    return [{"name": name, "value": value, "note": note} for name, value, note, known in cards if known is not None]
-
-
-def diverging_tokens(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Tokens of the last sampled updates by their mean KL."""
-    steps = sorted({row["step"] for row in samples})[-DIVERGING_STEPS:]
-    seen: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    for row in samples:
-        if row["step"] in steps:
-            for token in _tokens(row):
-                values = tuple(number(token, key) for key in ("kl", "logprob", "ref_logprob"))
-                if None not in values:
-                    seen[str(token.get("text", ""))].append(values)  # type: ignore[arg-type]
-    table = []
-    for text, found in seen.items():
-        if len(found) > 1:
-            kl, logprob, ref = (fmean(column) for column in zip(*found, strict=True))
-            table.append((kl, text, len(found), logprob, ref))
     return [
-        {
-            "text": visible(text),
-            "times": str(times),
-            "kl": shown(kl),
-            "logprob": shown(logprob),
-            "ref_logprob": shown(ref),
-            "ratio": shown(2.718281828459045 ** min(logprob - ref, 100.0)),
-        }
-        for kl, text, times, logprob, ref in sorted(table, reverse=True)[:DIVERGING]
-        if kl > 0
+        (name, format_percent(value) if unit == "%" else f"{format_number(value)}{unit}", note)
+        for name, value, unit, note in cards
+        if value is not None
     ]
 
 
-def visible(text: str) -> str:
-    """A token by itself: blanks at its ends can be seen."""
-    shown_text = safe_text(text)
-    bare = shown_text.strip(" ")
-    if not bare:
-        return "␣" * len(shown_text) or "∅"
-    left = len(shown_text) - len(shown_text.lstrip(" "))
-    right = len(shown_text) - len(shown_text.rstrip(" "))
-    return "␣" * left + bare + "␣" * right
+# ---- samples
+
+
+def diverging_tokens(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Tokens of the last sampled updates by their mean KL: text, times, means of KL and log-probs, ratio."""
+    steps = sorted({row["step"] for row in samples})[-DIVERGING_STEPS:]
+    places: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for token in (token for row in samples if row["step"] in steps for token in _tokens(row)):
+        kl, logprob, ref = (read_number(token, key) for key in ("kl", "logprob", "ref_logprob"))
+        if kl is not None and logprob is not None and ref is not None:
+            places[str(token.get("text", ""))].append((kl, logprob, ref))
+    means = []
+    for text, values in places.items():
+        if len(values) > 1:
+            kl, logprob, ref = (fmean(column) for column in zip(*values, strict=True))
+            means.append((kl, text, len(values), logprob, ref))
+    means.sort(reverse=True)
+    return [
+        [
+            visible_blanks(text), str(times), format_number(kl), format_number(logprob), format_number(ref),
+            format_number(math.exp(min(logprob - ref, 100.0))),
+        ]
+        for kl, text, times, logprob, ref in means[:DIVERGING]
+        if kl > 0
+    ]  # fmt: skip
+
+
+def visible_blanks(text: str) -> str:
+    """A token by itself: blanks at its ends become visible marks."""
+    printed = safe_text(text)
+    middle = printed.strip(" ")
+    if not middle:
+        return "␣" * len(printed) or "∅"
+    left, right = (len(printed) - len(rest) for rest in (printed.lstrip(" "), printed.rstrip(" ")))
+    return "␣" * left + middle + "␣" * right
 
 
 def _tokens(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -142,30 +132,35 @@ def _tokens(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
-    figures_of = [f"{name} {shown(value)}" for name in ("score", "gold") if (value := number(row, name)) is not None]
-    if (kl := number(row, "kl")) is not None:
-        figures_of.append(f"KL {shown(kl)} nats")
-    why = ["picked for its large KL"] if row.get("chosen") == "largest kl" else []  # not a usual one
+    tokens = _tokens(row)
+    heading = [
+        f"{name} {format_number(value)}" for name in ("score", "gold") if (value := read_number(row, name)) is not None
+    ]
+    if (kl := read_number(row, "kl")) is not None:
+        heading.append(f"KL {format_number(kl)} nats")
+    heading.append(f"{len(tokens)} tokens")
+    if row.get("chosen") == "largest kl":  # not a usual one
+        heading.append("picked for its large KL")
     return {
-        "heading": " · ".join([*figures_of, f"{len(_tokens(row))} tokens", *why]),
+        "heading": " · ".join(heading),
         "prompt": safe_text(str(row.get("prompt", "")), keep_newlines=True),
         "response": safe_text(str(row["response"]), keep_newlines=True),
-        "tokens": [_token(token, hottest) for token in _tokens(row)],
+        "tokens": [_token(token, hottest) for token in tokens],
     }
 
 
 def _token(token: Mapping[str, Any], hottest: float) -> dict[str, str]:
-    text, kl = str(token.get("text", "")), number(token, "kl") or 0.0
-    opacity = STRONGEST * min(1.0, max(0.0, kl) / hottest)
-    tip = (
-        f"{visible(text)}  log π {shown(number(token, 'logprob'))}, log ref {shown(number(token, 'ref_logprob'))}, "
-        f"KL {shown(number(token, 'kl'))}"
-    )
+    text, kl = str(token.get("text", "")), read_number(token, "kl")
+    logprob, ref = (format_number(read_number(token, key)) for key in ("logprob", "ref_logprob"))
+    opacity = STRONGEST * min(1.0, max(0.0, kl or 0.0) / hottest)
     return {
         "text": safe_text(text, keep_newlines=True) or "∅",
-        "tip": tip,
+        "tip": f"{visible_blanks(text)}  log π {logprob}, log ref {ref}, KL {format_number(kl)}",
         "style": f"background:rgba(var(--hot),{opacity:.2f})" if opacity >= 0.02 else "",
     }
+
+
+# ---- words around the figures
 
 
 def _alert(step: int, text: str) -> dict[str, Any]:
@@ -181,7 +176,7 @@ def _subtitle(run: RunResult) -> str:
         f"policy {config.policy.model}",
         f"{len(run.updates)} updates of {config.rollout.batch_size} responses",
     ]
-    if (seconds := number(run.summary, "seconds")) is not None:
+    if (seconds := read_number(run.summary, "seconds")) is not None:
         parts.append(f"{seconds / 60:.1f} minutes")
     return safe_text(" · ".join(parts))
 
@@ -195,12 +190,11 @@ def _signs_note(run: RunResult) -> str:
             "No gold scorer: whether the reward model is being exploited shows only indirectly, in samples that "
             "the reference finds strange, responses that become alike, lengths that drift, a score that follows length."
         )
-    if peak.passed:
-        return (
-            f"Gold was highest in update {peak.step} ({shown(peak.gold)}, at sqrt(KL) {shown(peak.root_kl)}) and has "
-            f"fallen to {shown(peak.gold_end)} since."
-        )
-    return f"Gold has not turned down: {shown(peak.gold_end)} at the end, {shown(peak.gold)} at its best."
+    best, last = format_number(peak.gold), format_number(peak.gold_end)
+    if not peak.passed:
+        return f"Gold has not turned down: {last} at the end, {best} at its best."
+    place = f"update {peak.step} ({best}, at sqrt(KL) {format_number(peak.root_kl)})"
+    return f"Gold was highest in {place} and has fallen to {last} since."
 
 
 def _command(run: RunResult) -> str:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from rlhf_kl.report import control
 from rlhf_kl.report.overoptimisation import gold_against_kl, gold_peak, reference_perplexity
-from rlhf_kl.report.plots.chart import Chart, Level, Line, Mark
-from rlhf_kl.report.run import RunResult, Series, number
-from rlhf_kl.report.text import shown
+from rlhf_kl.report.plots.chart import (
+    UPDATE,
+    Axes,
+    Chart,
+    Place,
+    add_legend,
+    columns,
+    plot_level,
+    plot_line,
+    plot_points,
+    plot_target,
+)
+from rlhf_kl.report.run import RunResult, Series
+from rlhf_kl.run.figures import format_number, read_number
 
-UPDATE = "update"
 LOG_FROM = 5.0  # a KL that reaches so many times its target, or a beta that varies so much, has a log axis
 
 
@@ -23,201 +32,221 @@ def run_charts(run: RunResult) -> list[Chart]:
         kl_chart(run),
         beta_chart(run),
         score_chart(run),
-        _simple(run, "objective/gold", "gold", "Gold score", "gold", "c3"),
+        update_chart("gold", "Gold score", "gold", run.series("objective/gold"), "c3"),
         perplexity_chart(run),
         distribution_chart(run),
-        _simple(run, "rollout/response_length", "length", "Response length", "tokens", "c4"),
-        replace(
-            _simple(run, "rollout/eos_rate", "eos", "Responses that end by themselves", "share with an EOS", "c5"),
-            y_limits=(0, 1.04),
+        update_chart("length", "Response length", "tokens", run.series("rollout/response_length"), "c4"),
+        update_chart(
+            "eos", "Responses that end by themselves", "share with an EOS", run.series("rollout/eos_rate"), "c5",
+            prepare=lambda axes: axes.set_ylim(0, 1.04),
         ),
         position_chart(run),
-    ]
-    return [chart for chart in charts if not chart.empty]
+    ]  # fmt: skip
+    return [chart for chart in charts if chart is not None]
 
 
 def overoptimisation_charts(run: RunResult) -> list[Chart]:
     """Score and gold against sqrt(KL) where there is gold, and the stand-ins."""
-    distinct = run.series("eval/distinct_2")
     charts = [
         frontier_chart(run),
-        _series_chart(
-            reference_perplexity(run),
-            Chart(
-                "reference-perplexity", "Samples under the reference", UPDATE, "perplexity", [],
-                caption="How strange the policy's own samples are to the reference: exp(entropy + KL).",
-            ),
-            "c2",
+        update_chart(
+            "reference-perplexity", "Samples under the reference", "perplexity", reference_perplexity(run), "c2",
+            caption="How strange the policy's own samples are to the reference: exp(entropy + KL).",
         ),
-        _series_chart(
-            distinct,
-            Chart(
-                "distinct", "Distinct word pairs", UPDATE, "distinct-2", [],
-                caption="Share of word pairs that differ, over the responses to the held-out prompts. "
-                "It falls when responses become alike.",
-            ),
-            "c3",
+        update_chart(
+            "distinct", "Distinct word pairs", "distinct-2", run.series("eval/distinct_2"), "c3",
+            caption="Share of word pairs that differ, over the responses to the held-out prompts. "
+            "It falls when responses become alike.",
         ),
-        _series_chart(
-            run.series("rollout/score_length_corr"),
-            Chart(
-                "score-length", "Score and length", UPDATE, "correlation", [], levels=[Level(0.0, "none")],
-                caption="Correlation of score and length within a batch: a reward model that pays for length "
-                "shows here.",
-            ),
-            "c4",
+        update_chart(
+            "score-length", "Score and length", "correlation", run.series("rollout/score_length_corr"), "c4",
+            prepare=lambda axes: plot_level(axes, 0.0, "none"),
+            caption="Correlation of score and length within a batch: a reward model that pays for length shows here.",
         ),
     ]  # fmt: skip
-    return [chart for chart in charts if not chart.empty]
+    return [chart for chart in charts if chart is not None]
 
 
-def kl_chart(run: RunResult) -> Chart:
+def update_chart(
+    slug: str,
+    title: str,
+    unit: str,
+    series: Series,
+    tint: str,
+    *,
+    name: str = "",
+    caption: str = "",
+    prepare: Callable[[Axes], object] | None = None,
+    marks: Sequence[tuple[float, str]] = (),
+    band: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> Chart | None:
+    """One curve over the updates; None where it has no values.
+
+    `prepare` sets up the axes before the curve is drawn; `name` of the curve: else `unit`; `marks`: x and text;
+    `band`: low and high values around the curve.
+    """
+    if not series[0]:
+        return None
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel=UPDATE, ylabel=unit)
+        if prepare:
+            prepare(axes)
+        plot_line(axes, *series, tint, *(band or ()))
+        for x, _ in marks:
+            plot_points(
+                axes, [x], [0.02], "alert", marker="^", markersize=6.8, clip_on=False, zorder=6,
+                transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
+
+    return Chart(slug, title, draw, columns(UPDATE, [(name or unit, *series)], marks), caption)
+
+
+def kl_chart(run: RunResult) -> Chart | None:
     """KL with its target, the band around it, the ceiling and the alerts."""
-    steps, values = run.series(f"kl/{run.unit}")
-    high = max(values, default=0.0) > LOG_FROM * run.target
-    ceiling = number(run.updates[-1], "kl/ceiling") if run.updates else None
-    levels = [Level(run.target, "target", "c3")]
-    if ceiling is not None:
-        levels.append(Level(ceiling, "ceiling", "alert"))
-    return Chart(
-        "kl",
-        f"KL to the reference, per {run.unit}",
-        UPDATE,
-        f"nats per {run.unit}",
-        [Line("KL", steps, values, "c1", named=False)],
-        band=((1 - control.BAND) * run.target, (1 + control.BAND) * run.target),
-        levels=levels,
-        marks=alert_marks(run),
-        log_y=high,
-        caption="The band is the target ± 25 %." + (" Red marks are alerts." if alert_marks(run) else ""),
-    )
+    series = run.series(f"kl/{run.unit}")
+    ceiling = read_number(run.updates[-1], "kl/ceiling") if run.updates else None
+    marks = [(float(row["step"]), _alert_kinds(row["alerts"])) for row in run.updates if row.get("alerts")]
 
+    def prepare(axes: Axes) -> None:
+        if max(series[1]) > LOG_FROM * run.target:
+            axes.set_yscale("log")
+        plot_target(axes, run.target)
+        if ceiling is not None:
+            plot_level(axes, ceiling, "ceiling", "alert")
 
-def beta_chart(run: RunResult) -> Chart:
-    """Beta over the run."""
-    steps, values = run.series("kl/coef")
-    varies = min(values, default=0.0) > 0 and max(values) > LOG_FROM * min(values)
-    return Chart(
-        "beta", "Beta, the KL coefficient", UPDATE, "beta", [Line("beta", steps, values, "c2", named=False)],
-        log_y=varies, caption=f"Controller: {run.config.kl.controller.kind}.",
-        y_limits=None if len(set(values)) != 1 else (0.0, 2.0 * values[0] or 1.0),
+    return update_chart(
+        "kl", f"KL to the reference, per {run.unit}", f"nats per {run.unit}", series, "c1", name="KL",
+        prepare=prepare, marks=marks, caption="The band is the target ± 25 %." + " Red marks are alerts." * bool(marks),
     )  # fmt: skip
 
 
-def score_chart(run: RunResult) -> Chart:
+def beta_chart(run: RunResult) -> Chart | None:
+    """Beta over the run."""
+    series = run.series("kl/coef")
+
+    def prepare(axes: Axes) -> None:
+        low, high = min(series[1]), max(series[1])
+        if low == high:
+            axes.set_ylim(0.0, 2.0 * low or 1.0)
+        elif 0 < LOG_FROM * low < high:
+            axes.set_yscale("log")
+
+    return update_chart(
+        "beta", "Beta, the KL coefficient", "beta", series, "c2", prepare=prepare,
+        caption=f"Controller: {run.config.kl.controller.kind}.",
+    )  # fmt: skip
+
+
+def score_chart(run: RunResult) -> Chart | None:
     """The raw score with the middle 80 % of the responses."""
-    rows = [row for row in run.updates if number(row, "objective/scores") is not None]
-    steps = [float(row["step"]) for row in rows]
-    deciles = [_deciles(row) for row in rows]
-    banded = bool(rows) and all(deciles)
-    line = Line(
-        "score",
-        steps,
-        [row["objective/scores"] for row in rows],
-        "c1",
-        low=[found[1] for found in deciles if found] if banded else None,
-        high=[found[9] for found in deciles if found] if banded else None,
-        named=False,
-    )
-    caption = "Mean of each batch" + (", and the middle 80 % of its responses." if banded else ".")
-    return Chart("score", "Score", UPDATE, "score of the reward", [line], caption=caption)
+    series = run.series("objective/scores")
+    rows = [row for row in run.updates if read_number(row, "objective/scores") is not None]
+    deciles = [values for row in rows if (values := _deciles(row))]
+    band = None
+    if len(deciles) == len(rows):
+        band = [values[1] for values in deciles], [values[9] for values in deciles]
+    return update_chart(
+        "score", "Score", "score of the reward", series, "c1", name="score", band=band,
+        caption="Mean of each batch" + (", and the middle 80 % of its responses." if band else "."),
+    )  # fmt: skip
 
 
-def perplexity_chart(run: RunResult) -> Chart:
+def perplexity_chart(run: RunResult) -> Chart | None:
     """Held-out perplexity with that of the start."""
-    steps, values = run.series("eval/perplexity")
-    return Chart(
-        "perplexity", "Held-out perplexity", UPDATE, "perplexity",
-        [Line("perplexity", steps, values, "c4", named=False)],
-        levels=[Level(values[0], "start")] if values else [],
+    series = run.series("eval/perplexity")
+    return update_chart(
+        "perplexity", "Held-out perplexity", "perplexity", series, "c4",
+        prepare=lambda axes: plot_level(axes, series[1][0], "start"),
         caption="What the policy still knows of its language: lower is better.",
     )  # fmt: skip
 
 
-def distribution_chart(run: RunResult) -> Chart:
+def distribution_chart(run: RunResult) -> Chart | None:
     """Cumulative distribution of the scores at the start and at the end, from the deciles of the batches."""
     first = _mean_deciles(run.updates[: max(1, min(control.END, len(run.updates) // 4))])
     last = _mean_deciles(control.end(run.updates))
+    if not first or not last:
+        return None
     shares = [10.0 * i for i in range(11)]
-    lines = []
-    if first and last:
-        lines = [
-            Line("start", first, shares, "muted", dash=(0, (5, 2)), tips=None),
-            Line("end", last, shares, "c1"),
-        ]
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel="score", ylabel="% of responses below", ylim=(0, 100))
+        plot_line(axes, first, shares, "muted", label="start", linestyle=(0, (5, 2)))
+        plot_line(axes, last, shares, "c1", label="end")
+        add_legend(axes)
+
     return Chart(
-        "distribution", "Distribution of scores", "score", "% of responses below", lines, legend=True,
-        y_limits=(0, 100), caption="Deciles of the batches at the start (dashed) and at the end.",
+        "distribution", "Distribution of scores", draw,
+        columns("score", [("start", first, shares), ("end", last, shares)]),
+        caption="Deciles of the batches at the start (dashed) and at the end.",
     )  # fmt: skip
 
 
-def position_chart(run: RunResult) -> Chart:
+def position_chart(run: RunResult) -> Chart | None:
     """KL by position in the response at the end of the run."""
     curves = [row["kl/per_position"] for row in control.end(run.updates) if row.get("kl/per_position")]
     longest = max(map(len, curves), default=0)
-    values = [
-        fmean([curve[i] for curve in curves if i < len(curve) and curve[i] is not None] or [0.0])
-        for i in range(longest)
-    ]
+    if not longest:
+        return None
+    xs = [float(i + 1) for i in range(longest)]
+    ys = [fmean([c[i] for c in curves if i < len(c) and c[i] is not None] or [0.0]) for i in range(longest)]
+    label = "token of the response"
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel=label, ylabel="nats")
+        plot_line(axes, xs, ys, "c1")
+
     return Chart(
-        "position", "KL by position", "token of the response", "nats",
-        [Line("KL", [float(i + 1) for i in range(longest)], values, "c1", named=False)],
+        "position", "KL by position", draw, columns(label, [("KL", xs, ys)]),
         caption="Mean of the last ten updates: where in a response the policy has moved.",
     )  # fmt: skip
 
 
-def frontier_chart(run: RunResult) -> Chart:
+def frontier_chart(run: RunResult) -> Chart | None:
     """Score and gold gain against sqrt(KL), the path of the run, with the peak of gold."""
     points, peak = gold_against_kl(run), gold_peak(run)
-    xs = [point[0] for point in points]
-    tips = [
-        f"update {row['step']}: sqrt(KL) {shown(x)}, score {shown(score)}, gold {shown(gold)}"
-        for row, (x, score, gold) in zip(run.updates, points, strict=False)
-    ]
-    lines = []
-    if points:
-        lines = [
-            Line("score", xs, [point[1] for point in points], "c1"),
-            Line("gold", xs, [point[2] for point in points], "c3"),
-            Line("", xs, [point[2] for point in points], "c3", points=True, drawn=False, tips=tips),
-        ]
+    if not points:
+        return None
+    kls, scores, golds = zip(*points, strict=True)
+    places = [
+        Place(
+            x, gold, f"update {row['step']}: sqrt(KL) {format_number(x)}, score {format_number(score)}, "
+            f"gold {format_number(gold)}",
+        )
+        for row, (x, score, gold) in zip(run.updates, points, strict=True)
+    ]  # fmt: skip
+    best = [point for row, point in zip(run.updates, points, strict=True) if peak and row["step"] == peak.step]
     caption = "Gains over the reference along the run, means of five updates."
     if peak is not None:
-        best = next(point for row, point in zip(run.updates, points, strict=True) if row["step"] == peak.step)
-        tip = f"peak of gold, {shown(peak.gold)}, in update {peak.step}"
-        lines.append(Line("peak of gold", [best[0]], [best[2]], "alert", points=True, marker="D", tips=[tip]))
-        caption += f" Diamond: the {tip}" + (
-            f"; at the end it is {shown(peak.gold_end)}: the policy exploits the reward model."
+        text = f"peak of gold, {format_number(peak.gold)}, in update {peak.step}"
+        places += [Place(x, gold, text) for x, _, gold in best]
+        caption += f" Diamond: the {text}" + (
+            f"; at the end it is {format_number(peak.gold_end)}: the policy exploits the reward model."
             if peak.passed
             else "; it has not turned down since."
         )
-    return Chart("frontier", "Score and gold against KL", "√KL, nats per response", "gain", lines, caption=caption)
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel="√KL, nats per response", ylabel="gain")
+        plot_line(axes, kls, scores, "c1", label="score")
+        plot_line(axes, kls, golds, "c3", label="gold")
+        plot_points(axes, [x for x, _, _ in best], [gold for _, _, gold in best], "alert", marker="D")
+
+    return Chart("frontier", "Score and gold against KL", draw, places, caption)
 
 
-def alert_marks(run: RunResult) -> list[Mark]:
-    """Updates with alerts."""
-    return [Mark(float(row["step"]), _words(row["alerts"])) for row in run.updates if row.get("alerts")]
-
-
-def _words(alerts: Sequence[str]) -> str:
+def _alert_kinds(alerts: Sequence[str]) -> str:
     return "; ".join(str(alert).partition(":")[0] for alert in alerts)
 
 
-def _simple(run: RunResult, key: str, slug: str, title: str, unit: str, colour: str) -> Chart:
-    return _series_chart(run.series(key), Chart(slug, title, UPDATE, unit, []), colour)
-
-
-def _series_chart(series: Series, chart: Chart, colour: str) -> Chart:
-    return replace(chart, lines=[Line(chart.y_label, *series, colour, named=False)])
-
-
 def _deciles(row: Mapping[str, Any]) -> list[float] | None:
-    found = row.get("objective/scores_deciles")
-    if not isinstance(found, list) or len(found) != 11 or not all(isinstance(v, int | float) for v in found):
+    values = row.get("objective/scores_deciles")
+    if not isinstance(values, list) or len(values) != 11 or not all(isinstance(v, int | float) for v in values):
         return None
-    return found
+    return values
 
 
 def _mean_deciles(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
-    found = [deciles for row in rows if (deciles := _deciles(row)) is not None]
-    return [fmean(column) for column in zip(*found, strict=True)] if found else None
+    deciles = [values for row in rows if (values := _deciles(row))]
+    return [fmean(column) for column in zip(*deciles, strict=True)] if deciles else None

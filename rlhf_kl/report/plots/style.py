@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import matplotlib
 
 # name: (on light, on dark). Light values are what matplotlib draws; pages replace them by var(--name).
 # No two may be equal within a column.
@@ -40,47 +43,42 @@ def colour(name: str) -> str:
 
 
 @contextmanager
-def house_style(size: float) -> Iterator[None]:
+def picture_style(size: float) -> Iterator[None]:
     """matplotlib's settings while a picture is drawn; `size` of the type in points."""
-    import warnings
-
-    import matplotlib
-
-    with matplotlib.rc_context(), warnings.catch_warnings():
+    settings = {
+        "font.family": "DejaVu Sans",
+        "font.size": size,
+        "axes.titlesize": size * 1.08,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.labelsize": size * 0.95,
+        "axes.labelcolor": colour("muted"),
+        "axes.edgecolor": colour("muted"),
+        "axes.linewidth": 0.7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": colour("grid"),
+        "grid.linewidth": 0.7,
+        "xtick.color": colour("muted"),
+        "ytick.color": colour("muted"),
+        "xtick.labelsize": size * 0.9,
+        "ytick.labelsize": size * 0.9,
+        "xtick.major.size": 3,
+        "ytick.major.size": 0,
+        "ytick.minor.size": 0,
+        "xtick.minor.size": 0,
+        "text.color": colour("ink"),
+        "text.parse_math": False,  # names are text, whatever they hold
+        "legend.fontsize": size * 0.9,
+        "lines.linewidth": 1.6,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "rlhf-kl",
+    }
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*missing from font.*")  # a run's name may be in any script
-        matplotlib.rcParams.update(
-            {
-                "font.family": "DejaVu Sans",
-                "font.size": size,
-                "axes.titlesize": size * 1.08,
-                "axes.titlelocation": "left",
-                "axes.titleweight": "bold",
-                "axes.labelsize": size * 0.95,
-                "axes.labelcolor": colour("muted"),
-                "axes.edgecolor": colour("muted"),
-                "axes.linewidth": 0.7,
-                "axes.spines.top": False,
-                "axes.spines.right": False,
-                "axes.grid": True,
-                "axes.grid.axis": "y",
-                "axes.axisbelow": True,
-                "grid.color": colour("grid"),
-                "grid.linewidth": 0.7,
-                "xtick.color": colour("muted"),
-                "ytick.color": colour("muted"),
-                "xtick.labelsize": size * 0.9,
-                "ytick.labelsize": size * 0.9,
-                "xtick.major.size": 3,
-                "ytick.major.size": 0,
-                "ytick.minor.size": 0,
-                "xtick.minor.size": 0,
-                "text.color": colour("ink"),
-                "text.parse_math": False,  # names are text, whatever they hold
-                "lines.linewidth": 1.6,
-                "svg.fonttype": "none",
-                "svg.hashsalt": "rlhf-kl",
-            }
-        )
         yield
 
 

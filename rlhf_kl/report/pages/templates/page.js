@@ -1,14 +1,14 @@
 "use strict";
-// A probe is a chart or a response: what is pointed at, or reached with the arrow keys, is told below it.
+// A probe is a chart or a response: the text of the place under the pointer, or reached with the arrow keys, is shown below it.
 for (const probe of document.querySelectorAll(".probe")) {
   const places = Array.from(probe.querySelectorAll("[data-tip]"));
-  const words = probe.parentElement.querySelector("output");
+  const output = probe.parentElement.querySelector("output");
   let at = -1;
   const show = (index) => {
     if (at >= 0) places[at].classList.remove("on");
     at = index;
     if (at >= 0) places[at].classList.add("on");
-    words.textContent = at >= 0 ? places[at].dataset.tip : "";
+    output.textContent = at >= 0 ? places[at].dataset.tip : "";
   };
   places.forEach((place, index) => place.addEventListener("mouseenter", () => show(index)));
   places.forEach((place, index) => place.addEventListener("click", () => show(index)));
