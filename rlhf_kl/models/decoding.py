@@ -60,7 +60,7 @@ def decode(
     rows = tokens = torch.arange(len(prompt_ids), device=device)
     alive = torch.ones_like(rows, dtype=torch.bool)
     noise = noise.to(device)
-    hidden, cache = step(prompt_ids, prompt_mask, positions[:, :width], None)
+    hidden, cache = _read_prompts(step, prompt_ids, prompt_mask, positions[:, :width])
     can_drop_rows = reserve(cache, width + limit)
     for column in range(limit):
         if column:
@@ -82,6 +82,19 @@ def decode(
                 x.index_select(0, kept) for x in (rows, alive, noise, tokens, mask, positions)
             )
     return _until_stop(drawn, len(prompt_ids), stops, sampling.pad_id)
+
+
+def _read_prompts(step: Step, ids: Tensor, mask: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
+    """Hidden states (B, H) behind the prompts, and the cache; prompts that are the same are read once."""
+    keys = [tuple(row) for row in torch.where(mask, ids, -1).tolist()]
+    first: dict[tuple[int, ...], int] = {}
+    copies = torch.tensor([first.setdefault(key, len(first)) for key in keys], device=ids.device)
+    if len(first) == len(ids):
+        return step(ids, mask, positions, None)
+    once = torch.tensor([keys.index(key) for key in first], device=ids.device)
+    hidden, cache = step(ids[once], mask[once], positions[once], None)
+    cache.batch_select_indices(copies)
+    return hidden.index_select(0, copies), cache
 
 
 def _until_stop(drawn: list[tuple[Tensor, Tensor, Tensor]], rows: int, stops: Tensor, pad_id: int) -> Sampled:
