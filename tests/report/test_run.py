@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.run import figures, read_run
+from rlhf_kl.report.run import read_run
 
 Rows = Callable[..., list[dict[str, Any]]]
 SIXTY = {"ppo": {"total_episodes": 3840}}
@@ -18,7 +18,7 @@ def test_figures_of_a_finished_run(write_run: Callable[..., Path], metrics_rows:
     rows = metrics_rows([0.0] * 10 + [0.2] * 10 + [0.1] * 40)
     run = read_run(write_run("done", rows, config=SIXTY, summary={}))
     assert (run.status, run.notes, len(run.updates), len(run.evaluations)) == ("finished", [], 60, 7)
-    found = figures(run)
+    found = run.figures
     assert found.tail_error == pytest.approx(0.0)
     assert found.peak == pytest.approx(2.0)
     assert found.time_in_band == pytest.approx(40 / 46)
@@ -68,7 +68,7 @@ def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows
         "unfinished: 12 of 60 updates",
         "no evaluation has been made: held-out perplexity is unknown",
     ]
-    assert figures(run).perplexity is None
+    assert run.figures.perplexity is None
 
 
 def test_a_whole_last_line_without_its_break_counts(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
@@ -105,7 +105,7 @@ def test_a_run_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows
 def test_a_kl_that_was_not_finite(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
     rows = metrics_rows([0.1] * 60)
     rows[59] |= {"kl/token": None, "kl/exact": None, "kl/sequence": None, "kl/error": None}
-    found = figures(read_run(write_run("nan", rows, config=SIXTY)))
+    found = read_run(write_run("nan", rows, config=SIXTY)).figures
     assert found.peak == float("inf")
     assert found.kl is None
 
