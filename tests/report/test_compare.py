@@ -61,7 +61,7 @@ TWO = {
 }
 
 
-def test_variants_and_families_are_told_from_the_configs(grid: Grid) -> None:
+def test_variants_and_families_follow_from_the_configs(grid: Grid) -> None:
     comparison = grid(TWO, seeds=2)
     assert [variant.name for variant in comparison.variants] == list(TWO)
     assert {name: len(members) for name, members in comparison.families.items()} == {"adaptive": 2, "static": 3}
@@ -113,14 +113,14 @@ def test_the_verdict_on_a_true_difference(grid: Grid, shift: float, word: str) -
     assert any(f"the score of adaptive is {word} that of static" in line for line in lines)
 
 
-def test_few_seeds_are_no_interval_and_said(grid: Grid) -> None:
+def test_few_seeds_have_no_interval_and_a_note(grid: Grid) -> None:
     comparison = grid(TWO, seeds=1)
     assert comparison.notes == ["one seed: there is no spread to judge a difference by"]
     assert any("(1 seed: too few for an interval)" in line for line in judge(comparison))
     assert comparison.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
 
 
-def test_unequal_lengths_are_said(grid: Grid) -> None:
+def test_unequal_lengths_have_a_note(grid: Grid) -> None:
     notes = grid(TWO, seeds=2, updates={1: 40}).notes
     assert notes[0].startswith("the runs have between 40 and 60 updates: ")
     assert "adaptive-1x-s1: unfinished: 40 of 60 updates" in notes

@@ -68,15 +68,15 @@ def test_hover_text_and_keys(browser: Browser, page: Path) -> None:
     browser.evaluate(f"{chart}.scrollIntoView({{block: 'center'}})")
     box = browser.evaluate(f"{chart}.querySelectorAll('.hit')[12].getBoundingClientRect().toJSON()")
     browser.point_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    said = f"{chart}.parentElement.querySelector('output').textContent"
-    assert browser.evaluate(said).startswith("update 13: KL 0.100, kl-spike")
+    output = f"{chart}.parentElement.querySelector('output').textContent"
+    assert browser.evaluate(output).startswith("update 13: KL 0.100, kl-spike")
     browser.point_at(2, 2)
-    assert browser.evaluate(said) == ""
+    assert browser.evaluate(output) == ""
     browser.evaluate(f"{chart}.focus()")
     browser.press("ArrowRight")
-    assert browser.evaluate(said) == "update 1: KL 0"
+    assert browser.evaluate(output) == "update 1: KL 0"
     browser.press("End")
-    assert browser.evaluate(said) == "update 21: KL 0.100"
+    assert browser.evaluate(output) == "update 21: KL 0.100"
     token = "document.querySelectorAll('.tokens')[1].querySelector('[data-tip]')"
     assert browser.evaluate(f"{token}.title") == "good␣  log π -0.500, log ref -1.50, KL 0.300"
     assert browser.evaluate(f"{token}.style.background") != ""
