@@ -57,7 +57,7 @@ def _read(runs: list[Path], folder: Path, display: TrainingDisplay) -> int:
     from rlhf_kl.report.compare import read_comparison
 
     comparison = read_comparison(runs)
-    _say(comparison.notes, display)
+    _show_notes(comparison.notes, display)
     print(write_comparison(comparison, folder, folder.name, stdout_width()))
     return 0
 
@@ -73,16 +73,16 @@ def _train(
 ) -> int:
     from rlhf_kl.config.compare import load_compare
 
-    plan = load_compare(config, sets, output_dir, seed)  # a mistake is told before torch is imported
+    plan = load_compare(config, sets, output_dir, seed)  # errors of the config come before torch is imported
     from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite, display=display)
     comparison = planned_comparison(plan)
-    _say(comparison.notes, display)
+    _show_notes(comparison.notes, display)
     print(write_comparison(comparison, plan.folder, plan.name, stdout_width()))
     return 1 if failures else 0
 
 
-def _say(notes: list[str], display: TrainingDisplay) -> None:
+def _show_notes(notes: list[str], display: TrainingDisplay) -> None:
     for note in notes:
         display.message(f"note: {note}")

@@ -9,7 +9,8 @@ from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.pages.compare import compare_page
-from rlhf_kl.report.plots.compare import compare_charts, frontier_charts, held_charts
+from rlhf_kl.report.plots.compare import compare_charts, held_charts
+from rlhf_kl.report.plots.frontier import frontier_charts
 from rlhf_kl.report.plots.render import save_png, save_sheet
 from rlhf_kl.report.table import COLUMNS, equal_kl_rows, text_table, variant_rows
 from rlhf_kl.report.verdict import judge

@@ -44,9 +44,8 @@ class Job:
 
     def new_updates(self) -> int:
         """Updates since the last call."""
-        path = RunFolder(Path(self.run.config.run.output_dir)).metrics
         try:
-            with path.open("rb") as file:
+            with _run_folder(self.run).metrics.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self.seen:  # the rows of a run that this one has replaced
                     self.seen = 0
                 file.seek(self.seen)
@@ -61,10 +60,10 @@ class Job:
 
 
 def check_folders(plan: ComparePlan) -> None:
-    """Refuse, before the first minute is spent, folders whose run is not the one that the plan asks for."""
+    """Refuse, before the first minute is spent, folders whose run is not the one of the plan."""
     problems = []
     for run in plan.runs:
-        folder = RunFolder(Path(run.config.run.output_dir))
+        folder = _run_folder(run)
         if folder.config.exists():
             changed = differences(stored_config(folder.config), run.config)
             if changed:
@@ -86,10 +85,9 @@ class Grid:
         self.failures: list[Failure] = []
 
     def work(self) -> list[Failure]:
-        """Until all runs have ended; returns those that failed."""
+        """Train until all runs have ended; returns those that failed."""
         total = len(self.plan.runs)
-        ready = total - len(self.waiting)
-        self.display.message(f"{total} runs: {ready} finished, {len(self.waiting)} to train")
+        self.display.message(f"{total} runs: {total - len(self.waiting)} finished, {len(self.waiting)} to train")
         if not self.waiting:
             return []
         updates = sum(run.config.updates for run in self.waiting)
@@ -114,23 +112,21 @@ class Grid:
             self._report(job)
 
     def _start(self, run: PlannedRun) -> Job:
-        folder = Path(run.config.run.output_dir)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         config = self.plan.folder / "configs" / f"{run.name}.yaml"
-        config.parent.mkdir(exist_ok=True)
+        log = self.plan.folder / "logs" / f"{run.name}.log"
+        for path in (_run_folder(run).path, config, log):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(config, dump_config(run.config))
-        how = "--overwrite" if self.overwrite else "--resume"
+        mode = "--overwrite" if self.overwrite else "--resume"
         environment = dict(os.environ)
         if self.jobs > 1:
             environment.setdefault("OMP_NUM_THREADS", "1")  # or the processes fight for the same cores
-        log = self.plan.folder / "logs" / f"{run.name}.log"
-        log.parent.mkdir(exist_ok=True)
-        metrics = RunFolder(Path(run.config.run.output_dir)).metrics
+        metrics = _run_folder(run).metrics
         before = metrics.stat().st_size if self.overwrite and metrics.exists() else 0
         with log.open("wb") as out:
-            # A session of its own: Ctrl-C comes through us, once, and the run ends with a checkpoint.
+            # A session of its own: Ctrl-C reaches it once, through `_stop`, and the run ends with a checkpoint.
             process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), how, "--quiet"],
+                [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), mode, "--quiet"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -154,7 +150,7 @@ class Grid:
         self.display.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
 
     def _stop(self) -> None:
-        """Let the runs that are under way write their checkpoints."""
+        """Interrupt the runs that are under way: each writes a checkpoint and ends."""
         for job in self.running:
             if job.process.poll() is None:
                 job.process.send_signal(signal.SIGINT)
@@ -162,8 +158,12 @@ class Grid:
             job.process.wait()
 
 
+def _run_folder(run: PlannedRun) -> RunFolder:
+    return RunFolder(Path(run.config.run.output_dir))
+
+
 def _is_finished(run: PlannedRun) -> bool:
-    summary = finished_summary(RunFolder(Path(run.config.run.output_dir)))
+    summary = finished_summary(_run_folder(run))
     return summary is not None and summary.get("steps", 0) >= run.config.updates
 
 

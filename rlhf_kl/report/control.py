@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any, TypeVar
 
 BAND = 0.25  # within so much of the target a KL is in band
@@ -55,7 +55,7 @@ def peak(values: Sequence[float]) -> float | None:
 
 
 def settled(values: Sequence[float]) -> bool | None:
-    """Whether a KL has come to rest; None where there is too little to tell.
+    """Whether a KL has come to rest; None of fewer than eight values, or of infinite ones.
 
     True where the means of the third and of the last quarter differ by no more than 15 % of the larger one, or
     by no more than twice the standard error of their difference.
@@ -65,10 +65,5 @@ def settled(values: Sequence[float]) -> bool | None:
         return None
     before, after = values[-2 * quarter : -quarter], values[-quarter:]
     change = abs(fmean(after) - fmean(before))
-    error = math.sqrt(sum(_variance(part) / quarter for part in (before, after)))
+    error = math.sqrt((variance(before) + variance(after)) / quarter)
     return change <= max(0.15 * max(fmean(before), fmean(after)), 2.0 * error)
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = fmean(values)
-    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)

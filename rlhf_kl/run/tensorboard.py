@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_kl.run.figures import read_number
 from rlhf_kl.run.text import safe_text
 
 _EVENTS = "events.out.tfevents.*"
@@ -76,15 +76,17 @@ class TensorBoardWriter:
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
         step = int(row["step"])
-        for name, value in row.items():
-            if name != "step" and _is_number(value):
-                self._writer.add_summary(self._summary.scalar(name, float(value)), step)
+        for name in row:
+            if name != "step" and (value := read_number(row, name)) is not None:
+                self._writer.add_summary(self._summary.scalar(name, value), step)
         if alerts := row.get("alerts"):
             self._add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
 
     def _add_sample(self, sample: Mapping[str, Any]) -> None:
         figures = ", ".join(
-            f"{name} {value:.4g}" for name in ("score", "gold", "kl") if _is_number(value := sample.get(name))
+            f"{name} {value:.4g}"
+            for name in ("score", "gold", "kl")
+            if (value := read_number(sample, name)) is not None
         )
         parts = ["**prompt**", _verbatim(str(sample["prompt"]))]
         parts += ["**response**", _verbatim(str(sample["response"])), figures]
@@ -131,10 +133,6 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, float | st
         else:
             flat[name] = safe_text(json.dumps(value, ensure_ascii=False, default=str))
     return flat
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _verbatim(text: str) -> str:

@@ -50,12 +50,12 @@ def test_trains_reads_and_judges(compared: tuple[Path, Any]) -> None:
         *("variant", "seeds", "tail", "error", "in", "band", "peak", "KL", "score", "gold", "perplexity", "cost")
     ]
     assert done.out.splitlines()[-1] == str(out / "compare.html")
-    found = json.loads((out / "compare.json").read_text())
-    assert list(found["variants"]) == ["adaptive", "static"]
+    document = json.loads((out / "compare.json").read_text())
+    assert list(document["variants"]) == ["adaptive", "static"]
     rows = [row for row in read_jsonl(out / "runs" / "static-s3" / "metrics.jsonl") if "kl/token" in row]
-    mine = found["variants"]["static"]["seeds"]["3"]
-    assert mine["peak"] == pytest.approx(max(row["kl/token"] for row in rows) / found["target"])
-    assert found["verdict"] in done.out
+    mine = document["variants"]["static"]["seeds"]["3"]
+    assert mine["peak"] == pytest.approx(max(row["kl/token"] for row in rows) / document["target"])
+    assert document["verdict"] in done.out
     assert (out / "compare.png").stat().st_size > 10_000
 
 
@@ -150,7 +150,7 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "compare takes --config FILE to train, or RUN folders to read"),
         (["run", "--config", "x.yaml"], "compare takes --config FILE"),
@@ -162,9 +162,9 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
         (["--config", "ppo_adaptive.yaml"], "is a config for `rlhf-kl train`, not for `rlhf-kl compare`"),
     ],
 )
-def test_a_bad_command_line_is_exit_2(words: list[str], said: str, rlhf_kl: Cli) -> None:
+def test_a_bad_command_line_is_exit_2(words: list[str], message: str, rlhf_kl: Cli) -> None:
     done = rlhf_kl("compare", *words)
     assert done.code == 2
     assert done.out == ""
-    assert said in done.err
+    assert message in done.err
     assert all(line.startswith("error: ") for line in done.err.splitlines())

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.compare import Comparison, interpolate, mean_interval, over_seeds, read_comparison, student_t
+from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.pages.compare import compare_page
-from rlhf_kl.report.verdict import FRONTIER, held, verdict
+from rlhf_kl.report.verdict import FRONTIER, held_target, judge
 
 Grid = Callable[..., Comparison]
 LENGTH = 60
@@ -61,17 +61,17 @@ TWO = {
 }
 
 
-def test_variants_and_families_are_told_from_the_configs(grid: Grid) -> None:
-    found = grid(TWO, seeds=2)
-    assert [variant.name for variant in found.variants] == list(TWO)
-    assert {name: len(members) for name, members in found.families.items()} == {"adaptive": 2, "static": 3}
-    assert (found.target, found.unit, found.seeds, found.notes) == (0.1, "token", [0, 1], [])
-    assert [variant.name for variant in found.sweep] == ["static-0.1x", "static-1x", "static-10x"]  # by beta
+def test_variants_and_families_follow_from_the_configs(grid: Grid) -> None:
+    comparison = grid(TWO, seeds=2)
+    assert [variant.name for variant in comparison.variants] == list(TWO)
+    assert {name: len(members) for name, members in comparison.families.items()} == {"adaptive": 2, "static": 3}
+    assert (comparison.target, comparison.unit, comparison.seeds, comparison.notes) == (0.1, "token", [0, 1], [])
+    assert [variant.name for variant in comparison.sweep] == ["static-0.1x", "static-1x", "static-10x"]  # by beta
 
 
 def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
-    found = grid(TWO, extra={"adaptive-0.1x": 0.2, "adaptive-1x": 0.4})
-    entries = {(entry.points, entry.measure): entry for entry in found.equal_kl}
+    comparison = grid(TWO, extra={"adaptive-0.1x": 0.2, "adaptive-1x": 0.4})
+    entries = {(entry.points, entry.measure): entry for entry in comparison.equal_kl}
     # The scores are sqrt(2 KL): straight over sqrt(KL), so that interpolation is exact.
     assert entries["adaptive-0.1x", "scores_shaped"].mean == pytest.approx(0.2)
     assert entries["adaptive-1x", "scores_shaped"].mean == pytest.approx(0.4)
@@ -79,39 +79,19 @@ def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
     assert whole.mean == pytest.approx(0.3)
     assert whole.interval is not None
     assert whole.interval == pytest.approx((0.3, 0.3), abs=1e-9)
-    assert {entry.curve for entry in found.equal_kl} == {"static"}
+    assert {entry.curve for entry in comparison.equal_kl} == {"static"}
 
 
 def test_nothing_is_extrapolated(grid: Grid) -> None:
     apart = {**TWO, "adaptive-0.1x": ("adaptive", 0.02, 0.9), "adaptive-1x": ("adaptive", 0.2, 0.9)}
-    found = grid(apart, seeds=2)
-    assert found.equal_kl
-    assert all(not entry.comparable and entry.mean is None for entry in found.equal_kl)
-    assert any("is not comparable with that of static: the KLs do not overlap" in line for line in verdict(found))
-    assert interpolate([(1.0, 2.0), (3.0, 6.0)], 3.1) is None
-    assert interpolate([(3.0, 6.0), (1.0, 2.0)], 1.5) == pytest.approx(3.0)
-    assert interpolate([(1.0, 2.0)], 1.0) is None
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (5, 2.571), (9, 2.262), (29, 2.045), (1000, 1.962)])
-def test_student_t_against_a_printed_table(freedom: int, quantile: float) -> None:
-    assert student_t(0.975, freedom) == pytest.approx(quantile, abs=2e-3)
-
-
-def test_an_interval_from_five_values_on() -> None:
-    assert mean_interval([1.0, 2.0, 3.0, 4.0]) is None
-    low, high = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0]) or (0.0, 0.0)
-    assert (low, high) == pytest.approx((3 - 1.963, 3 + 1.963), abs=2e-3)  # 2.776 * sqrt(2.5) / sqrt(5)
-
-
-def test_curves_over_seeds_end_where_the_shortest_does() -> None:
-    x, mean, low, high = over_seeds([([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), ([1.0, 2.0], [3.0, 2.0])])
-    assert (x, mean) == ([1.0, 2.0], [2.0, 2.0])
-    assert (low[0], high[1]) == (pytest.approx(2 - math.sqrt(2)), 2.0)
+    comparison = grid(apart, seeds=2)
+    assert comparison.equal_kl
+    assert all(entry.mean is None for entry in comparison.equal_kl)
+    assert any("is not comparable with that of static: the KLs do not overlap" in line for line in judge(comparison))
 
 
 def test_the_verdict_on_adaptive_and_static(grid: Grid) -> None:
-    lines = verdict(grid(TWO))
+    lines = judge(grid(TWO))
     assert lines[0] == (
         "adaptive held the target of 0.1 nats per token from every start (2 starting betas): tail error 0.02."
     )
@@ -129,26 +109,26 @@ def test_the_verdict_on_adaptive_and_static(grid: Grid) -> None:
 
 @pytest.mark.parametrize(("shift", "word"), [(0.5, "higher than"), (-0.5, "lower than")])
 def test_the_verdict_on_a_true_difference(grid: Grid, shift: float, word: str) -> None:
-    lines = verdict(grid(TWO, extra={"adaptive-0.1x": shift, "adaptive-1x": shift * 1.2}))
+    lines = judge(grid(TWO, extra={"adaptive-0.1x": shift, "adaptive-1x": shift * 1.2}))
     assert any(f"the score of adaptive is {word} that of static" in line for line in lines)
 
 
-def test_few_seeds_are_no_interval_and_said(grid: Grid) -> None:
-    found = grid(TWO, seeds=1)
-    assert found.notes == ["one seed: there is no spread to judge a difference by"]
-    assert any("(1 seed: too few for an interval)" in line for line in verdict(found))
-    assert found.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
+def test_few_seeds_have_no_interval_and_a_note(grid: Grid) -> None:
+    comparison = grid(TWO, seeds=1)
+    assert comparison.notes == ["one seed: there is no spread to judge a difference by"]
+    assert any("(1 seed: too few for an interval)" in line for line in judge(comparison))
+    assert comparison.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
 
 
-def test_unequal_lengths_are_said(grid: Grid) -> None:
+def test_unequal_lengths_have_a_note(grid: Grid) -> None:
     notes = grid(TWO, seeds=2, updates={1: 40}).notes
     assert notes[0].startswith("the runs have between 40 and 60 updates: ")
     assert "adaptive-1x-s1: unfinished: 40 of 60 updates" in notes
 
 
 def test_compare_json(grid: Grid) -> None:
-    found = grid(TWO, seeds=2)
-    document = found.to_json(["one", "two"])
+    comparison = grid(TWO, seeds=2)
+    document = comparison.to_json(["one", "two"])
     assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "notes"}
     static = document["variants"]["static-1x"]
     assert set(static) == {"family", "seeds", "mean", "sd"}
@@ -183,14 +163,14 @@ def test_scores_on_different_scales_are_not_compared(
     for name, kl, section in (("a-1", 0.1, {}), ("b-1", 0.05, {"clip": 3.0}), ("b-2", 0.2, {"clip": 3.0})):
         config = {"reward": section, "kl": {"controller": {"kind": "fixed", "coef": kl}}}
         paths.append(write_run(name, metrics_rows([kl] * 40), config=config))
-    found = read_comparison(paths)
-    assert found.equal_kl == []
-    assert "scores of a-1 and b-1 are not comparable at equal KL: reward.clip: 5.0 -> 3.0" in found.notes
+    comparison = read_comparison(paths)
+    assert comparison.equal_kl == []
+    assert "scores of a-1 and b-1 are not comparable at equal KL: reward.clip: 5.0 -> 3.0" in comparison.notes
 
 
 def test_runs_that_have_only_begun(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> None:
     other = {"kl": {"controller": {"kind": "fixed", "coef": 0.5}}}
-    found = read_comparison([write_run("begun"), write_run("going", metrics_rows([0.1] * 3), config=other)])
-    assert [held(variant) for variant in found.variants] == [None, True]
-    assert "begun: unfinished: 0 of 60 updates" in found.notes
-    assert compare_page(found, "early", verdict(found)).count("<svg") >= 4
+    comparison = read_comparison([write_run("begun"), write_run("going", metrics_rows([0.1] * 3), config=other)])
+    assert [held_target(variant) for variant in comparison.variants] == [None, True]
+    assert "begun: unfinished: 0 of 60 updates" in comparison.notes
+    assert compare_page(comparison, "early", judge(comparison)).count("<svg") >= 4

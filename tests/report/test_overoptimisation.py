@@ -49,9 +49,9 @@ def test_noise_around_a_level_is_no_turn(
 
 
 def test_without_gold_there_is_none(run: Callable[..., RunResult]) -> None:
-    found = run([0.1] * 20, gold=False)
-    assert gold_against_kl(found) == []
-    assert gold_peak(found) is None
+    without_gold = run([0.1] * 20, gold=False)
+    assert gold_against_kl(without_gold) == []
+    assert gold_peak(without_gold) is None
 
 
 def test_samples_under_the_reference(run: Callable[..., RunResult]) -> None:

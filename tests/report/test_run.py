@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.run import figures, read_run
+from rlhf_kl.report.run import read_run
 
 Rows = Callable[..., list[dict[str, Any]]]
 SIXTY = {"ppo": {"total_episodes": 3840}}
@@ -18,16 +18,16 @@ def test_figures_of_a_finished_run(write_run: Callable[..., Path], metrics_rows:
     rows = metrics_rows([0.0] * 10 + [0.2] * 10 + [0.1] * 40)
     run = read_run(write_run("done", rows, config=SIXTY, summary={}))
     assert (run.status, run.notes, len(run.updates), len(run.evaluations)) == ("finished", [], 60, 7)
-    found = figures(run)
-    assert found.tail_error == pytest.approx(0.0)
-    assert found.peak == pytest.approx(2.0)
-    assert found.time_in_band == pytest.approx(40 / 46)
-    assert (found.kl, found.kl_sequence) == (pytest.approx(0.1), pytest.approx(2.0))
-    assert found.scores == pytest.approx(3.0)  # 1 + sqrt(2 * 2.0)
-    assert found.score_gain == pytest.approx(2.0)
-    assert found.gold_gain == pytest.approx(0.6)  # 0.5 * 2 - 0.1 * 4
-    assert found.perplexity_cost == pytest.approx(3.1 / 3.0 - 1)
-    assert found.settled is True
+    figures = run.figures
+    assert figures.tail_error == pytest.approx(0.0)
+    assert figures.peak == pytest.approx(2.0)
+    assert figures.time_in_band == pytest.approx(40 / 46)
+    assert (figures.kl, figures.kl_sequence) == (pytest.approx(0.1), pytest.approx(2.0))
+    assert figures.scores == pytest.approx(3.0)  # 1 + sqrt(2 * 2.0)
+    assert figures.score_gain == pytest.approx(2.0)
+    assert figures.gold_gain == pytest.approx(0.6)  # 0.5 * 2 - 0.1 * 4
+    assert figures.perplexity_cost == pytest.approx(3.1 / 3.0 - 1)
+    assert figures.settled is True
 
 
 def test_the_reference_s_own_samples_win_over_the_first_update(
@@ -42,7 +42,7 @@ def test_the_reference_s_own_samples_win_over_the_first_update(
     assert elsewhere.gain("objective/gold") is None
 
 
-def test_a_damaged_config_is_told_as_every_config_is(write_run: Callable[..., Path]) -> None:
+def test_a_damaged_config_gives_the_usual_problems(write_run: Callable[..., Path]) -> None:
     folder = write_run("run")
     with (folder / "config.yaml").open("a") as file:
         file.write("pol: {}\nevl: 3\n")
@@ -68,7 +68,7 @@ def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows
         "unfinished: 12 of 60 updates",
         "no evaluation has been made: held-out perplexity is unknown",
     ]
-    assert figures(run).perplexity is None
+    assert run.figures.perplexity is None
 
 
 def test_a_whole_last_line_without_its_break_counts(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
@@ -87,7 +87,7 @@ def test_damage_in_the_middle_is_an_error(write_run: Callable[..., Path]) -> Non
         read_run(folder)
 
 
-def test_missing_updates_and_one_evaluation_are_said(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+def test_missing_updates_and_one_evaluation_have_notes(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
     rows = [row for row in metrics_rows([0.1] * 9) if row["step"] not in (4, 10)]
     assert read_run(write_run("gap", rows)).notes == [
         "unfinished: 8 of 60 updates",
@@ -105,9 +105,9 @@ def test_a_run_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows
 def test_a_kl_that_was_not_finite(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
     rows = metrics_rows([0.1] * 60)
     rows[59] |= {"kl/token": None, "kl/exact": None, "kl/sequence": None, "kl/error": None}
-    found = figures(read_run(write_run("nan", rows, config=SIXTY)))
-    assert found.peak == float("inf")
-    assert found.kl is None
+    figures = read_run(write_run("nan", rows, config=SIXTY)).figures
+    assert figures.peak == float("inf")
+    assert figures.kl is None
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_models_that_are_gone_do_not_matter(write_run: Callable[..., Path]) -> N
     assert run.config.policy.model == "/gone/model"
 
 
-def test_a_damaged_summary_is_said(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+def test_a_damaged_summary_has_a_note(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
     folder = write_run("half", metrics_rows([0.1] * 60), config=SIXTY)
     (folder / "summary.json").write_text(json.dumps({"run": "half"})[:-3])
     run = read_run(folder)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.run_folder import RunFolder, open_run_folder, write_json
+from rlhf_kl.run.run_folder import RunFolder, newest_run, open_run_folder, write_json
 
 
 def _make_run(path: Path) -> None:
@@ -192,3 +193,22 @@ def test_claims_are_plain_names(tmp_path: Path) -> None:
 def test_write_json_is_strict(tmp_path: Path) -> None:
     write_json(tmp_path / "summary.json", {"final": {"kl": math.nan}, "steps": 3})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"final": {"kl": None}, "steps": 3}
+
+
+def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no run under runs/: name one"):
+        newest_run()
+    for name, age in (("finished", 200), ("older", 300), ("running", 100), ("never-started", 0)):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("")
+        if name != "never-started":
+            (folder / "metrics.jsonl").write_text("")
+            os.utime(folder / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    assert newest_run() == Path("runs/running")
+    with pytest.raises(InputError, match="no finished run"):
+        newest_run(finished=True)
+    for name in ("finished", "older"):
+        (tmp_path / "runs" / name / "final").mkdir()
+    assert newest_run(finished=True) == Path("runs/finished")

@@ -7,7 +7,9 @@ from typing import Any
 from rlhf_kl.report import control
 from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.pages.render import chart_values, render_page
-from rlhf_kl.report.plots.compare import compare_charts, frontier_charts, held_charts, variant_styles
+from rlhf_kl.report.plots.compare import compare_charts, held_charts
+from rlhf_kl.report.plots.frontier import frontier_charts
+from rlhf_kl.report.plots.variants import variant_styles
 from rlhf_kl.report.table import COLUMNS, equal_kl_rows, variant_rows
 from rlhf_kl.run.figures import format_number, format_percent
 from rlhf_kl.run.text import safe_text

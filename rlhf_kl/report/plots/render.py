@@ -128,13 +128,14 @@ def _label_lines(axes: Axes, size: float) -> None:
     """
     if axes.get_legend():
         return
-    lines = [line for line in axes.get_lines() if line.get_label() and not line.get_label().startswith("_")]
     scale, box = 72.0 / axes.figure.dpi, axes.get_window_extent()
-    heights = []
-    for line in lines:
-        last = next((y for y in reversed(list(line.get_ydata())) if not math.isnan(y)), math.nan)
-        height = float(axes.transData.transform((axes.get_xlim()[1], last))[1])
-        heights.append(min(max(height, box.y0), box.y1) * scale)
+    lines, heights = [], []
+    for line in axes.get_lines():
+        drawn = [y for y in line.get_ydata() if not math.isnan(y)]
+        if drawn and line.get_label() and not line.get_label().startswith("_"):
+            height = float(axes.transData.transform((axes.get_xlim()[1], drawn[-1]))[1])
+            lines.append(line)
+            heights.append(min(max(height, box.y0), box.y1) * scale)
     bottom, top = box.y0 * scale, box.y1 * scale
     for line, place in zip(lines, spread(heights, LABEL_GAP * size, bottom, top), strict=True):
         axes.annotate(

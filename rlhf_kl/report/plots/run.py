@@ -106,7 +106,11 @@ def kl_chart(run: RunResult) -> Chart | None:
     """KL with its target, the band around it, the ceiling and the alerts."""
     series = run.series(f"kl/{run.unit}")
     ceiling = read_number(run.updates[-1], "kl/ceiling") if run.updates else None
-    marks = [(float(row["step"]), _alert_kinds(row["alerts"])) for row in run.updates if row.get("alerts")]
+    marks = [
+        (float(row["step"]), "; ".join(str(alert).partition(":")[0] for alert in row["alerts"]))
+        for row in run.updates
+        if row.get("alerts")
+    ]
 
     def prepare(axes: Axes) -> None:
         if max(series[1]) > LOG_FROM * run.target:
@@ -209,35 +213,26 @@ def frontier_chart(run: RunResult) -> Chart | None:
     if not points:
         return None
     kls, scores, golds = zip(*points, strict=True)
-    places = [
-        Place(
-            x, gold, f"update {row['step']}: sqrt(KL) {format_number(x)}, score {format_number(score)}, "
-            f"gold {format_number(gold)}",
-        )
-        for row, (x, score, gold) in zip(run.updates, points, strict=True)
-    ]  # fmt: skip
-    best = [point for row, point in zip(run.updates, points, strict=True) if peak and row["step"] == peak.step]
+    places, best = [], None
+    for row, (x, score, gold) in zip(run.updates, points, strict=True):
+        words = f"sqrt(KL) {format_number(x)}, score {format_number(score)}, gold {format_number(gold)}"
+        places.append(Place(x, gold, f"update {row['step']}: {words}"))
+        if peak is not None and row["step"] == peak.step:
+            best = (x, gold, f"peak of gold, {format_number(peak.gold)}, in update {peak.step}")
     caption = "Gains over the reference along the run, means of five updates."
-    if peak is not None:
-        text = f"peak of gold, {format_number(peak.gold)}, in update {peak.step}"
-        places += [Place(x, gold, text) for x, _, gold in best]
-        caption += f" Diamond: the {text}" + (
-            f"; at the end it is {format_number(peak.gold_end)}: the policy exploits the reward model."
-            if peak.passed
-            else "; it has not turned down since."
-        )
+    if peak is not None and best is not None:
+        places.append(Place(*best))
+        turned = f"at the end it is {format_number(peak.gold_end)}: the policy exploits the reward model."
+        caption += f" Diamond: the {best[2]}; {turned if peak.passed else 'it has not turned down since.'}"
 
     def draw(axes: Axes) -> None:
         axes.set(xlabel="√KL, nats per response", ylabel="gain")
         plot_line(axes, kls, scores, "c1", label="score")
         plot_line(axes, kls, golds, "c3", label="gold")
-        plot_points(axes, [x for x, _, _ in best], [gold for _, _, gold in best], "alert", marker="D")
+        if best is not None:
+            plot_points(axes, [best[0]], [best[1]], "alert", marker="D")
 
     return Chart("frontier", "Score and gold against KL", draw, places, caption)
-
-
-def _alert_kinds(alerts: Sequence[str]) -> str:
-    return "; ".join(str(alert).partition(":")[0] for alert in alerts)
 
 
 def _deciles(row: Mapping[str, Any]) -> list[float] | None:

@@ -19,10 +19,19 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
 PATIENCE = 60.0  # seconds for one answer
+OVERLAPS = """
+[...document.querySelectorAll('svg.chart')].flatMap(chart => {
+  const boxes = [...chart.querySelectorAll('text')].filter(t => t.textContent.trim())
+    .map(t => [t.textContent, t.getBoundingClientRect()]);
+  return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
+    .filter(([, q]) => p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 2 && q.top < p.bottom - 2)
+    .map(([b]) => chart.ariaLabel + ': ' + a + ' / ' + b));
+})
+"""
 
 
 class Browser:
-    """One tab: what it did, and what it asked the network for."""
+    """One tab, its messages and its requests."""
 
     def __init__(self, program: str, profile: Path) -> None:
         (read_here, write_there), (read_there, write_here) = os.pipe(), os.pipe()
@@ -79,6 +88,11 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def overlaps(self) -> list[str]:
+        """Labels of a chart that lie on one another."""
+        pairs: list[str] = self.evaluate(OVERLAPS)
+        return pairs
+
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
@@ -87,14 +101,14 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     @property
-    def complaints(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Exceptions of scripts, and what the browser logged as errors (a refused fetch among them)."""
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 
     @property
     def requests(self) -> list[str]:
-        """Addresses that the page asked for."""
+        """Addresses that the page requested."""
         sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
         return [event["request"]["url"] for event in sent]
 
@@ -106,7 +120,7 @@ class Browser:
 
     def _next(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self.buffer:
-            assert time.monotonic() < deadline, "the browser does not answer"
+            assert time.monotonic() < deadline, "no answer from the browser"
             assert self.process.poll() is None, "the browser has ended"
             try:
                 self.buffer += os.read(self.reader, 1 << 16)
@@ -123,6 +137,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     program = next((path for name in NAMES if (path := shutil.which(name))), None)
     if program is None:
         pytest.skip(f"no browser here: none of {', '.join(NAMES)} is installed")
-    found = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
+    tab = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield tab
+    tab.close()

@@ -11,17 +11,7 @@ from rlhf_kl.commands.compare import write_comparison
 from rlhf_kl.report.compare import read_comparison
 
 if TYPE_CHECKING:
-    from tests.pages.conftest import Browser
-
-OVERLAPS = """
-[...document.querySelectorAll('svg.chart')].flatMap(chart => {
-  const boxes = [...chart.querySelectorAll('text')].filter(t => t.textContent.trim())
-    .map(t => [t.textContent, t.getBoundingClientRect()]);
-  return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
-    .filter(([, q]) => p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 2 && q.top < p.bottom - 2)
-    .map(([b]) => chart.ariaLabel + ': ' + a + ' / ' + b));
-})
-"""
+    from tests.report.pages.conftest import Browser
 
 
 @pytest.fixture
@@ -46,10 +36,10 @@ def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_p
 def test_in_a_real_browser(browser: Browser, page: Path) -> None:
     for width, dark in ((1400, False), (390, True)):
         browser.open(page, width, dark=dark)
-        assert browser.complaints == []
+        assert browser.errors == []
         assert browser.requests == [page.as_uri()]
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
-        assert browser.evaluate(OVERLAPS) == []
+        assert browser.overlaps() == []
     assert browser.evaluate("document.title") == "my <i>comparison</i>: comparison"
     assert browser.evaluate("document.querySelectorAll('main b, main i, main script').length") == 0
     text = browser.evaluate("document.body.textContent")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlhf_kl.report.pages.report import diverging_tokens, report_page, visible
+from rlhf_kl.report.pages.report import diverging_tokens, report_page, visible_blanks
 from rlhf_kl.report.run import read_run
 
 if TYPE_CHECKING:
-    from tests.pages.conftest import Browser
+    from tests.report.pages.conftest import Browser
 
 HOSTILE = (
     '</p><script>document.title="owned"</script><img src=x onerror="document.title=1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
@@ -48,12 +48,12 @@ def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_p
 def test_in_a_real_browser(browser: Browser, page: Path, width: int, dark: bool) -> None:
     browser.open(page, width, dark=dark)
     assert browser.evaluate("document.title") == "evil$run_<b>$: KL report"
-    assert browser.complaints == []
+    assert browser.errors == []
     assert browser.requests == [page.as_uri()]
     assert browser.evaluate("innerWidth") == width
     # Nothing is cut off at the side, and no label of a chart lies on another one.
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    assert browser.evaluate(OVERLAPS) == []
+    assert browser.overlaps() == []
     assert browser.evaluate("document.querySelectorAll('svg.chart').length") >= 10
     assert browser.evaluate("document.querySelectorAll('main script, main img').length") == 0
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -62,32 +62,21 @@ def test_in_a_real_browser(browser: Browser, page: Path, width: int, dark: bool)
     assert browser.evaluate(line) == ("rgb(93, 183, 240)" if dark else "rgb(0, 114, 178)")
 
 
-OVERLAPS = """
-[...document.querySelectorAll('svg.chart')].flatMap(chart => {
-  const boxes = [...chart.querySelectorAll('text')].filter(t => t.textContent.trim())
-    .map(t => [t.textContent, t.getBoundingClientRect()]);
-  return boxes.flatMap(([a, p], i) => boxes.slice(i + 1)
-    .filter(([, q]) => p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 2 && q.top < p.bottom - 2)
-    .map(([b]) => chart.ariaLabel + ': ' + a + ' / ' + b));
-})
-"""
-
-
 def test_hover_text_and_keys(browser: Browser, page: Path) -> None:
     browser.open(page, 1400)
     chart = "document.querySelector('.probe')"
     browser.evaluate(f"{chart}.scrollIntoView({{block: 'center'}})")
     box = browser.evaluate(f"{chart}.querySelectorAll('.hit')[12].getBoundingClientRect().toJSON()")
     browser.point_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    said = f"{chart}.parentElement.querySelector('output').textContent"
-    assert browser.evaluate(said).startswith("update 13: KL 0.100, kl-spike")
+    output = f"{chart}.parentElement.querySelector('output').textContent"
+    assert browser.evaluate(output).startswith("update 13: KL 0.100, kl-spike")
     browser.point_at(2, 2)
-    assert browser.evaluate(said) == ""
+    assert browser.evaluate(output) == ""
     browser.evaluate(f"{chart}.focus()")
     browser.press("ArrowRight")
-    assert browser.evaluate(said) == "update 1: KL 0"
+    assert browser.evaluate(output) == "update 1: KL 0"
     browser.press("End")
-    assert browser.evaluate(said) == "update 21: KL 0.100"
+    assert browser.evaluate(output) == "update 21: KL 0.100"
     token = "document.querySelectorAll('.tokens')[1].querySelector('[data-tip]')"
     assert browser.evaluate(f"{token}.title") == "good␣  log π -0.500, log ref -1.50, KL 0.300"
     assert browser.evaluate(f"{token}.style.background") != ""
@@ -120,7 +109,7 @@ def test_a_run_that_has_only_begun(write_run: Callable[..., Path], browser: Brow
     file = tmp_path / "empty.html"
     file.write_text(report_page(run, refresh=10))
     browser.open(file, 390)
-    assert browser.complaints == []
+    assert browser.errors == []
     assert "no update has been written" in browser.evaluate("document.body.textContent")
     assert browser.evaluate("document.querySelector('meta[http-equiv=refresh]').content") == "10"
 
@@ -129,12 +118,14 @@ def test_the_tokens_that_diverge_most() -> None:
     samples = [sample(step, "a b ", 0.1) for step in (1, 2)] + [sample(3, "c c d ", 2.0), sample(4, "a ", 0.5)]
     table = diverging_tokens(samples)
     # The last three sampled steps; `d` was seen once only.
-    assert [(row["text"], row["times"], row["kl"]) for row in table] == [("c␣", "2", "2.00"), ("a␣", "2", "0.300")]
-    assert table[0]["ratio"] == "2.72"  # e to the power of -0.5 + 1.5
+    assert table == [
+        ["c␣", "2", "2.00", "-0.500", "-1.50", "2.72"],  # e to the power of -0.5 + 1.5
+        ["a␣", "2", "0.300", "-0.500", "-1.50", "2.72"],
+    ]
 
 
 @pytest.mark.parametrize(
     ("token", "shown"), [(" a", "␣a"), ("  ", "␣␣"), ("\n", r"\n"), ("", "∅"), ("\u202eab", r"\u202eab")]
 )
 def test_blanks_of_a_token_can_be_seen(token: str, shown: str) -> None:
-    assert visible(token) == shown
+    assert visible_blanks(token) == shown
