@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGIT_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # float32 logits in one chunk, by device
+LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device
 
 
 class Logits:

@@ -149,7 +149,7 @@ class AdapterReference(TransformersLM):
 
     def __init__(self, policy: Any, dtype: torch.dtype = torch.float32, *, keep_start: bool) -> None:
         super().__init__(policy, dtype, active=self._at_start)
-        self.keep_start = keep_start
+        self.keep_start, self.inside = keep_start, False
         if keep_start:
             policy.add_adapter(KEPT, policy.peft_config[TRAINED])
             with torch.no_grad():
@@ -166,15 +166,21 @@ class AdapterReference(TransformersLM):
 
     @contextlib.contextmanager
     def _at_start(self) -> Iterator[None]:
-        if not self.keep_start:
-            with self.model.disable_adapter():
-                yield
-            return
-        try:
-            self.model.set_adapter(KEPT)
+        if self.inside:  # peft's own switch would come back on at the end of an inner block
             yield
+            return
+        self.inside = True
+        try:
+            if self.keep_start:
+                self.model.set_adapter(KEPT)
+                yield
+            else:
+                with self.model.disable_adapter():
+                    yield
         finally:
-            self.model.set_adapter(TRAINED)
+            self.inside = False
+            if self.keep_start:
+                self.model.set_adapter(TRAINED)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The tensors that it reads, none of which is trained."""
