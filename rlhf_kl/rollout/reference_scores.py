@@ -131,10 +131,10 @@ def reference_responses(
     reference: LM, prompts: PromptStream, groups: list[int], sampling: Sampling, tokenizer: Any, seed: int
 ) -> Iterator[Responses]:
     """One response of the reference to each of these prompts, a rollout's batch at a time."""
+    noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples")
     for start in range(0, len(groups), prompts.batch_size):
-        batch = prompts.pick(groups[start : start + prompts.batch_size])
-        noise = uniforms(len(batch), sampling.max_new_tokens, seed, "reference samples", start)
-        yield respond(reference, batch, noise, sampling, tokenizer)
+        rows = slice(start, start + prompts.batch_size)
+        yield respond(reference, prompts.pick(groups[rows]), noise[rows], sampling, tokenizer)
 
 
 def score_samples(
