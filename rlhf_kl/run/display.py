@@ -27,7 +27,7 @@ LOG_SECONDS = 10.0  # between two lines on the progress of one thing
 
 
 class Advance(Protocol):
-    """Moves a progress bar on; `note` (a loss, say) replaces the one shown before."""
+    """Moves a progress bar on; `note` (such as a loss) replaces the one shown before."""
 
     def __call__(self, steps: int = 1, note: str | None = None) -> None: ...
 

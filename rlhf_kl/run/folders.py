@@ -127,7 +127,7 @@ def _sha256(path: Path) -> str:
 
 def _write_checksums(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt"):  # checks that the file is as long as its header says
+        with safe_open(path, framework="pt"):  # checks the length of the file against its header
             pass
     digests = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     (folder / CHECKSUMS).write_text(json.dumps(digests, indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where a run goes on: its newest whole checkpoint, and whether this is still the same run."""
+"""Where a run goes on: its newest whole checkpoint, and the checks that it is still the same run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
 
 
 def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
-    """More episodes, where neither the learning rate nor the controller knows how many there will be."""
+    """More episodes, where neither the learning rate nor the controller depends on their number."""
     if not isinstance(before, TrainConfig) or not isinstance(now, TrainConfig):
         return False
     grows = now.ppo.total_episodes > before.ppo.total_episodes
@@ -96,7 +96,7 @@ def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
     if not accepts(cls, "total_episodes"):
         return False
     if cls not in builtin_controllers().values():
-        return True  # nobody else knows what it does with the number
+        return True  # what it does with the number is not known here
     made = [
         cls(**controller_arguments(cls, before.kl, config.ppo, before.rollout, COEF_WITHOUT_SCORES))
         for config in (before, now)

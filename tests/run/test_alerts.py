@@ -62,7 +62,7 @@ def test_a_good_run_is_silent(seed: int) -> None:
         (0.005, "kl-hardly-learning"),
     ],
 )
-def test_the_mean_against_the_target_is_said_once(level: float, slug: str) -> None:
+def test_the_mean_against_the_target_is_raised_once(level: float, slug: str) -> None:
     raised = _run(KLAlerts(0.1, total_updates=60), _noisy(level), 60)
     assert _slugs(raised) == [slug]
     assert raised[0][0] > 10  # not during the warm-up
@@ -101,7 +101,7 @@ def test_again_only_after_it_cleared_with_a_margin() -> None:
     assert "kl-above-target" in _slugs(_run(alerts, lambda _: {"kl/token": 2.3}, 30, first=231))
 
 
-def test_a_spike_is_said_and_a_lone_spike_is_no_climb() -> None:
+def test_a_spike_is_raised_and_a_lone_spike_is_no_climb() -> None:
     raised = _run(KLAlerts(0.1), lambda step: {"kl/token": 0.5 if step in {30, 31, 50} else 0.1}, 60)
     assert [step for step, slug in raised if slug == "kl-spike"] == [30, 50]
     assert "kl-climbing" not in _slugs(raised)
@@ -113,7 +113,7 @@ def test_a_jump_that_stays_under_the_target_is_no_spike() -> None:
 
 
 @pytest.mark.parametrize("target", [0.1, None])
-def test_a_climb_without_bound_is_said_once(target: float | None) -> None:
+def test_a_climb_without_bound_is_raised_once(target: float | None) -> None:
     raised = _run(KLAlerts(target, total_updates=60), lambda step: {"kl/token": 0.004 * step**1.6}, 60)
     climbs = [step for step, slug in raised if slug == "kl-climbing"]
     assert len(climbs) == 1
