@@ -103,7 +103,7 @@ def _own_tokenizer(folder: str, base: Loaded, key: str, access: Access) -> Any:
 
 
 def adapter_ref(ref: str, loaded: Loaded) -> str:
-    """What a fresh adapter's config says of its base: the folder of a local or built-in model, else the hub id."""
+    """The base in a fresh adapter's config: the folder of a local or built-in model, else the hub id."""
     return loaded.folder if is_builtin(ref) or Path(ref).is_dir() else ref
 
 
@@ -131,7 +131,7 @@ def load_trained_model(
     seed: int,
     gradient_checkpointing: bool = False,
 ) -> Loaded:
-    """A model to be trained: with a fresh adapter where the config asks for one; an adapter is trained further.
+    """A model to be trained: with a fresh adapter where the config names one; an adapter is trained further.
 
     `seed` is what a fresh adapter is drawn from.
     """

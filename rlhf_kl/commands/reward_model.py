@@ -31,9 +31,7 @@ from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
 Figures = dict[str, Any]
 
 
-def run_reward_model(
-    config: RewardModelConfig, folder: RunFolder, display: TrainingDisplay, title: str = "reward model"
-) -> dict[str, Any]:
+def run_reward_model(config: RewardModelConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
     device = pick_device(config.run)
     resolver = Resolver.for_run(config.run, display, device)
@@ -47,7 +45,7 @@ def run_reward_model(
     display.message(f"{len(objective)} {rows}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
-        last = run_supervised(recorder, trainer, model, evaluate, display, title)
+        last = run_supervised(recorder, trainer, model, evaluate, display, "reward model")
         write_folder(folder.final, lambda place: save_reward_model(reward, place))
         return recorder.summary(steps=trainer.steps, final=last, heldout=distribution(), stopped_by=None)
     finally:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.config.load import flat
-from rlhf_kl.config.schema import AnyConfig, RunSection, TrainConfig
+from rlhf_kl.config.schema import AnyConfig, RunSection
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import machine_failures
-from rlhf_kl.run.resume import check_config, check_format, finished_summary
+from rlhf_kl.run.resume import check_resumed
 from rlhf_kl.run.run_folder import RunFolder, open_run_folder
 from rlhf_kl.run.signals import ending_on_sigterm
 
@@ -31,12 +30,8 @@ def train_command(
     if overwrite:
         _check_inputs(config, path)
     with ending_on_sigterm(), open_run_folder(path, resume=resume, overwrite=overwrite) as folder:
-        if resume:
-            finished = finished_summary(folder)
-            further = finished is not None and isinstance(config, TrainConfig) and config.updates > finished["steps"]
-            _check_resumed(folder, config, finished=finished is not None, further=further, display=display)
-            if finished is not None and not further:
-                return finished
+        if resume and (summary := check_resumed(folder, config, display)) is not None:
+            return summary
         if not folder.locked:
             display.alert(f"lock: the file system of {path} has no locks: see to it that no other run uses it")
         with machine_failures(folder):
@@ -46,7 +41,7 @@ def train_command(
 def _check_inputs(config: AnyConfig, path: Path) -> None:
     """Errors: InputError where the config names something that is about to be overwritten.
 
-    But for a plugin's copy, which is read and written again.
+    But for a plugin's copy (`file.py:name`), which is read before and written again.
     """
     problems = [
         f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
@@ -58,26 +53,6 @@ def _check_inputs(config: AnyConfig, path: Path) -> None:
     ]
     if problems:
         raise InputError(*problems)
-
-
-def _check_resumed(
-    folder: RunFolder, config: AnyConfig, *, finished: bool, further: bool, display: TrainingDisplay
-) -> None:
-    """A message on what --resume comes upon; `further`: a finished run goes on with more episodes.
-
-    Errors: InputError where the config is not that of the run in the folder, or its checkpoint cannot be read.
-    """
-    started = bool(checkpoints(folder.checkpoints))
-    if further or not finished:
-        check_format(folder)
-    if finished or started:
-        check_config(folder, config)
-    if finished:
-        display.message(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
-    elif not folder.config.exists():
-        display.message(f"{folder.path} holds no run yet: starting one")
-    elif not started:
-        display.message(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
 
 
 def pick_device(section: RunSection) -> torch.device:

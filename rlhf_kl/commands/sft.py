@@ -33,7 +33,7 @@ from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
 Figures = dict[str, Any]
 
 
-def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, title: str = "sft") -> dict[str, Any]:
+def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
     """Train a language model; returns the summary."""
     device = pick_device(config.run)
     resolver = Resolver.for_run(config.run, display, device)
@@ -46,7 +46,7 @@ def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, titl
     display.message(f"{len(objective)} {rows}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
-        last = run_supervised(recorder, trainer, model, evaluate, display, title)
+        last = run_supervised(recorder, trainer, model, evaluate, display, "sft")
         write_folder(folder.final, lambda place: save_model(model, tokenizer, place))
         return recorder.summary(steps=trainer.steps, final=last, stopped_by=None)
     finally:

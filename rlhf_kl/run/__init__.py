@@ -1,1 +1,1 @@
-"""What a run leaves behind and what a person sees: run folder, metrics, TensorBoard, alerts, display."""
+"""What a run leaves and shows while it runs: folder, rows, checkpoints, resume, TensorBoard, alerts, display."""

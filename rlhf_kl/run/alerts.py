@@ -1,21 +1,18 @@
-"""Alerts in words: what in a run's figures a person should act on, each said once when it begins."""
+"""Alerts: what in a run's figures a person should act on, each raised once when it begins."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean, median, median_low
+from collections.abc import Mapping
+from statistics import fmean, median
 from typing import Any, Literal
 
 from rlhf_kl.run.figures import read_number
+from rlhf_kl.run.trends import noise, rises, thirds, trend
 
-Health = Literal["hardly learning", "healthy", "drifting"]
-
-# Per-token KL of 0.01 to 0.1 nats is healthy. Scaled to a target, the upper end is 4/3 of it: the middle
-# preset (0.075) has 0.1 as the end of its range.
-_HEALTHY_PER_TOKEN = (0.01, 0.1)
-_HEALTHY_OF_TARGET = (0.1, 4 / 3)
+_HEALTHY = 0.1  # nats per token, where there is no target
+_DRIFTING = 4 / 3  # times the target: the middle preset (0.075) has 0.1 as the end of its range
 _LEAST_MEAN = 5  # values that make a mean
 _SPIKE_HISTORY = 20
 _CLIMB_WINDOWS = (12, 30, 90)
@@ -26,18 +23,11 @@ _TREND_WINDOWS = (10, 25, 60)
 _GOLD_FALLS = -5.0
 _SCORE_RISES = 2.0
 _WORSE_PERPLEXITY = 1.5
-
-
-def health(kl: float, target: float | None) -> Health:
-    """Band of a mean KL: 0.1x to 4/3x of the target; without one 0.01 to 0.1 nats per token."""
-    low, high = _HEALTHY_PER_TOKEN if target is None else (target * share for share in _HEALTHY_OF_TARGET)
-    if kl < low:
-        return "hardly learning"
-    return "drifting" if kl > high else "healthy"
+_STATE = ("updates", "kls", "settled", "scores", "pairs", "gold_range", "best", "stuck", "calm")
 
 
 class KLAlerts:
-    """Watches the rows of `metrics.jsonl` and says in words when something begins to go wrong.
+    """Watches the rows of `metrics.jsonl`; a message where something begins to go wrong.
 
     Every condition is raised once when it begins and again only after it has cleared with a margin. An alert
     starts with a stable word (`kl-above-target: ...`). Rows may lack any key; None and NaN count as missing.
@@ -57,7 +47,7 @@ class KLAlerts:
         """`target` in nats per `unit`; None watches only what needs no target (then per token).
 
         The mean is over the last `window` updates without the warm-up, a sixth of the run (3 to 20 updates),
-        in which a KL that starts at 0 is still on its way. `kind`: the controller's; `adaptive` is not told to use
+        in which a KL that starts at 0 is still on its way. `kind`: the controller's; `adaptive` is not advised to use
         adaptive. `min_coef, max_coef`: its bounds.
         """
         self.target = target
@@ -87,28 +77,11 @@ class KLAlerts:
         return alerts
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "updates": self._updates,
-            "kls": list(self._kls),
-            "settled": list(self._settled),
-            "scores": list(self._scores),
-            "pairs": [list(pair) for pair in self._pairs],
-            "gold_range": list(self._gold_range),
-            "best": dict(self._best),
-            "stuck": dict(self._stuck),
-            "calm": dict(self._calm),
-        }
+        return {name: copy.deepcopy(getattr(self, f"_{name}")) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._updates = int(state["updates"])
-        self._kls = list(state["kls"])
-        self._settled = list(state["settled"])
-        self._scores = list(state["scores"])
-        self._pairs = [list(pair) for pair in state["pairs"]]
-        self._gold_range = list(state["gold_range"])
-        self._best = dict(state["best"])
-        self._stuck = dict(state["stuck"])
-        self._calm = dict(state["calm"])
+        for name in _STATE:
+            setattr(self, f"_{name}", copy.deepcopy(state[name]))
 
     # ---- conditions
 
@@ -130,7 +103,7 @@ class KLAlerts:
         return otherwise if self._adaptive else "use kl.controller.kind: adaptive"
 
     def _mean(self, kl: float) -> list[str]:
-        """KL averaged over the window against the target, and the health bands."""
+        """KL averaged over the window against the target."""
         if self.target is None or self._updates <= self.warmup:
             return []
         self._settled = [*self._settled, kl][-self._window :]
@@ -139,38 +112,29 @@ class KLAlerts:
         mean = fmean(self._settled)
         ratio = mean / self.target
         figures = f"KL averages {self._nats(mean)} over the last {len(self._settled)} updates"
-        idle = self._begins("kl-hardly-learning", ratio < 0.1, ratio > 0.12)
-        below = self._begins("kl-below-target", ratio < 0.5, ratio > 0.55)
-        above = self._begins("kl-above-target", ratio > 2, ratio < 1.8)
-        drifting = self._begins("kl-drifting", ratio > _HEALTHY_OF_TARGET[1], ratio < 1.2)
-        if idle:
-            return [
-                f"kl-hardly-learning: {figures}, under a tenth of the target {self.target:g}: the policy "
-                "hardly moves. Lower kl.controller.coef or raise ppo.learning_rate"
-            ]
-        if below:
-            return [
-                f"kl-below-target: {figures}, {ratio:.2f}x the target {self.target:g}: the budget is not "
-                f"used. Lower kl.controller.coef, or {self._adapt_or('raise ppo.learning_rate')}"
-            ]
-        if above:
-            return [
-                f"kl-above-target: {figures}, {ratio:.1f}x the target {self.target:g}. Raise "
-                "kl.controller.coef, lower ppo.learning_rate, or set kl.ceiling"
-            ]
-        if drifting:
-            return [
-                f"kl-drifting: {figures}, {ratio:.2f}x the target {self.target:g}: the policy drifts past "
-                f"its budget. Raise kl.controller.coef, or {self._adapt_or('set kl.ceiling')}"
-            ]
-        return []
+        target = f"the target {self.target:g}"
+        cases = (  # slug, begins, clears, its words
+            ("kl-hardly-learning", ratio < 0.1, ratio > 0.12,
+             f"under a tenth of {target}: the policy hardly moves. "
+             "Lower kl.controller.coef or raise ppo.learning_rate"),
+            ("kl-below-target", ratio < 0.5, ratio > 0.55,
+             f"{ratio:.2f}x {target}: the budget is not used. Lower kl.controller.coef, or "
+             f"{self._adapt_or('raise ppo.learning_rate')}"),
+            ("kl-above-target", ratio > 2, ratio < 1.8,
+             f"{ratio:.1f}x {target}. Raise kl.controller.coef, lower ppo.learning_rate, or set kl.ceiling"),
+            ("kl-drifting", ratio > _DRIFTING, ratio < 1.2,
+             f"{ratio:.2f}x {target}: the policy drifts past its budget. Raise kl.controller.coef, or "
+             f"{self._adapt_or('set kl.ceiling')}"),
+        )  # fmt: skip
+        alerts = [f"{slug}: {figures}, {words}" for slug, on, off, words in cases if self._begins(slug, on, off)]
+        return alerts[:1]  # the first is the gravest
 
     def _spike(self, kl: float) -> list[str]:
         recent = self._kls[-_SPIKE_HISTORY:]
         if len(recent) < _LEAST_MEAN:
             return []
         usual = median(recent)
-        floor = 1.5 * self.target if self.target is not None else _HEALTHY_PER_TOKEN[1]
+        floor = 1.5 * self.target if self.target is not None else _HEALTHY
         jump = kl > 1.75 * max(recent[-2:])  # a rise over several updates is no spike
         on = jump and kl > 2.5 * usual and kl > floor
         if not self._begins("kl-spike", on, kl < 1.5 * usual or kl < floor / 1.5, hold=3):
@@ -183,14 +147,15 @@ class KLAlerts:
 
     def _climb(self, kl: float) -> list[str]:
         self._kls = [*self._kls, kl][-self._window :]
-        floor = 1.5 * self.target if self.target is not None else _HEALTHY_PER_TOKEN[1]
-        rises = [window for window in _CLIMB_WINDOWS if _rises(self._kls[-window:], floor, window)]
-        settled = not rises and not _rises(self._kls[-_CLIMB_WINDOWS[0] :], floor / 1.2, growth=1.05)
-        if not self._begins("kl-climbing", bool(rises), settled, hold=3):
+        floor = 1.5 * self.target if self.target is not None else _HEALTHY
+        climbs = [window for window in _CLIMB_WINDOWS if rises(self._kls[-window:], floor, window)]
+        shortest = _CLIMB_WINDOWS[0]
+        settled = not climbs and not rises(self._kls[-shortest:], floor / 1.2, shortest, growth=1.05)
+        if not self._begins("kl-climbing", bool(climbs), settled, hold=3):
             return []
-        low, _, high = _thirds(self._kls[-rises[0] :])
+        low, _, high = thirds(self._kls[-climbs[0] :])
         return [
-            f"kl-climbing: KL rose from {low:.3g} to {self._nats(high)} over the last {rises[0]} updates and "
+            f"kl-climbing: KL rose from {low:.3g} to {self._nats(high)} over the last {climbs[0]} updates and "
             f"is still rising. Raise kl.controller.coef, set kl.ceiling, or {self._adapt_or('lower ppo.learning_rate')}"
         ]
 
@@ -245,20 +210,18 @@ class KLAlerts:
         low, high = self._gold_range or (gold, gold)
         self._gold_range = [min(low, gold), max(high, gold)]
         least = 0.1 * (self._gold_range[1] - self._gold_range[0])  # smaller falls matter to nobody
-        found = None
-        for window in _TREND_WINDOWS:
-            if len(self._pairs) < window:
-                break
+        fall_seen = None
+        for window in [window for window in _TREND_WINDOWS if window <= len(self._pairs)]:
             scores, golds = zip(*self._pairs[-window:], strict=True)
-            (rise, rise_t), (fall, fall_t) = _trend(scores), _trend(golds)
+            (rise, rise_t), (fall, fall_t) = trend(scores), trend(golds)
             if rise_t > _SCORE_RISES and fall_t < _GOLD_FALLS and -fall > least:
-                found = (window, rise, fall)
+                fall_seen = (window, rise, fall)
                 break
         recent = [pair[1] for pair in self._pairs[-_TREND_WINDOWS[0] :]]
-        settled = found is None and _trend(recent)[1] > 0
-        if not self._begins("overoptimised-gold", found is not None, settled, hold=5) or found is None:
+        settled = fall_seen is None and trend(recent)[1] > 0
+        if not self._begins("overoptimised-gold", fall_seen is not None, settled, hold=5) or fall_seen is None:
             return []
-        window, rise, fall = found
+        window, rise, fall = fall_seen
         return [
             f"overoptimised-gold: over the last {window} updates the score rose by {rise:.2g} to {score:.3g} "
             f"while gold fell by {-fall:.2g} to {gold:.3g}: the policy exploits the reward model. Lower "
@@ -274,7 +237,7 @@ class KLAlerts:
             self._best = {"perplexity": perplexity, "score": score}
         best = self._best
         ratio = perplexity / best["perplexity"] if best["perplexity"] > 0 else 1.0
-        on = ratio > _WORSE_PERPLEXITY and score - best["score"] > _noise(self._scores)
+        on = ratio > _WORSE_PERPLEXITY and score - best["score"] > noise(self._scores, _SMOOTH)
         if not self._begins("overoptimised-perplexity", on, ratio < 0.9 * _WORSE_PERPLEXITY):
             return []
         return [
@@ -282,38 +245,3 @@ class KLAlerts:
             f"perplexity gets worse ({best['perplexity']:.3g} to {perplexity:.3g}): the policy forgets its "
             "language. Lower kl.target or raise kl.controller.coef"
         ]
-
-
-def _noise(values: Sequence[float]) -> float:
-    """Standard error of a smoothed value, from successive differences: a trend adds little to it."""
-    if len(values) < 2:
-        return 0.0
-    return math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(values)) / 2 / _SMOOTH)
-
-
-def _trend(values: Sequence[float]) -> tuple[float, float]:
-    """Change over the window along the least-squares line, and the t statistic of its slope."""
-    size = len(values)
-    if size < 3:
-        return 0.0, 0.0
-    middle, mean = (size - 1) / 2, fmean(values)
-    spread = sum((x - middle) ** 2 for x in range(size))
-    slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
-    residual = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
-    error = math.sqrt(residual / (size - 2) / spread)
-    noiseless = 1e-9 * (abs(mean) + abs(slope))  # no infinite certainty from figures without noise
-    return slope * (size - 1), slope / max(error, noiseless, 1e-12)
-
-
-def _thirds(values: Sequence[float]) -> tuple[float, float, float]:
-    """Medians, the last a low one, so that a spike of an update or two is no climb."""
-    size = len(values) // 3
-    return median(values[:size]), median(values[size : 2 * size]), median_low(values[2 * size :])
-
-
-def _rises(values: Sequence[float], floor: float, least: int = _CLIMB_WINDOWS[0], growth: float = 1.3) -> bool:
-    """Each third of a full window above the one before; the last over `growth` x the first and `floor`."""
-    if len(values) < least:
-        return False
-    first, second, third = _thirds(values)
-    return first < second < min(third, values[-1]) and third > growth * first and third > floor

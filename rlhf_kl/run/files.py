@@ -26,7 +26,7 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def check_writable(path: Path) -> None:
@@ -42,11 +42,14 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def sync_folder(folder: Path) -> None:
-    """Puts the names in `folder` on the disk, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk, so that they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; a file that cannot be synced is lost.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)

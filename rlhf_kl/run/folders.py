@@ -14,6 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from rlhf_kl.run.files import sync
+
 CHECKSUMS = "checksums.json"
 _LEFTOVER = re.compile(r"\.(.+)\.(\d+\.tmp|removed|replaced)")
 
@@ -33,8 +35,8 @@ def write_folder(target: Path, write: Callable[[Path], None], *, checksums: bool
         if checksums:
             _write_checksums(temporary)
         for path in temporary.rglob("*"):
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         _replace(target, temporary)
     except SafetensorError as error:
         raise _as_os_error(error, target) from error
@@ -54,7 +56,7 @@ def _replace(target: Path, temporary: Path) -> None:
         with contextlib.suppress(OSError):
             old.rename(target)
         raise
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -65,7 +67,7 @@ def remove_folder(folder: Path) -> None:
     aside = _aside(folder, "removed")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -87,22 +89,10 @@ def _aside(folder: Path, why: str) -> Path:
 
 
 def _as_os_error(error: SafetensorError, target: Path) -> OSError:
-    """safetensors wraps what the system said into words."""
+    """The error number that safetensors has put into its message."""
     match = re.search(r"os error (\d+)", str(error))
     number = int(match[1]) if match else errno.EIO
     return OSError(number, os.strerror(number), str(target))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder; a file that cannot be synced is lost.
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
 
 
 # ---- checksums ----
@@ -137,7 +127,7 @@ def _sha256(path: Path) -> str:
 
 def _write_checksums(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt"):  # checks that the file is as long as its header says
+        with safe_open(path, framework="pt"):  # checks the length of the file against its header
             pass
     digests = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     (folder / CHECKSUMS).write_text(json.dumps(digests, indent=1), encoding="utf-8")

@@ -127,7 +127,7 @@ class Recorder:
         lengths = {}
         for writer in (self.rows, self.samples):
             if writer is not None:
-                writer.sync()  # a checkpoint never knows rows that the disk does not
+                writer.sync()  # a checkpoint never counts rows that are not on the disk
                 lengths[writer.path.name] = writer.size
         section = self.config.checkpoint
         save_checkpoint(
@@ -182,7 +182,7 @@ class Recorder:
         return summary
 
     def mention_checkpoint(self) -> None:
-        """After an error in the middle of the run that the user can mend (in a reward function, say)."""
+        """After an error in the middle of the run that the user can mend, as in a reward function."""
         present = checkpoints(self.folder.checkpoints)
         if self.rows is not None and present:
             self.display.alert(

@@ -1,4 +1,4 @@
-"""Where a run goes on: its newest whole checkpoint, and whether this is still the same run."""
+"""Where a run goes on: its newest whole checkpoint, and the checks that it is still the same run."""
 
 from __future__ import annotations
 
@@ -31,6 +31,27 @@ def kind_of(config: AnyConfig) -> Kind:
     return kinds[type(config)]
 
 
+def check_resumed(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> dict[str, Any] | None:
+    """A message on what --resume comes upon; the summary of a run that is finished, and None where one is to run.
+
+    Errors: InputError where the config is not that of the run in the folder, or another version wrote it.
+    """
+    finished = finished_summary(folder)
+    further = finished is not None and isinstance(config, TrainConfig) and config.updates > finished["steps"]
+    started = bool(checkpoints(folder.checkpoints))
+    if further or finished is None:
+        _check_format(folder)
+    if started or finished is not None:
+        check_config(folder, config)
+    if finished is not None:
+        display.message(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
+    elif not folder.config.exists():
+        display.message(f"{folder.path} holds no run yet: starting one")
+    elif not started:
+        display.message(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
+    return None if further else finished
+
+
 def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> Checkpoint | None:
     """The checkpoint to go on from; None where there is none yet.
 
@@ -55,7 +76,7 @@ def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDispl
     return newest
 
 
-def check_format(folder: RunFolder) -> None:
+def _check_format(folder: RunFolder) -> None:
     """Errors: InputError where another version of this program wrote the checkpoint to go on from."""
     for checkpoint in reversed(checkpoints(folder.checkpoints)):
         try:
@@ -85,7 +106,7 @@ def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
 
 
 def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
-    """More episodes, where neither the learning rate nor the controller knows how many there will be."""
+    """More episodes, where neither the learning rate nor the controller depends on their number."""
     if not isinstance(before, TrainConfig) or not isinstance(now, TrainConfig):
         return False
     grows = now.ppo.total_episodes > before.ppo.total_episodes

@@ -25,7 +25,7 @@ _CLAIMS = ".rlhf-kl.files"
 _FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
 CHECKPOINT = re.compile(r"step-\d{6,}")
 _ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # those under a temporary name too
-_EVENTS = "events.out.tfevents.*"
+EVENTS = "events.out.tfevents.*"
 # POSIX locks do not exclude a process from itself, and closing any handle of the file drops them.
 _held: set[Path] = set()
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
@@ -41,42 +41,18 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.final = self.path / "final"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
         self._lock: IO[str] | None = None
         self._key = self.path.resolve()  # now: the working directory may change later
         self.locked = False
         self.replaces = False  # it holds a run that `clear` removes, once the new one is sure to start
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        return self.path / "final"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     @property
     def holds_run(self) -> bool:
@@ -87,7 +63,7 @@ class RunFolder:
 
         Claimed files are what `--overwrite` removes beside the fixed names.
         """
-        if Path(name).name != name or name in {"", ".", ".."}:
+        if not _is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name")
         claims = self._claims()
         if name not in claims:
@@ -134,7 +110,7 @@ class RunFolder:
             lines = (self.path / _CLAIMS).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError):
             return []
-        return [line for line in lines if Path(line).name == line and line not in {"", ".", ".."}]
+        return [line for line in lines if _is_plain(line)]
 
 
 def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
@@ -238,7 +214,7 @@ def _remove_run(folder: RunFolder) -> None:
     """Removes what this program writes and nothing else; the config last, so that a crash leaves a run."""
     for path in [*_matching(folder.checkpoints, _ANY_CHECKPOINT), folder.final]:
         _remove(path)
-    for event_file in folder.tensorboard.glob(_EVENTS):
+    for event_file in folder.tensorboard.glob(EVENTS):
         event_file.unlink()
     for container in (folder.tensorboard, folder.checkpoints):
         with contextlib.suppress(OSError):  # absent, or something of the user's is left in it
@@ -253,6 +229,11 @@ def _remove_leftovers(folder: RunFolder) -> None:
     for leftover in folder.path.glob(".*.tmp"):
         if leftover.name.removeprefix(".").rsplit(".", 2)[0] in {*_FILES, _CLAIMS}:
             _remove_file(leftover)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it is the name of a file directly inside a folder."""
+    return Path(name).name == name and name not in {"", ".", ".."}
 
 
 def _matching(parent: Path, pattern: re.Pattern[str]) -> list[Path]:

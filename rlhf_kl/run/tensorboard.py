@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_kl.config.load import flat
 from rlhf_kl.run.figures import read_number
+from rlhf_kl.run.run_folder import EVENTS
 from rlhf_kl.run.text import safe_text
 
-_EVENTS = "events.out.tfevents.*"
 # The columns beside the config in the HPARAMS tab.
 _RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")
 
@@ -26,7 +27,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Starts a fresh event file in `folder`; `config` is the resolved config as nested mappings."""
         self._folder = folder
-        self._config = flatten(config)
+        self._config = {name: _parameter(value) for name, value in flat(config).items()}
         self._writer: Any = None
         self.rebuild(())
 
@@ -39,18 +40,18 @@ class TensorBoardWriter:
             if self._writer is not None:
                 self._writer.close()
             self._folder.mkdir(parents=True, exist_ok=True)
-            for old in self._folder.glob(_EVENTS):
+            for old in self._folder.glob(EVENTS):
                 old.unlink()
             self._summary = summary
             self._writer = writer.FileWriter(str(self._folder), flush_secs=10)
             experiment, start, self._session_end = summary.hparams(self._config, dict.fromkeys(_RESULTS, 0.0))
-        self._writer.add_summary(self._summary.custom_scalars(_layout(self._config.get("kl.unit", "token"))))
-        self._writer.add_summary(experiment)
-        self._writer.add_summary(start)
+            charts = summary.custom_scalars(_layout(self._config.get("kl.unit", "token")))
+        for event in (charts, experiment, start):
+            self._writer.add_summary(event)
         for row in rows:
             self._add_row(row)
         for sample in samples:
-            self._add_sample(sample)
+            self.sample(sample)
         self._writer.flush()
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -58,9 +59,27 @@ class TensorBoardWriter:
         self._add_row(row)
         self._writer.flush()
 
+    def _add_row(self, row: Mapping[str, Any]) -> None:
+        step = int(row["step"])
+        for name in row:
+            if name != "step" and (value := read_number(row, name)) is not None:
+                self._writer.add_summary(self._summary.scalar(name, value), step)
+        if alerts := row.get("alerts"):
+            self._add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
+
     def sample(self, sample: Mapping[str, Any]) -> None:
         """A row of `samples.jsonl` (`step, prompt, response, score`, ...) as text."""
-        self._add_sample(sample)
+        figures = ", ".join(
+            f"{name} {value:.4g}"
+            for name in ("score", "gold", "kl")
+            if (value := read_number(sample, name)) is not None
+        )
+        prompt, response = (_verbatim(str(sample[name])) for name in ("prompt", "response"))
+        markdown = "\n\n".join(("**prompt**", prompt, "**response**", response, figures))
+        self._add_text("samples", markdown, int(sample["step"]))
+
+    def _add_text(self, name: str, markdown: str, step: int) -> None:
+        self._writer.add_summary(self._summary.text(name, markdown), step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -73,27 +92,6 @@ class TensorBoardWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _add_row(self, row: Mapping[str, Any]) -> None:
-        step = int(row["step"])
-        for name in row:
-            if name != "step" and (value := read_number(row, name)) is not None:
-                self._writer.add_summary(self._summary.scalar(name, value), step)
-        if alerts := row.get("alerts"):
-            self._add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
-
-    def _add_sample(self, sample: Mapping[str, Any]) -> None:
-        figures = ", ".join(
-            f"{name} {value:.4g}"
-            for name in ("score", "gold", "kl")
-            if (value := read_number(sample, name)) is not None
-        )
-        parts = ["**prompt**", _verbatim(str(sample["prompt"]))]
-        parts += ["**response**", _verbatim(str(sample["response"])), figures]
-        self._add_text("samples", "\n\n".join(parts), int(sample["step"]))
-
-    def _add_text(self, name: str, markdown: str, step: int) -> None:
-        self._writer.add_summary(self._summary.text(name, markdown), step)
 
 
 def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
@@ -119,20 +117,11 @@ def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
-    """Nested config as `section.key` names, as `--set` writes them; what is no number or text as JSON."""
-    flat: dict[str, float | str] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{name}.")
-        elif isinstance(value, str):
-            flat[name] = safe_text(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[name] = value
-        else:
-            flat[name] = safe_text(json.dumps(value, ensure_ascii=False, default=str))
-    return flat
+def _parameter(value: Any) -> float | str:
+    """A value as the HPARAMS tab takes it: what is no number and no text as JSON."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return safe_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _verbatim(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Disks and memories that are full, folders that go away, reward functions that break: said, and nothing lost."""
+"""Disks and memories that are full, folders that go away, reward functions that break: a message, and nothing lost."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ sys.exit(cli.run(sys.argv[2:]))
 """
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_to_free(
+def test_a_full_disk_leaves_the_last_checkpoint_and_names_what_to_free(
     train: Train, tiny_run: Path, tiny_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     run = unfinished(tiny_run, tmp_path, 4)
@@ -96,7 +96,7 @@ def test_a_row_that_cannot_be_written_leaves_nothing_of_itself(
     assert figures(tmp_path / "run") == figures(tiny_run)
 
 
-def test_a_sync_that_fails_is_said(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_fails_is_reported(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsync, calls = os.fsync, iter(range(1000))
 
     def fails(descriptor: int) -> None:
@@ -159,7 +159,7 @@ def test_a_folder_that_goes_away_ends_the_run(train: Train, tmp_path: Path, deed
     assert [c.step for c in checkpoints(tmp_path / "moved" / "checkpoints")] == [2]
 
 
-def test_a_folder_that_cannot_be_written_is_said_at_the_start(train: Train, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(train: Train, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     places = [tmp_path / "file" / "run", Path("/proc/run"), tmp_path / ("n" * 300)]
     if os.geteuid() != 0:  # root may write anywhere
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_written_is_said_at_the_start(train: Train, tmp_
             train(place)
 
 
-def test_a_file_system_without_locks_is_said(
+def test_a_file_system_without_locks_is_reported(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def none(*_: Any) -> None:
@@ -234,13 +234,13 @@ DEEDS = {
 def test_a_reward_function_that_breaks_in_the_middle_names_the_sample_and_the_run_goes_on(
     train: Train, tiny_run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deed, said = DEEDS[name]
+    deed, message = DEEDS[name]
     own = tmp_path / "own.py"
     own.write_text(BREAKING.format(broken=True, deed=deed))
     settings = (f"reward.kind={own}:score", f"reward.time_limit={2 if name == 'hangs' else 600}")
     with pytest.raises(InputError) as caught:
         train(tmp_path / "run", *settings)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(caught.value.problems) == 1
     if name == "raises":
         culprit = str(caught.value).partition("on the response ")[2].partition(" to the prompt")[0]

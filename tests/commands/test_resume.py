@@ -171,9 +171,9 @@ def test_a_damaged_newest_checkpoint_costs_its_updates_and_nothing_else(
     data[len(data) // 2] ^= 1
     (crashed / "checkpoints" / "step-000004" / name).write_bytes(data)
     train(crashed, resume=True)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "damaged checkpoint step-000004" in said
-    assert "going on from step-000002" in said
+    messages = " ".join(capsys.readouterr().err.split())
+    assert "damaged checkpoint step-000004" in messages
+    assert "going on from step-000002" in messages
     assert_same_run(tiny_run, crashed)
     assert [path.name for path in sorted((crashed / "checkpoints").iterdir())] == [
         f"step-{step:06d}" for step in (2, 4, 6)
@@ -236,7 +236,7 @@ def test_whatever_stands_behind_the_checkpoint_is_cut_off(
     assert_same_run(tiny_run, crashed)
 
 
-def test_rows_that_the_checkpoint_knew_and_that_are_gone_are_said(
+def test_rows_that_the_checkpoint_knew_and_that_are_gone_are_reported(
     train: Train, tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crashed = crash(tiny_run, tmp_path, 4)
@@ -342,7 +342,7 @@ def test_a_finished_run_of_another_config_is_not_passed_off_as_this_one(
     assert train(copy, "eval.every=1", resume=True)["steps"] == 6
 
 
-def test_a_smaller_microbatch_may_go_on_and_is_said(
+def test_a_smaller_microbatch_may_go_on_and_is_reported(
     train: Train, tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crashed = crash(tiny_run, tmp_path, 4)
@@ -351,7 +351,7 @@ def test_a_smaller_microbatch_may_go_on_and_is_said(
     assert rows(crashed)[-1]["step"] == 7
 
 
-def test_other_threads_or_versions_are_said(
+def test_other_threads_or_versions_are_reported(
     train: Train, tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crashed = crash(tiny_run, tmp_path, 4)
@@ -367,9 +367,9 @@ def test_other_threads_or_versions_are_said(
     (path / "state.json").write_text(json.dumps(state))
     _sign(path)
     train(crashed, resume=True)
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"threads 64 -> {torch.get_num_threads()}" in said
-    assert "torch 1.0 -> " in said
+    messages = " ".join(capsys.readouterr().err.split())
+    assert f"threads 64 -> {torch.get_num_threads()}" in messages
+    assert "torch 1.0 -> " in messages
 
 
 def _sign(folder: Path) -> None:
@@ -438,9 +438,9 @@ def test_an_update_that_does_not_end_is_cut_short(train: Train, tmp_path: Path, 
         train(tmp_path / "run", *reward)
     assert time.monotonic() - began < 30
     assert caught.value.exit_code == 143
-    found = checkpoints(tmp_path / "run" / "checkpoints")
-    assert [checkpoint.step for checkpoint in found] == [2]
-    assert found[0].damage() is None
+    left = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [checkpoint.step for checkpoint in left] == [2]
+    assert left[0].damage() is None
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     train(tmp_path / "run", *reward, resume=True)
     (tmp_path / "calls").unlink()

@@ -9,8 +9,6 @@ from rlhf_kl.commands.session import make_accelerator, train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.run.resume import finished_summary
-from rlhf_kl.run.run_folder import RunFolder, write_json
 
 
 def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:
@@ -42,17 +40,6 @@ def test_one_process_may_hold_runs_of_two_precisions(fresh_accelerate: None) -> 
     """accelerate by itself refuses the second."""
     assert make_accelerator(RunSection(dtype="bfloat16", device="cpu")).mixed_precision == "bf16"
     assert make_accelerator(RunSection(dtype="float32", device="cpu")).mixed_precision == "no"
-
-
-def test_only_a_run_that_came_to_its_end_is_finished(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert finished_summary(folder) is None
-    write_json(folder.summary, {"stopped_by": None, "steps": 3})
-    assert finished_summary(folder) is None  # no final model yet
-    folder.final.mkdir()
-    assert finished_summary(folder) == {"stopped_by": None, "steps": 3}
-    write_json(folder.summary, {"stopped_by": "KL above the ceiling"})
-    assert finished_summary(folder) is None
 
 
 def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.run.tensorboard import TensorBoardWriter, flatten
+from rlhf_kl.run.tensorboard import TensorBoardWriter
 
-CONFIG = {"run": {"name": "a", "tags": ["x", 1]}, "ppo": {"epochs": 4, "whiten_rewards": False}, "kl": None}
+CONFIG = {"run": {"name": "a\x1b", "tags": ["x", 1]}, "ppo": {"epochs": 4, "whiten_rewards": False}, "kl": None}
 
 
 def _read(folder: Path) -> Any:
@@ -51,6 +51,8 @@ def test_the_config_is_in_the_same_file_as_hparams(tmp_path: Path) -> None:
     data = plugin_data_pb2.HParamsPluginData.FromString(content)
     hparams = data.session_start_info.hparams
     assert hparams["ppo.epochs"].number_value == 4
+    assert hparams["run.name"].string_value == "a\\x1b"
+    assert hparams["kl"].string_value == "null"
     assert hparams["run.tags"].string_value == '["x", 1]'
     assert hparams["ppo.whiten_rewards"].string_value == "false"
 
@@ -89,18 +91,19 @@ def test_sample_text_is_shown_as_it_is(tmp_path: Path) -> None:
     assert "score 1.25" in html
 
 
-def test_flatten_names_keys_as_set_does() -> None:
-    assert flatten({"a": {"b": {"c": 1.5}}, "d": "x\x1b", "e": [1], "f": None, "g": True}) == {
-        "a.b.c": 1.5,
-        "d": "x\\x1b",
-        "e": "[1]",
-        "f": "null",
-        "g": "true",
-    }
-
-
-def test_importing_tracking_does_not_import_torch() -> None:
-    modules = ("alerts", "display", "files", "jsonl", "run_folder", "tensorboard", "text", "versions")
+def test_what_shows_a_run_does_not_import_torch() -> None:
+    modules = (
+        "alerts",
+        "display",
+        "figures",
+        "files",
+        "jsonl",
+        "run_folder",
+        "status",
+        "tensorboard",
+        "text",
+        "versions",
+    )
     code = "import sys, importlib\n" + "".join(f"importlib.import_module('rlhf_kl.run.{name}')\n" for name in modules)
     heavy = "sys.exit(bool({'torch', 'transformers', 'numpy', 'tensorboard'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code + heavy], check=False).returncode == 0

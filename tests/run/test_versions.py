@@ -11,10 +11,10 @@ from rlhf_kl.run.versions import git_revision, versions
 
 
 def test_versions_are_those_installed() -> None:
-    found = versions()
-    assert found["python"] == platform.python_version()
-    assert found["torch"] == metadata.version("torch")
-    assert found["transformers"] == metadata.version("transformers")
+    installed = versions()
+    assert installed["python"] == platform.python_version()
+    assert installed["torch"] == metadata.version("torch")
+    assert installed["transformers"] == metadata.version("transformers")
 
 
 def _git(path: Path, *arguments: str) -> str:
@@ -23,7 +23,7 @@ def _git(path: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_git_revision_is_the_commit_and_says_dirty(tmp_path: Path) -> None:
+def test_git_revision_is_the_commit_and_names_changes(tmp_path: Path) -> None:
     _git(tmp_path, "init", "-q")
     assert git_revision(tmp_path) is None  # no commit yet
     (tmp_path / "a").write_text("1")

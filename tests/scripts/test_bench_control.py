@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.run.checkpoint import FORMAT
 
 PATH = Path(__file__).parents[2] / "scripts" / "bench_control.py"
 
@@ -242,5 +243,5 @@ def test_the_limit_of_gaussian_scores_is_their_closed_form(bench, tmp_path):
     checkpoint = folder.checkpoints / "step-000060"
     checkpoint.mkdir(parents=True)
     shaping = {"mean": 2.5, "std": 2.0, "clip": None, "missing_eos_penalty": 9.0}
-    (checkpoint / "state.json").write_text(json.dumps({"trainer": {"shaping": shaping}}))
+    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "trainer": {"shaping": shaping}}))
     assert samples.share(folder) == pytest.approx(0.8, rel=0.01)

@@ -1,0 +1,200 @@
+"""How far a training run is and how it does: a table for the live view, a line for a log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_kl.run.figures import format_number, read_number
+
+Unit = Literal["token", "sequence"]
+Pieces = list[tuple[str, str]]  # text and its style
+
+IN_BAND = 0.25
+COMPARED = ("objective/scores", "objective/gold", "eval/perplexity")  # with their first value
+WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of a log line's columns
+ASCII = str.maketrans(
+    {"━": "=", "─": "-", "█": "#", "░": ".", "│": "|", "▲": "up", "▼": "down", "→": "->"}
+)  # for terminals without UTF-8
+
+
+class RunStatus:
+    """The newest row of a run, and the few figures of earlier ones that it is shown beside."""
+
+    def __init__(self, total: int, target: float | None, unit: Unit) -> None:
+        """`total`: updates of the run, 0 where unknown; `target` in nats per `unit`."""
+        self._total, self._target, self._unit = total, target, unit
+        self._row: Mapping[str, Any] = {}
+        self._first: dict[str, float] = {}
+        self._perplexity: float | None = None
+        self._seconds: deque[float] = deque(maxlen=10)  # of the last updates
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self._row)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Take a row of `metrics.jsonl`."""
+        self._row = row
+        for key in COMPARED:
+            if (value := read_number(row, key)) is not None:
+                self._first.setdefault(key, value)
+        if (perplexity := self._number("eval/perplexity")) is not None:
+            self._perplexity = perplexity
+        if (seconds := self._number("time/step_s")) is not None:
+            self._seconds.append(seconds)
+
+    def _number(self, key: str) -> float | None:
+        return read_number(self._row, key)
+
+    def _seconds_left(self) -> float | None:
+        done = self._number("step")
+        if done is None or not self._seconds or not self._total:
+            return None
+        return max(0.0, self._total - done) * fmean(self._seconds)
+
+    def _kl(self) -> tuple[float | None, float | None]:
+        """The KL in the target's unit, and as a multiple of the target."""
+        kl = self._number(f"kl/{self._unit}")
+        return kl, None if kl is None or not self._target else kl / self._target
+
+    # ---- a line of a log
+
+    def header(self) -> str:
+        """The names of a line's columns."""
+        return _columns(
+            ("update", "episodes", "score", f"KL/{self._unit[:3]}", "KL/tgt", "beta", "ppl", "tok/s", "left")
+        )
+
+    def line(self) -> str:
+        """The row in fixed columns."""
+        kl, ratio = self._kl()
+        left = self._seconds_left()
+        step = f"{self._row.get('step', '-')}"
+        return _columns(
+            (
+                f"{step}/{self._total}" if self._total else step,
+                f"{self._row.get('episodes', '-')}",
+                format_number(self._number("objective/scores"), 4),
+                format_number(kl, 4),
+                "-" if ratio is None else f"{ratio:.2f}x",
+                format_number(self._number("kl/coef"), 4),
+                format_number(self._number("eval/perplexity")),
+                _whole(self._number("perf/tokens_per_s")),
+                "-" if left is None else duration(left),
+            )
+        )
+
+    # ---- the live view
+
+    def table(self, *, unicode: bool) -> Table:
+        """The row as a small table; what it lacks is left out."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        for label, pieces in (
+            ("update", self._progress()),
+            ("score", [*self._change("", "objective/scores"), *self._change("   gold ", "objective/gold")]),
+            (f"KL/{self._unit}", self._kl_pieces()),
+            ("beta", self._beta()),
+            ("perplexity", self._perplexity_pieces()),
+            ("speed", self._speed()),
+        ):
+            if pieces:
+                shown = ((text if unicode else text.translate(ASCII), style) for text, style in pieces)
+                table.add_row(label, Text.assemble(*shown))
+        return table
+
+    def _progress(self) -> Pieces:
+        step = int(self._number("step") or 0)
+        pieces: Pieces = [(f"{step}/{self._total}  " if self._total else f"{step}  ", "")]
+        if self._total:
+            filled = round(20 * min(1.0, step / self._total))
+            pieces += [("━" * filled, "cyan"), ("─" * (20 - filled), "dim")]
+        if (left := self._seconds_left()) is not None:
+            pieces.append((f"  {duration(left)} left" if left > 0 else "  last update done", ""))
+        return pieces
+
+    def _change(self, label: str, key: str) -> Pieces:
+        """A figure with its change since the start, arrow and sign: never by colour alone."""
+        value = self._number(key)
+        if value is None:
+            return []
+        change = value - self._first[key]
+        pieces: Pieces = [(f"{label}{format_number(value)}", "")]
+        if change >= 0.005 * max(1.0, abs(value)):
+            pieces.append((f" ▲ +{format_number(change)}", "green"))
+        elif -change >= 0.005 * max(1.0, abs(value)):
+            pieces.append((f" ▼ {format_number(change)}", "red"))
+        return pieces
+
+    def _kl_pieces(self) -> Pieces:
+        kl, ratio = self._kl()
+        if kl is None:
+            return []
+        if ratio is None or self._target is None:
+            return [(f"{format_number(kl, 4)} nats, no target", "")]
+        if abs(ratio - 1) <= IN_BAND:
+            words, style = "in band", "green"
+        elif ratio < 1:
+            words, style = "below", "yellow"
+        else:
+            words, style = f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow"
+        # A bar from 0 to twice the target, with a mark at the target.
+        half = 8
+        filled = round(half * min(2.0, max(0.0, ratio)))
+        below, above = min(half, filled), max(0, filled - half)
+        return [
+            (f"{format_number(kl, 4)} of {self._target:.3g}  ", ""),
+            ("█" * below, style),
+            ("░" * (half - below), "dim"),
+            ("│", "bold"),
+            ("█" * above, style),
+            ("░" * (half - above), "dim"),
+            (f"  {words}", style),
+        ]
+
+    def _beta(self) -> Pieces:
+        coef, following = self._number("kl/coef"), self._number("kl/coef_next")
+        if coef is None:
+            return []
+        pieces: Pieces = [(format_number(coef, 4), "")]
+        if following is not None and following != coef:
+            pieces.append((f" → {format_number(following, 4)}", ""))
+        factor = self._number("kl/backtrack_factor")
+        if factor is not None and factor < 1:
+            pieces.append((f"   ceiling kept {factor:.0%}", "yellow"))
+        return pieces
+
+    def _perplexity_pieces(self) -> Pieces:
+        if self._perplexity is None:
+            return []
+        first = format_number(self._first["eval/perplexity"])
+        return [(f"{format_number(self._perplexity)} held-out", ""), (f", {first} at the start", "dim")]
+
+    def _speed(self) -> Pieces:
+        figures = [(self._number("perf/tokens_per_s"), "tokens/s"), (self._number("episodes"), "episodes")]
+        text = ", ".join(f"{_whole(value)} {name}" for value, name in figures if value is not None)
+        return [(text, "")] if text else []
+
+
+def duration(seconds: float) -> str:
+    """`9 s`, `1:12` or `2:03:04`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _columns(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))

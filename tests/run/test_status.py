@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from rlhf_kl.run.status import RunStatus, duration
+
+ROWS = (
+    {"step": 1, "objective/scores": 1.0, "kl/token": 0.05, "kl/coef": 0.1, "kl/coef_next": 0.2, "time/step_s": 3.0},
+    {"step": 2, "objective/scores": 2.0, "kl/token": 0.3, "kl/coef": 0.2, "kl/coef_next": 0.3, "time/step_s": 5.0},
+)
+
+
+def _shown(status: RunStatus, *, unicode: bool) -> str:
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(status.table(unicode=unicode))
+    return shown.get()
+
+
+def test_a_terminal_without_utf_8_gets_ascii() -> None:
+    status = RunStatus(10, 0.1, "token")
+    assert not status
+    for row in ROWS:
+        status.update(row)
+    assert status
+    assert not _shown(status, unicode=True).isascii()
+    text = _shown(status, unicode=False)
+    assert text.isascii()
+    for part in ("2/10  ====----", "2.00 up +1.00", "0.2000 -> 0.3000", "########|########  3.0x target", "32 s left"):
+        assert part in text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1:00"), (72, "1:12"), (7384, "2:03:04")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
