@@ -11,6 +11,7 @@ from rlhf_kl.commands.parts import Parts, feature_count
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.logits import LOGIT_ELEMENTS
 from rlhf_kl.models.lora import has_adapter
 
 FLOAT = 4  # bytes
@@ -23,12 +24,16 @@ class MemoryEstimate:
     """Bytes of an update."""
 
     models: int  # weights of all models, gradients, Adam's moments, the copy that the ceiling goes back to
+    states: int  # hidden states of a rollout that are kept through its update
     per_row: int  # activations of one response in a training pass
+    logits: int  # of one response; a chunk holds at most `chunk`
+    chunk: int
     cache: int  # keys and values of a rollout batch
 
     def total(self, rows: int) -> int:
         """With `rows` responses in a training pass; sampling and training do not stand side by side."""
-        return self.models + max(rows * self.per_row, self.cache)
+        training = rows * self.per_row + min(rows * self.logits, self.chunk)
+        return self.models + self.states + max(training, self.cache)
 
 
 def estimate_memory(config: TrainConfig, parts: Parts, tokens: int) -> MemoryEstimate:
@@ -49,14 +54,20 @@ def estimate_memory(config: TrainConfig, parts: Parts, tokens: int) -> MemoryEst
     layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
     response = min(config.rollout.max_new_tokens, tokens)
     kept = sum(map(kept_per_token, _trunks(config, policy)))
-    per_row = tokens * kept * size + response * int(shape.vocab_size) * LOGIT_COPIES * FLOAT
+    copies_of_logits = LOGIT_COPIES * FLOAT
+    elements = LOGIT_ELEMENTS.get(parts.policy.device.type, LOGIT_ELEMENTS["cpu"])
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     cache = config.rollout.batch_size * tokens * layers * 2 * width * size
-    if config.policy.value == "features":
-        features = feature_count(parts)
-        models += config.rollout.batch_size * response * features * FLOAT
-    return MemoryEstimate(models, per_row, cache)
+    features = feature_count(parts) if config.policy.value == "features" else 0
+    return MemoryEstimate(
+        models=models,
+        states=config.rollout.batch_size * response * (hidden + features) * FLOAT,
+        per_row=tokens * kept * size,
+        logits=response * int(shape.vocab_size) * copies_of_logits,
+        chunk=elements * copies_of_logits,
+        cache=cache,
+    )
 
 
 def _scoring_models(parts: Any) -> list[Any]:
