@@ -149,7 +149,7 @@ class AdapterReference(TransformersLM):
 
     def __init__(self, policy: Any, dtype: torch.dtype = torch.float32, *, keep_start: bool) -> None:
         super().__init__(policy, dtype, active=self._at_start)
-        self.keep_start = keep_start
+        self.keep_start, self._switched = keep_start, False
         if keep_start:
             policy.add_adapter(KEPT, policy.peft_config[TRAINED])
             with torch.no_grad():
@@ -166,12 +166,20 @@ class AdapterReference(TransformersLM):
 
     @contextlib.contextmanager
     def _at_start(self) -> Iterator[None]:
-        if not self.keep_start:
-            with self.model.disable_adapter():
-                yield
+        if self._switched:  # sampling reads the head within a context for all of its steps
+            yield
             return
+        self._switched = True
         try:
-            self.model.set_adapter(KEPT)
+            with self._kept() if self.keep_start else self.model.disable_adapter():
+                yield
+        finally:
+            self._switched = False
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        self.model.set_adapter(KEPT)
+        try:
             yield
         finally:
             self.model.set_adapter(TRAINED)
