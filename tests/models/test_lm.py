@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import TransformersLM, TransformersTrunk, check_head
@@ -113,3 +113,11 @@ def test_a_model_that_computes_nonsense_is_refused(new_model: Make) -> None:
         model.transformer.ln_f.bias[0] = torch.nan
     with pytest.raises(InputError, match="differ by nan"):
         check_head(model, "policy.model")
+
+
+def test_a_model_without_a_key_value_cache_is_refused() -> None:
+    """It computes the right logits, but nothing could be sampled from it."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mamba", vocab_size=7, hidden_size=8, num_hidden_layers=1, state_size=2)
+    with pytest.raises(InputError, match=r"a MambaForCausalLM cannot be read state by state: .*past_key_values"):
+        check_head(AutoModelForCausalLM.from_config(config).eval(), "policy.model")
