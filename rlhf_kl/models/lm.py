@@ -18,6 +18,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.decoding import decode
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.recompute import recomputing
+from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
@@ -153,7 +154,7 @@ def final_logits(logits: Tensor, config: Any) -> Tensor:
 def check_head(model: Any, what: str) -> None:
     """Compare the logits computed here with those of the model's own forward pass, on a small batch.
 
-    Errors: InputError where they differ, so that every figure would be wrong.
+    Errors: InputError where they differ, so that every figure would be wrong, and where there is no cache to sample by.
     """
     lm, device = TransformersLM(model), next(model.parameters()).device
     ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
@@ -161,6 +162,7 @@ def check_head(model: Any, what: str) -> None:
     states = torch.arange(12, device=device)
     try:
         ours = lm.states(Packed(ids, states, states, states), lambda logits, _: logits(slice(None)))
+        lm.step(ids, whole, position_ids(whole), None)
     except (AttributeError, TypeError) as error:
         raise InputError(f"{what}: a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.flatten(0, 1).float()

@@ -2,7 +2,8 @@ import math
 import random
 
 import pytest
-from rlhf_kl.commands.reference_scores import ReferenceScores
+
+from rlhf_kl.rollout.reference_scores import ReferenceScores
 
 
 @pytest.fixture(scope="module")
