@@ -19,7 +19,7 @@ from rlhf_kl.models.decoding import decode
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.recompute import recomputing
 from rlhf_kl.models.text import position_ids
-from rlhf_kl.ops.packing import Packed
+from rlhf_kl.ops.packing import Packed, SharedPrompts
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
@@ -92,13 +92,44 @@ class TransformersTrunk(nn.Module):
 
     def hidden(self, rows: Packed) -> Tensor:
         """Last hidden states (N, H) at the states of `rows`."""
-        with self.active(), self.precision(), recomputing(self.model):
+        with self.active(), self.precision():
+            states = self._read(rows.ids) if rows.prompts is None else self._read_behind(rows.prompts, rows.ids)
+        return states.flatten(0, 1).index_select(0, rows.states)
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """Hidden states (B, L, H) of rows that begin at column 0."""
+        with recomputing(self.model):
             # A mask of ones: some models guess one from the ids where none is given.
-            output = self.whole.base_model(
-                input_ids=rows.ids, attention_mask=torch.ones_like(rows.ids), use_cache=False
-            )
-        states: Tensor = output.last_hidden_state.flatten(0, 1)
-        return states.index_select(0, rows.states)
+            output = self.whole.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _read_behind(self, prompts: SharedPrompts, ids: Tensor) -> Tensor:
+        """Hidden states (B, T, H): of each row's prompt the last one, then those of its response tokens `ids`.
+
+        Every prompt goes through the layers once; its rows go on from copies of its keys and values.
+        """
+        positions = position_ids(prompts.mask)
+        hidden, cache = self.step(prompts.ids, prompts.mask, positions, None)
+        last = hidden[prompts.copies].unsqueeze(1)
+        if not ids.shape[1]:
+            return last
+        cache.batch_select_indices(prompts.copies)
+        mask = torch.cat([prompts.mask[prompts.copies], torch.ones_like(ids, dtype=torch.bool)], 1)
+        output = self.whole.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids(mask)[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return torch.cat([last, output.last_hidden_state], 1)
+
+    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Hidden states (B, H) behind the last of `ids` (B, n), and the cache with the keys and values of all."""
+        output = self.whole.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        return output.last_hidden_state[:, -1], output.past_key_values
 
 
 class TransformersLM(TransformersTrunk):
@@ -130,13 +161,6 @@ class TransformersLM(TransformersTrunk):
         device = self.device
         with self.active(), self.precision():  # one context for all steps: the weights are converted once
             return decode(self.step, self.logits, prompts.ids.to(device), prompts.mask.to(device), noise, sampling)
-
-    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Hidden states (B, H) behind the last of `ids` (B, n), and the cache with the keys and values of all."""
-        output = self.whole.base_model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        return output.last_hidden_state[:, -1], output.past_key_values
 
 
 def final_logits(logits: Tensor, config: Any) -> Tensor:

@@ -7,6 +7,7 @@ behind its last token changes nothing. Only the states that a response token was
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 # What a pass costs whatever its size, in tokens: as long as that is more, padding a row is cheaper.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
+WORTH_SHARING = 0.25  # share of a batch's tokens that must repeat another row's prompt
+KEYS_AND_VALUES = 4  # tokens of a copied prompt, which has keys and values only, that take the memory of one read
 
 
 def pass_overhead(device: torch.device) -> int:
@@ -28,6 +31,19 @@ class Packed(NamedTuple):
     states: Tensor  # (N,) long, into the B' * L positions: the state that each response token was drawn from
     places: Tensor  # (N,) long, into the B * T places of the whole batch's responses
     numbers: Tensor  # (N,) long: the same, counting the response tokens of the whole batch only
+    prompts: SharedPrompts | None = None  # where several rows have the same prompt; `ids` are then responses
+
+
+class SharedPrompts(NamedTuple):
+    """The different prompts of a pass, each read once; `states` then count through a grid (B', T).
+
+    Column t of the grid is the state that response token t was drawn from: of token 0 the prompt's last one. The
+    pass's `ids` (B', T - 1) are the response tokens behind the prompts.
+    """
+
+    ids: Tensor  # (U, P) long, padded on the left
+    mask: Tensor  # (U, P) bool
+    copies: Tensor  # (B',) long: the prompt of each row
 
 
 class Layout:
@@ -58,22 +74,77 @@ class Layout:
         columns = torch.arange(length)
         source = (self.prompt_width - prompts).unsqueeze(1) + columns
         source.clamp_max_(self.ids.shape[1] - 1)
-        owner = torch.repeat_interleave(torch.arange(len(picked)), responses)
-        place = torch.arange(len(owner)) - (responses.cumsum(0) - responses)[owner]
+        owner, place = _response_tokens(responses)
         states = owner * length + prompts[owner] + place - 1
         places = picked[owner] * (self.ids.shape[1] - self.prompt_width) + place
         numbers = self.first[picked][owner] + place
         ids = self.ids[picked.to(device)].gather(1, source.to(device))
         return Packed(ids, states.to(device), places.to(device), numbers.to(device))
 
-    def passes(
-        self, rows: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int | None = None
-    ) -> Iterator[Packed]:
-        """The rows in passes of near-equal length: see `group_lengths`."""
+    @cached_property
+    def same_prompt(self) -> list[int]:
+        """For each row, the first row that has the same prompt."""
+        ids = self.ids[:, : self.prompt_width].tolist()
+        first: dict[tuple[int, tuple[int, ...]], int] = {}
+        keys = [(length, tuple(row)) for length, row in zip(self.prompts.tolist(), ids, strict=True)]
+        return [first.setdefault(key, row) for row, key in enumerate(keys)]
+
+    def pack_shared(self, rows: Sequence[int]) -> Packed:
+        """These rows as one pass that reads each different prompt once."""
+        picked, device = torch.as_tensor(rows), self.ids.device
+        firsts = list(dict.fromkeys(self.same_prompt[row] for row in rows))
+        copies = torch.tensor([firsts.index(self.same_prompt[row]) for row in rows], device=device)
+        lengths, responses = self.prompts[firsts], self.responses[picked]
+        width, length = int(lengths.max()), int(responses.max())
+        mask = torch.arange(width) >= (width - lengths).unsqueeze(1)
+        prompts = SharedPrompts(
+            self.ids[firsts, self.prompt_width - width : self.prompt_width], mask.to(device), copies
+        )
+        owner, place = _response_tokens(responses)
+        states, places = owner * length + place, picked[owner] * self.response_ids.shape[1] + place
+        numbers = self.first[picked][owner] + place
+        ids = self.response_ids[picked.to(device), : length - 1]
+        return Packed(ids, states.to(device), places.to(device), numbers.to(device), prompts)
+
+    def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, share: bool = True) -> Iterator[Packed]:
+        """The rows in passes of near-equal length: see `group_lengths`.
+
+        Where rows have prompts in common and that spares enough, in passes that read each prompt once (`share`).
+        """
+        once = {self.same_prompt[row] for row in rows}
+        repeated = sum(int(self.prompts[row]) for row in rows) - sum(int(self.prompts[row]) for row in once)
+        if share and repeated > WORTH_SHARING * sum(self.lengths[row] for row in rows):
+            for group in self._by_prompt(rows, most_rows=most_rows, most_tokens=most_tokens):
+                yield self.pack_shared(group)
+            return
         lengths = [self.lengths[row] for row in rows]
-        cost = pass_overhead(self.ids.device) if overhead is None else overhead
-        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=cost):
+        overhead = pass_overhead(self.ids.device)
+        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
             yield self.pack([rows[i] for i in group])
+
+    def _by_prompt(self, rows: Sequence[int], *, most_rows: int, most_tokens: int) -> Iterator[list[int]]:
+        """The rows in groups, those with the same prompt side by side."""
+        group: list[int] = []
+        prompts, longest, width = set[int](), 0, 0
+        for row in sorted(rows, key=lambda row: (self.same_prompt[row], int(self.responses[row]))):
+            mine = {self.same_prompt[row]}
+            size = max(longest, int(self.responses[row]))
+            wide = max(width, int(self.prompts[row]))
+            tokens = len(prompts | mine) * wide + (len(group) + 1) * (size + wide // KEYS_AND_VALUES)
+            if group and (len(group) >= most_rows or tokens > most_tokens):
+                yield group
+                group, prompts, longest, width = [], set(), 0, 0
+                size, wide = int(self.responses[row]), int(self.prompts[row])
+            group.append(row)
+            prompts, longest, width = prompts | mine, size, wide
+        if group:
+            yield group
+
+
+def _response_tokens(responses: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and place in its row (N,) of every response token, from the lengths (B,)."""
+    owner = torch.repeat_interleave(torch.arange(len(responses)), responses)
+    return owner, torch.arange(len(owner)) - (responses.cumsum(0) - responses)[owner]
 
 
 def text_layout(rows: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device) -> Layout:

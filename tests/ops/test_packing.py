@@ -42,7 +42,7 @@ def test_what_a_state_is_followed_by_is_its_token() -> None:
 
 
 def test_passes_hold_every_token_once() -> None:
-    passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100, overhead=0))
+    passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100))
     assert sorted(torch.cat([p.numbers for p in passes]).tolist()) == list(range(6))
 
 
@@ -64,9 +64,9 @@ def test_texts_are_scored_from_their_starts_on(rows: list[list[int]], data: st.D
     starts = [data.draw(st.integers(1, len(row) - 1)) for row in rows]
     whole = text_layout(rows, starts, CPU)
     scored = {}
-    for packed in whole.passes(range(len(rows)), most_rows=2, most_tokens=20, overhead=3):
+    for packed in whole.passes(range(len(rows)), most_rows=2, most_tokens=20, share=False):
         length = packed.ids.shape[1]
-        for state, place, number in zip(*(x.tolist() for x in packed[1:]), strict=True):
+        for state, place, number in zip(*(x.tolist() for x in packed[1:4]), strict=True):
             row, column = divmod(state, length)
             assert number not in scored
             scored[number] = (packed.ids[row, : column + 1].tolist(), int(whole.response_ids.flatten()[place]))
