@@ -31,15 +31,15 @@ def nll(model: Any, ids: list[int], first: int = 1) -> float:
 
 def test_against_a_direct_computation(new_model: Make, letters: Any) -> None:
     model = new_model()
-    found = perplexity(TransformersLM(model), letters, TEXTS)
+    result = perplexity(TransformersLM(model), letters, TEXTS)
     rows = [encode(letters, text) for text in TEXTS]  # bos in front, no eos
     total, tokens = sum(nll(model, row) for row in rows), sum(len(text) for text in TEXTS)
-    assert found.tokens == tokens
-    assert found.documents == 4
-    assert found.bytes == tokens  # one byte a letter
-    assert found.nats_per_token == pytest.approx(total / tokens, rel=1e-5)
-    assert found.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
-    assert found.bits_per_byte == pytest.approx(total / math.log(2) / tokens, rel=1e-5)
+    assert result.tokens == tokens
+    assert result.documents == 4
+    assert result.bytes == tokens  # one byte a letter
+    assert result.nats_per_token == pytest.approx(total / tokens, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert result.bits_per_byte == pytest.approx(total / math.log(2) / tokens, rel=1e-5)
 
 
 def test_bytes_are_those_of_utf8(new_model: Make, letters: Any) -> None:
@@ -50,9 +50,9 @@ def test_order_and_batches_change_nothing(new_model: Make, letters: Any) -> None
     model = new_model()
     whole = perplexity(TransformersLM(model), letters, TEXTS)
     for texts, rows in ((TEXTS[::-1], 32), (TEXTS, 1), (TEXTS, 3)):
-        found = perplexity(TransformersLM(model), letters, texts, rows=rows)
-        assert found.nats_per_token == pytest.approx(whole.nats_per_token, rel=1e-6)
-        assert found.tokens == whole.tokens
+        result = perplexity(TransformersLM(model), letters, texts, rows=rows)
+        assert result.nats_per_token == pytest.approx(whole.nats_per_token, rel=1e-6)
+        assert result.tokens == whole.tokens
 
 
 def test_the_mean_is_over_tokens_and_not_over_documents(new_model: Make, letters: Any) -> None:
@@ -78,10 +78,10 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
     """Each later window starts half a window back and scores its second half."""
     model, text = new_model(context=8), "abcdbacdda"
     ids = encode(letters, text)  # 11 tokens
-    found = perplexity(TransformersLM(model), letters, [text])
+    result = perplexity(TransformersLM(model), letters, [text])
     by_hand = nll(model, ids[0:8]) + nll(model, ids[4:11], first=4)
-    assert found.tokens == 10
-    assert found.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
+    assert result.tokens == 10
+    assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
     assert perplexity(TransformersLM(new_model()), letters, [text], window=8).tokens == 10
 
 
@@ -140,7 +140,7 @@ def test_figures_of_a_policy(
 ) -> None:
     """Against each response of the same noise by itself, in float64."""
     policy, reference = (TransformersLM(new_model(seed=seed)) for seed in (3, 2))
-    found = figures(policy, reference, reward=lengths, gold=lambda p, r: [2 * x for x in lengths(p, r)])
+    result = figures(policy, reference, reward=lengths, gold=lambda p, r: [2 * x for x in lengths(p, r)])
     prompts = prompts_of(*["ab", "c", "dabc"] * 4)
     sampled = policy.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
     texts, tokens = decode_responses(letters, sampled.ids, sampled.mask), sampled.mask.sum(1).tolist()
@@ -149,12 +149,12 @@ def test_figures_of_a_policy(
         row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])
         pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (policy, reference))
         kl += float(kl_divergence(*pair).sum())
-    assert found.kl_sequence == pytest.approx(kl / 12, rel=1e-4)
-    assert found.kl_token == pytest.approx(kl / sum(tokens), rel=1e-4)
-    assert found.scores == pytest.approx(sum(map(len, texts)) / 12)
-    assert found.gold == pytest.approx(2 * found.scores)
-    assert found.length == pytest.approx(sum(tokens) / 12)
-    assert found.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
+    assert result.kl_sequence == pytest.approx(kl / 12, rel=1e-4)
+    assert result.kl_token == pytest.approx(kl / sum(tokens), rel=1e-4)
+    assert result.scores == pytest.approx(sum(map(len, texts)) / 12)
+    assert result.gold == pytest.approx(2 * result.scores)
+    assert result.length == pytest.approx(sum(tokens) / 12)
+    assert result.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
 
 
 def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:
@@ -185,7 +185,7 @@ def test_a_real_model_on_real_stories(real_data: Path) -> None:
     stories = real_data / "data" / "tinystories-1000" / "stories.jsonl"
     lines = stories.read_text(encoding="utf-8").split("\n")[:200]
     texts = [json.loads(line)["text"] for line in lines]
-    found = perplexity(TransformersLM(load_causal_lm(folder)), load_tokenizer(folder), texts)
-    assert found.documents == 200
-    assert found.nats_per_token == pytest.approx(3.2278, rel=1e-3)
-    assert found.bits_per_byte == pytest.approx(1.1775, rel=1e-3)
+    result = perplexity(TransformersLM(load_causal_lm(folder)), load_tokenizer(folder), texts)
+    assert result.documents == 200
+    assert result.nats_per_token == pytest.approx(3.2278, rel=1e-3)
+    assert result.bits_per_byte == pytest.approx(1.1775, rel=1e-3)

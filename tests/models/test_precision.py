@@ -82,9 +82,9 @@ def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
     coarse = Categorical(logits=in_float64(lm, rollout, BF16) / 0.8).log_prob(ids)
     assert float((coarse - exact).abs().max()) > 0.1  # what a head under autocast gives
     training = lm.states(rows, lambda logits, _: logits.map(lambda x, at: (chosen_logprobs(x, ids[at], 0.8),))[0])
-    for found in (training.detach(), rollout.logprobs[rollout.mask], rollout.ref_logprobs[rollout.mask]):
-        assert found.dtype == torch.float32
-        assert float((found - exact).abs().max()) < 1e-3
+    for result in (training.detach(), rollout.logprobs[rollout.mask], rollout.ref_logprobs[rollout.mask]):
+        assert result.dtype == torch.float32
+        assert float((result - exact).abs().max()) < 1e-3
     # The sampler's own states differ by a rounding of theirs, its head does not.
     assert float((sampled.logprobs[rollout.mask] - exact).abs().max()) < 0.1
 
@@ -104,8 +104,8 @@ def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
     assert 0.01 < float(exact.mean()) < 0.3
     assert float(kl(BF16).mean()) > 1.05 * float(exact.mean())
     again = exact_kl_now(policy, states, rollout, 0.8)
-    for found in (rollout.exact_kl, again):
-        torch.testing.assert_close(found[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
+    for result in (rollout.exact_kl, again):
+        torch.testing.assert_close(result[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shift", [0.0, -70.0, -100.0])

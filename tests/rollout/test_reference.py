@@ -41,9 +41,9 @@ def test_its_logits_are_those_of_its_own_pass(
             for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
         ]
         expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
-        found = world.reference.logits(order)
-        torch.testing.assert_close(found.double(), expected[order], rtol=1e-4, atol=1e-4)
-        assert not found.requires_grad
+        result = world.reference.logits(order)
+        torch.testing.assert_close(result.double(), expected[order], rtol=1e-4, atol=1e-4)
+        assert not result.requires_grad
 
 
 def test_a_rollout_costs_one_reading_of_its_rows(

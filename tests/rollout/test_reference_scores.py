@@ -49,18 +49,18 @@ def test_the_curve_ends_where_the_samples_can_no_longer_tell(gaussian: Reference
 
 
 def test_no_policy_beats_the_tilt_by_choosing_the_best_of_n(gaussian: ReferenceScores) -> None:
-    found = gaussian.summary()
-    best = found["best_of_n"]
+    result = gaussian.summary()
+    best = result["best_of_n"]
     assert [point["n"] for point in best] == [1, 2, 4, 8, 16, 32]
     assert best[1]["gain"] == pytest.approx(1 / math.sqrt(math.pi), rel=0.05)  # E max of two normals
-    assert found["scores_spread"] == pytest.approx(1.0, rel=0.05)
+    assert result["scores_spread"] == pytest.approx(1.0, rel=0.05)
 
 
 def test_constant_scores_buy_nothing() -> None:
-    found = ReferenceScores([1.0] * 64, [0] * 64, 5.0, gold=[2.0] * 64).summary()
-    assert found["tilt"] == []
-    assert found["gold"] == 2.0
-    assert found["best_of_n"][-1]["gain"] == 0.0
+    result = ReferenceScores([1.0] * 64, [0] * 64, 5.0, gold=[2.0] * 64).summary()
+    assert result["tilt"] == []
+    assert result["gold"] == 2.0
+    assert result["best_of_n"][-1]["gain"] == 0.0
 
 
 # ---- drawing and scoring ----
