@@ -127,6 +127,17 @@ def test_sampler_scoring_and_training_agree_in_float32(
     assert int(losses.clipped) == 0
 
 
+def test_states_that_are_bfloat16_are_read_in_float32(shifted: Make) -> None:
+    lm = TransformersLM(shifted(-70.0), BF16)
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hidden[:, 0] = 1.0
+    with torch.no_grad(), lm.precision():
+        logits = lm.logits(hidden)(slice(None))
+        exact = hidden.double() @ lm.model.lm_head.weight.double().T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-4)
+
+
 # ---- the padding check ----
 
 
