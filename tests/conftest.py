@@ -249,9 +249,9 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         folder.mkdir(parents=True)
         settings = {**(config or {}), "run": {"name": name, **(config or {}).get("run", {})}}
         (folder / "config.yaml").write_text(dump_config(TrainConfig.model_validate(settings)))
-        for file, found in (("metrics.jsonl", rows), ("samples.jsonl", samples)):
-            if found is not None:
-                (folder / file).write_text("".join(json.dumps(row) + "\n" for row in found))
+        for file, records in (("metrics.jsonl", rows), ("samples.jsonl", samples)):
+            if records is not None:
+                (folder / file).write_text("".join(json.dumps(row) + "\n" for row in records))
         if summary is not None:
             (folder / "summary.json").write_text(json.dumps({"stopped_by": None, **summary}))
         return folder

@@ -77,7 +77,7 @@ def problem(path: Path, column: str = "prompt") -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "body", "found"),
+    ("name", "body", "words"),
     [
         ("x.jsonl", "", "holds no rows"),
         ("x.txt", "\n \n", "holds no rows"),
@@ -101,11 +101,11 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x", "", "unknown kind of file"),
     ],
 )
-def test_each_problem_is_one_line_that_says_where(name: str, body: str, found: str, tmp_path: Path) -> None:
+def test_each_problem_is_one_line_that_says_where(name: str, body: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(body, encoding="utf-8")
     message = problem(path, "text" if body == "prompt,text\na,b\nc\n" else "prompt")
-    assert found in message
+    assert words in message
     assert str(path) in message
 
 

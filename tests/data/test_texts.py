@@ -88,15 +88,15 @@ def test_texts_come_from_a_column_or_a_template() -> None:
     ],
 )
 def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str, Any]], expected: Any) -> None:
-    found = split_conversation(messages)
+    result = split_conversation(messages)
     if expected is None or not isinstance(expected[0], list):
-        assert found == expected
-        assert found is None or not isinstance(found[0], Conversation)
+        assert result == expected
+        assert result is None or not isinstance(result[0], Conversation)
         return
-    assert found is not None
-    assert isinstance(found[0], Conversation)
-    assert found[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
-    assert found[1] == expected[1]
+    assert result is not None
+    assert isinstance(result[0], Conversation)
+    assert result[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
+    assert result[1] == expected[1]
 
 
 def test_a_conversation_is_a_text_too() -> None:
@@ -109,9 +109,9 @@ def test_a_conversation_is_a_text_too() -> None:
 def test_prompts_of_several_turns_need_a_chat_template() -> None:
     rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
     assert read_prompts(rows, "p", None, "data.prompts", chat=False) == (["q", "why?"], 2)
-    found, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
-    assert (len(found), skipped) == (3, 1)
-    assert isinstance(found[2], Conversation)
+    result, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
+    assert (len(result), skipped) == (3, 1)
+    assert isinstance(result[2], Conversation)
     assert "none of 2 rows can be used: several turns" in problem(
         read_prompts, rows[2:], "p", None, "data.prompts", chat=False
     )
@@ -127,9 +127,9 @@ def test_examples_of_columns_and_of_conversations() -> None:
         {"p": [USER], "r": [ASSISTANT]},
         {"r": [SYSTEM, USER, ASSISTANT]},
     ]
-    found, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
-    assert [example.response for example in found] == ["a", "so."]
-    assert (len(found[0].prompt.messages), found[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
+    result, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
+    assert [example.response for example in result] == ["a", "so."]
+    assert (len(result[0].prompt.messages), result[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
     assert read_examples(several[:2], "p", "r", None, "data.texts") == ([Example("why?", "so.")], 1)
     assert read_examples(several[2:], None, "r", None, "data.texts", chat=True)[0][0].response == "so."
 
@@ -141,8 +141,8 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
     other = {"role": "user", "content": "how?"}
     longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
-    found, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
-    assert found == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
+    result, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
+    assert result == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
     assert skipped == 0
     assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
@@ -152,10 +152,10 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "found"), [("abc", "abd", "ab"), ("ab", "abc", "ab"), ("x", "y", ""), ("", "a", "")]
+    ("one", "other", "result"), [("abc", "abd", "ab"), ("ab", "abc", "ab"), ("x", "y", ""), ("", "a", "")]
 )
-def test_what_two_texts_begin_with(one: str, other: str, found: str) -> None:
-    assert common_beginning(one, other) == found
+def test_what_two_texts_begin_with(one: str, other: str, result: str) -> None:
+    assert common_beginning(one, other) == result
 
 
 def test_labels_are_numbers() -> None:

@@ -115,9 +115,9 @@ def test_tokens_and_log_probs_are_those_of_each_row_alone(
         logp = Categorical(logits=own_logits(model, whole)[-len(response) - 1 : -1] / 0.8)
         drawn = (logp.probs.cumsum(-1) <= noise[i, : len(response)].unsqueeze(1)).sum(-1)
         assert drawn.tolist() == response.tolist()
-        found = sampled.logprobs[i]
-        torch.testing.assert_close(found[: len(response)].double(), logp.log_prob(response), rtol=1e-4, atol=1e-4)
-        assert (found[len(response) :] == 0).all()
+        result = sampled.logprobs[i]
+        torch.testing.assert_close(result[: len(response)].double(), logp.log_prob(response), rtol=1e-4, atol=1e-4)
+        assert (result[len(response) :] == 0).all()
 
 
 @pytest.mark.parametrize("test_every", [1, 4])
@@ -134,10 +134,10 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_other(
     model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     monkeypatch.setattr(decoding, "COMPACT_BELOW", compact_below)
     monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", test_every)
-    found = sample(model, prompts, noise)
-    for a, b in zip(found[:3], expected[:3], strict=True):
+    result = sample(model, prompts, noise)
+    for a, b in zip(result[:3], expected[:3], strict=True):
         assert torch.equal(a, b)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
     left = [int((expected.mask.sum(1) > column).sum()) for column in range(len(rows))]
     if not compact_below:
         assert rows == [32] * len(rows)
@@ -177,9 +177,9 @@ def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: 
         after = torch.cat([prompts.ids[:1].repeat(7, 1), torch.arange(7).unsqueeze(1)], 1)
         second = torch.softmax(model(input_ids=after).logits[:, -1] / 1.3, -1)
     wanted = (first.unsqueeze(1) * second).flatten() * count
-    found = torch.bincount(sampled.ids[:, 0] * 7 + sampled.ids[:, 1], minlength=49)
+    result = torch.bincount(sampled.ids[:, 0] * 7 + sampled.ids[:, 1], minlength=49)
     likely = wanted > 5
-    chi_square = float(((found - wanted).square() / wanted)[likely].sum())
+    chi_square = float(((result - wanted).square() / wanted)[likely].sum())
     assert chi_square < 1.9 * int(likely.sum())
 
 

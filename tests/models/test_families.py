@@ -82,16 +82,16 @@ def folder(request: pytest.FixtureRequest, folders: Folders) -> Path:
 def logits_of(model: Any, text: str = "abcd") -> torch.Tensor:
     ids = torch.tensor([[1, *("abcd".index(letter) + 3 for letter in text)]])
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    return found
+        result: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return result
 
 
 def read(lm: TransformersLM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
     """Logits at all states of a text but the last."""
     with torch.no_grad():
         rows = text_layout([row], [1], torch.device("cpu")).pack([0])
-        found: torch.Tensor = lm.states(rows, lambda logits, _: logits(slice(None)))
-    return found
+        result: torch.Tensor = lm.states(rows, lambda logits, _: logits(slice(None)))
+    return result
 
 
 def batch_of(letters: Any) -> PromptBatch:
@@ -201,13 +201,13 @@ import json, sys
 sys.modules["rlhf_kl"] = None  # as if it had never been installed
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-found = {}
+result = {}
 for folder in sys.argv[1:]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([[1, 3, 4, 5]])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
-    found[folder] = [made[0, 4:].tolist(), tokenizer.decode(made[0, 4:], skip_special_tokens=True)]
-print(json.dumps(found))
+    result[folder] = [made[0, 4:].tolist(), tokenizer.decode(made[0, 4:], skip_special_tokens=True)]
+print(json.dumps(result))
 """
 
 
@@ -227,13 +227,13 @@ def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any,
     outcome = subprocess.run(
         [sys.executable, "-c", PLAIN_TRANSFORMERS, *models], capture_output=True, text=True, check=True, timeout=240
     )
-    found = json.loads(outcome.stdout.splitlines()[-1])
+    result = json.loads(outcome.stdout.splitlines()[-1])
     prompt = PromptBatch(["abc"], torch.tensor([[1, 3, 4, 5]]), torch.ones(1, 4, dtype=torch.bool))
     sampling = Sampling(max_new_tokens=8, temperature=1e-6, eos_ids=[2], pad_id=0)  # all but greedy
     for folder, model in models.items():
         sampled = TransformersLM(model).sample(prompt, torch.full((1, 8), 0.5), sampling)
         ids = sampled.ids[0][sampled.mask[0]].tolist()
-        assert found[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
+        assert result[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
 
 
 # ---- tied embeddings under either name ----

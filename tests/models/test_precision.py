@@ -82,9 +82,9 @@ def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
     coarse = Categorical(logits=in_float64(lm, rollout, BF16) / 0.8).log_prob(ids)
     assert float((coarse - exact).abs().max()) > 0.1  # what a head under autocast gives
     training = lm.states(rows, lambda logits, _: logits.map(lambda x, at: (chosen_logprobs(x, ids[at], 0.8),))[0])
-    for found in (training.detach(), rollout.logprobs[rollout.mask], rollout.ref_logprobs[rollout.mask]):
-        assert found.dtype == torch.float32
-        assert float((found - exact).abs().max()) < 1e-3
+    for result in (training.detach(), rollout.logprobs[rollout.mask], rollout.ref_logprobs[rollout.mask]):
+        assert result.dtype == torch.float32
+        assert float((result - exact).abs().max()) < 1e-3
     # The sampler's own states differ by a rounding of theirs, its head does not.
     assert float((sampled.logprobs[rollout.mask] - exact).abs().max()) < 0.1
 
@@ -104,8 +104,8 @@ def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
     assert 0.01 < float(exact.mean()) < 0.3
     assert float(kl(BF16).mean()) > 1.05 * float(exact.mean())
     again = exact_kl_now(policy, states, rollout, 0.8)
-    for found in (rollout.exact_kl, again):
-        torch.testing.assert_close(found[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
+    for result in (rollout.exact_kl, again):
+        torch.testing.assert_close(result[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shift", [0.0, -70.0, -100.0])
@@ -125,6 +125,17 @@ def test_sampler_scoring_and_training_agree_in_float32(
     losses = lm.states(rows, first)
     assert float(losses.max_logratio) < 1e-3
     assert int(losses.clipped) == 0
+
+
+def test_states_that_are_bfloat16_are_read_in_float32(shifted: Make) -> None:
+    lm = TransformersLM(shifted(-70.0), BF16)
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hidden[:, 0] = 1.0
+    with torch.no_grad(), lm.precision():
+        logits = lm.logits(hidden)(slice(None))
+        exact = hidden.double() @ lm.model.lm_head.weight.double().T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-4)
 
 
 # ---- the padding check ----

@@ -42,8 +42,8 @@ def separate(trunk: Any) -> SeparateValue:
 
 def values(model: ActorCritic, rows: Packed) -> torch.Tensor:
     assert model.value is not None
-    found: torch.Tensor = model.policy.states(rows, lambda _, hidden: model.value(rows, hidden))  # type: ignore[misc]
-    return found
+    result: torch.Tensor = model.policy.states(rows, lambda _, hidden: model.value(rows, hidden))  # type: ignore[misc]
+    return result
 
 
 @pytest.fixture(params=["head", "separate"])
@@ -85,9 +85,9 @@ def test_values_are_float32_where_the_layers_are_not(new_model: Make) -> None:
     with torch.no_grad():
         hidden = lm.hidden(packed())
         with lm.precision():
-            found = value(packed(), hidden)
+            result = value(packed(), hidden)
         exact = hidden.double() @ value.head.weight[0].double() + 100.0
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(result.double(), exact, rtol=0, atol=1e-4)
     assert float((exact.bfloat16() - exact).abs().max()) > 1e-2
 
 

@@ -55,15 +55,15 @@ def test_its_state_makes_the_same_shaping() -> None:
 
 def test_penalties_are_taken_off_by_name() -> None:
     shaping = fit([0.0, 10.0], missing_eos_penalty=0.5, length_penalty=0.01, repetition_penalty=2.0)
-    found = traits([True, False], lengths=[10, 20], repeated=[0.25, 0.0])
-    terms = shaping.penalties(found)
+    result = traits([True, False], lengths=[10, 20], repeated=[0.25, 0.0])
+    terms = shaping.penalties(result)
     assert {name: term.tolist() for name, term in terms.items()} == {
         "missing_eos": [0.0, 0.5],
         "length": pytest.approx([0.1, 0.2]),
         "repetition": [0.5, 0.0],
     }
-    assert shaping(torch.tensor([5.0, 5.0]), found).tolist() == pytest.approx([-0.6, -0.7])
-    assert fit([0.0, 10.0]).penalties(found) == {}
+    assert shaping(torch.tensor([5.0, 5.0]), result).tolist() == pytest.approx([-0.6, -0.7])
+    assert fit([0.0, 10.0]).penalties(result) == {}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,6 @@ def test_penalties_are_taken_off_by_name() -> None:
 def test_a_run_of_three_tokens_that_comes_again_is_repeated(tokens: list[int], repeated: float) -> None:
     ids = torch.tensor([[*tokens, 7, 7, 7, 7]])  # padding is no part of it
     mask = torch.arange(ids.shape[1]).unsqueeze(0) < len(tokens)
-    found = response_traits(ids, mask, torch.tensor([True]))
-    assert found.lengths.tolist() == [len(tokens)]
-    assert float(found.repeated) == pytest.approx(repeated)
+    result = response_traits(ids, mask, torch.tensor([True]))
+    assert result.lengths.tolist() == [len(tokens)]
+    assert float(result.repeated) == pytest.approx(repeated)

@@ -22,8 +22,10 @@ class World:
         self.policy, self.prompts, self.letters = TransformersLM(new_model(seed=3)), prompts, letters
         self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
 
-    def rollout(self, noise: str) -> RolloutBatch:
-        responses = respond(self.policy, self.prompts, uniforms(5, 6, 0, noise), Sampling(6, 0.8, [2], 0), self.letters)
+    def rollout(self, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:
+        responses = respond(
+            self.policy, self.prompts, uniforms(5, 6, 0, noise), Sampling(6, 0.8, list(eos), 0), self.letters
+        )
         model, shaping = ActorCritic(self.policy), ScoreShaping()
         return Assessor(model, self.reference, None, lambda p, r: [1.0] * len(r), "one", shaping, 0.8)(responses)
 
@@ -33,17 +35,17 @@ def test_its_logits_are_those_of_its_own_pass(
 ) -> None:
     """Of the rollout that was read last, in any order of its tokens."""
     world = World(new_model, prompts_of(*TEXTS), letters)
-    for noise in ("x", "y"):
-        rollout = world.rollout(noise)
+    for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
+        rollout = world.rollout(noise, eos)
         rows = [row[keep] for row, keep in zip(rollout.input_ids, rollout.attention_mask, strict=True)]
         own = [
             own_logits(world.reference.lm.model, row)[-length - 1 : -1]
             for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
         ]
         expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
-        found = world.reference.logits(order)
-        torch.testing.assert_close(found.double(), expected[order], rtol=1e-4, atol=1e-4)
-        assert not found.requires_grad
+        result = world.reference.logits(order)
+        torch.testing.assert_close(result.double(), expected[order], rtol=1e-4, atol=1e-4)
+        assert not result.requires_grad
 
 
 def test_a_rollout_costs_one_reading_of_its_rows(
