@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.cache import attends_to_everything
 from rlhf_kl.models.decoding import decode
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.recompute import recomputing
 from rlhf_kl.models.text import position_ids
-from rlhf_kl.ops.packing import Packed, SharedPrompts
+from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
@@ -104,17 +105,11 @@ class TransformersTrunk(nn.Module):
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _read_behind(self, prompts: SharedPrompts, ids: Tensor) -> Tensor:
-        """Hidden states (B, T, H): of each row's prompt the last one, then those of its response tokens `ids`.
-
-        Every prompt goes through the layers once; its rows go on from copies of its keys and values.
-        """
-        positions = position_ids(prompts.mask)
-        hidden, cache = self.step(prompts.ids, prompts.mask, positions, None)
-        last = hidden[prompts.copies].unsqueeze(1)
+        """Hidden states (B, T, H): of each row's prompt the last one, then those of its response tokens `ids`."""
+        last, cache, mask = self.read_prompts(prompts)
         if not ids.shape[1]:
-            return last
-        cache.batch_select_indices(prompts.copies)
-        mask = torch.cat([prompts.mask[prompts.copies], torch.ones_like(ids, dtype=torch.bool)], 1)
+            return last.unsqueeze(1)
+        mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
         output = self.whole.base_model(
             input_ids=ids,
             attention_mask=mask,
@@ -122,7 +117,28 @@ class TransformersTrunk(nn.Module):
             past_key_values=cache,
             use_cache=True,
         )
-        return torch.cat([last, output.last_hidden_state], 1)
+        return torch.cat([last.unsqueeze(1), output.last_hidden_state], 1)
+
+    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]:
+        """Hidden states (B, H) behind the prompts of the rows, the cache to go on from, and its mask (B, C + R).
+
+        What prompts have in common goes through the layers once; its keys and values are copied to the rows.
+        """
+        if not attends_to_everything(self.whole.config):
+            prompts = prompts.without_prefix()  # padding behind the prefix would count in a layer's window
+        cache, mask = None, prompts.mask
+        if len(prompts.prefix):
+            ids = prompts.prefix.unsqueeze(0)
+            whole = torch.ones_like(ids, dtype=torch.bool)
+            _, cache = self.step(ids, whole, position_ids(whole), None)
+            cache.batch_select_indices(torch.zeros(len(mask), dtype=torch.long, device=ids.device))
+            mask = torch.cat([whole.expand(len(mask), -1), mask], 1)
+        positions = position_ids(mask)[:, len(prompts.prefix) :]
+        hidden, cache = self.step(prompts.ids, mask, positions, cache)
+        if len(prompts.copies) > len(prompts.ids):
+            cache.batch_select_indices(prompts.copies)
+            hidden, mask = hidden[prompts.copies], mask[prompts.copies]
+        return hidden, cache, mask
 
     def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Hidden states (B, H) behind the last of `ids` (B, n), and the cache with the keys and values of all."""
@@ -160,7 +176,8 @@ class TransformersLM(TransformersTrunk):
         """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
         device = self.device
         with self.active(), self.precision():  # one context for all steps: the weights are converted once
-            return decode(self.step, self.logits, prompts.ids.to(device), prompts.mask.to(device), noise, sampling)
+            rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+            return decode(self, share_prompts(rows, device), noise, sampling)
 
 
 def final_logits(logits: Tensor, config: Any) -> Tensor:

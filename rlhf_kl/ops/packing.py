@@ -6,7 +6,7 @@ behind its last token changes nothing. Only the states that a response token was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,15 +35,47 @@ class Packed(NamedTuple):
 
 
 class SharedPrompts(NamedTuple):
-    """The different prompts of a pass, each read once; `states` then count through a grid (B', T).
+    """Prompts of which every different token is read once: what all begin with, then the rest of each different one.
 
-    Column t of the grid is the state that response token t was drawn from: of token 0 the prompt's last one. The
-    pass's `ids` (B', T - 1) are the response tokens behind the prompts.
+    In a pass that has them `states` count through a grid (B', T). Column t of it is the state that response token t
+    was drawn from: of token 0 the prompt's last one. The pass's `ids` (B', T - 1) are the response tokens.
     """
 
-    ids: Tensor  # (U, P) long, padded on the left
-    mask: Tensor  # (U, P) bool
+    prefix: Tensor  # (C,) long: what all prompts begin with
+    ids: Tensor  # (U, R) long: the rest of each different prompt, padded on the left
+    mask: Tensor  # (U, R) bool
     copies: Tensor  # (B',) long: the prompt of each row
+
+    def without_prefix(self) -> SharedPrompts:
+        """The same, every different prompt whole."""
+        common, rest = len(self.prefix), self.ids.shape[1]
+        padding = rest - self.mask.sum(1, keepdim=True)
+        source = torch.arange(common + rest, device=self.ids.device) - padding  # place in a row without padding
+        columns = torch.where(source < common, source, source + padding).clamp_min(0)
+        ids = torch.cat([self.prefix.expand(len(self.ids), -1), self.ids], 1).gather(1, columns)
+        return SharedPrompts(self.prefix[:0], ids, source >= 0, self.copies)
+
+
+def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> SharedPrompts:
+    """The prompts of some rows, in the rows' order."""
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    common = common_tokens(number, device)
+    rests = [prompt[common:] for prompt in number]
+    width = max(map(len, rests))
+    return SharedPrompts(
+        torch.tensor(prompts[0][:common], dtype=torch.long, device=device),
+        torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests], device=device),
+        torch.tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests], device=device),
+        torch.tensor([number[prompt] for prompt in prompts], device=device),
+    )
+
+
+def common_tokens(prompts: Collection[tuple[int, ...]], device: torch.device) -> int:
+    """Tokens that different prompts all begin with, less than the shortest has; 0 where a pass of them is no gain."""
+    first, last = min(prompts), max(prompts)  # in the order of their tokens: all others lie between
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    common = min(same, min(map(len, prompts)) - 1)
+    return common if common * (len(prompts) - 1) > pass_overhead(device) else 0
 
 
 class Layout:
@@ -82,41 +114,37 @@ class Layout:
         return Packed(ids, states.to(device), places.to(device), numbers.to(device))
 
     @cached_property
-    def same_prompt(self) -> list[int]:
-        """For each row, the first row that has the same prompt."""
+    def prompt_tokens(self) -> list[tuple[int, ...]]:
+        """The prompt of each row."""
         ids = self.ids[:, : self.prompt_width].tolist()
-        first: dict[tuple[int, tuple[int, ...]], int] = {}
-        keys = [(length, tuple(row)) for length, row in zip(self.prompts.tolist(), ids, strict=True)]
-        return [first.setdefault(key, row) for row, key in enumerate(keys)]
+        return [tuple(row[self.prompt_width - n :]) for row, n in zip(ids, self.prompts.tolist(), strict=True)]
 
     def pack_shared(self, rows: Sequence[int]) -> Packed:
-        """These rows as one pass that reads each different prompt once."""
+        """These rows as one pass that reads what their prompts have in common once."""
         picked, device = torch.as_tensor(rows), self.ids.device
-        firsts = list(dict.fromkeys(self.same_prompt[row] for row in rows))
-        copies = torch.tensor([firsts.index(self.same_prompt[row]) for row in rows], device=device)
-        lengths, responses = self.prompts[firsts], self.responses[picked]
-        width, length = int(lengths.max()), int(responses.max())
-        mask = torch.arange(width) >= (width - lengths).unsqueeze(1)
-        prompts = SharedPrompts(
-            self.ids[firsts, self.prompt_width - width : self.prompt_width], mask.to(device), copies
-        )
+        responses = self.responses[picked]
+        length = int(responses.max())
         owner, place = _response_tokens(responses)
         states, places = owner * length + place, picked[owner] * self.response_ids.shape[1] + place
         numbers = self.first[picked][owner] + place
         ids = self.response_ids[picked.to(device), : length - 1]
+        prompts = share_prompts([self.prompt_tokens[row] for row in rows], device)
         return Packed(ids, states.to(device), places.to(device), numbers.to(device), prompts)
 
     def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, share: bool = True) -> Iterator[Packed]:
         """The rows in passes of near-equal length: see `group_lengths`.
 
-        Where rows have prompts in common and that spares enough, in passes that read each prompt once (`share`).
+        Where prompts have so much in common that reading it once spares enough, in passes that do (`share`).
         """
-        once = {self.same_prompt[row] for row in rows}
-        repeated = sum(int(self.prompts[row]) for row in rows) - sum(int(self.prompts[row]) for row in once)
-        if share and repeated > WORTH_SHARING * sum(self.lengths[row] for row in rows):
-            for group in self._by_prompt(rows, most_rows=most_rows, most_tokens=most_tokens):
-                yield self.pack_shared(group)
-            return
+        if share and len(rows):
+            prompts = [self.prompt_tokens[row] for row in rows]
+            different = set(prompts)
+            common = common_tokens(different, self.ids.device)
+            read = common + sum(len(prompt) - common for prompt in different)
+            if sum(map(len, prompts)) - read > WORTH_SHARING * sum(self.lengths[row] for row in rows):
+                for group in self._by_prompt(rows, most_rows=most_rows, most_tokens=most_tokens):
+                    yield self.pack_shared(group)
+                return
         lengths = [self.lengths[row] for row in rows]
         overhead = pass_overhead(self.ids.device)
         for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
@@ -125,20 +153,20 @@ class Layout:
     def _by_prompt(self, rows: Sequence[int], *, most_rows: int, most_tokens: int) -> Iterator[list[int]]:
         """The rows in groups, those with the same prompt side by side."""
         group: list[int] = []
-        prompts, longest, width = set[int](), 0, 0
-        for row in sorted(rows, key=lambda row: (self.same_prompt[row], int(self.responses[row]))):
-            mine = {self.same_prompt[row]}
-            size = max(longest, int(self.responses[row]))
-            wide = max(width, int(self.prompts[row]))
-            tokens = len(prompts | mine) * wide + (len(group) + 1) * (size + wide // KEYS_AND_VALUES)
-            if group and (len(group) >= most_rows or tokens > most_tokens):
+        for row in sorted(rows, key=lambda row: (self.prompt_tokens[row], int(self.responses[row]))):
+            if group and (len(group) >= most_rows or self._shared_tokens([*group, row]) > most_tokens):
                 yield group
-                group, prompts, longest, width = [], set(), 0, 0
-                size, wide = int(self.responses[row]), int(self.prompts[row])
+                group = []
             group.append(row)
-            prompts, longest, width = prompts | mine, size, wide
         if group:
             yield group
+
+    def _shared_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens that take the memory of a pass over these rows, keys and values of copied prompts included."""
+        prompts = {self.prompt_tokens[row] for row in rows}
+        common, width = common_tokens(prompts, self.ids.device), max(map(len, prompts))
+        each = int(self.responses[list(rows)].max()) + width // KEYS_AND_VALUES
+        return common + len(prompts) * (width - common) + len(rows) * each
 
 
 def _response_tokens(responses: Tensor) -> tuple[Tensor, Tensor]:
