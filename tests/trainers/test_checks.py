@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_kl.models.actor_critic import ActorCritic, freeze
 from torch import nn
 
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.models.actor_critic import ActorCritic, freeze
 from rlhf_kl.models.text import encode, pad
 from rlhf_kl.rollout.collect import Sampling, draw, measure
 from rlhf_kl.seeding import uniforms
