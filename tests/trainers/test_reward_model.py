@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.rewards.model import RewardModel
 from torch import nn
 
 from rlhf_kl.config.schema import RewardModelSection
