@@ -116,7 +116,7 @@ def test_an_interrupted_run_saves_its_last_update_and_goes_on(
     (tmp_path / "calls").unlink()
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted) as caught:
-        # Once for the reference, once for the evaluation before update 1, then once an update.
+        # Four batches of the reference, the evaluation before update 1, then once an update.
         _signalled(train, tmp_path, stopped, reward, steps, name)
     assert caught.value.exit_code == code
     assert signal.getsignal(signal.SIGINT) is handler
@@ -129,7 +129,7 @@ def test_an_interrupted_run_saves_its_last_update_and_goes_on(
 
 def _signalled(train: Train, place: Path, folder: Path, reward: str, steps: str, name: str) -> None:
     source = (place / "own.py").read_text()
-    (place / "own.py").write_text(source.replace("at: int = 0", "at: int = 5"))
+    (place / "own.py").write_text(source.replace("at: int = 0", "at: int = 8"))
     try:
         train(folder, reward, steps)
     finally:
@@ -431,7 +431,7 @@ def count(prompts, responses):
     ids=["the grace period ends", "a second signal", "no grace"],
 )
 def test_an_update_that_does_not_end_is_cut_short(train: Train, tmp_path: Path, then: str, grace: float) -> None:
-    (tmp_path / "own.py").write_text(SLOW.format(at=7, then=then))
+    (tmp_path / "own.py").write_text(SLOW.format(at=10, then=then))
     reward = (f"reward.kind={tmp_path}/own.py:count", f"checkpoint.grace={grace}")
     began = time.monotonic()
     with pytest.raises(Interrupted) as caught:
