@@ -64,9 +64,7 @@ def assert_tokens(x: Tensor, first: float, second: float, other: float) -> None:
         ("loss", "exact", (1.0, 1.0, 3.0)),
     ],
 )
-def test_returns_with_the_kl_in_its_place(
-    placement: str, estimator: str, returns: tuple[float, float, float]
-) -> None:
+def test_returns_with_the_kl_in_its_place(placement: str, estimator: str, returns: tuple[float, float, float]) -> None:
     """Values are 0 and lambda is 1: a return is the sum of the rewards to come."""
     made = targets(placement=placement, estimator=estimator)
     assert_tokens(made.returns, *returns)

@@ -69,6 +69,8 @@ def test_the_prompts_tokens_are_those_of_a_rollout(new_model: Make) -> None:
 
     tokenizer = train_tokenizer(["abab abab"] * 50, 270, 32)
     assert len(encode(tokenizer, "abab", bos=False)) < 4  # "ab" is one token
-    objective = ResponseObjective(TransformersLM(new_model()), tokenizer, [Example("a", "b")], 32, [tokenizer.eos_token_id])
+    objective = ResponseObjective(
+        TransformersLM(new_model()), tokenizer, [Example("a", "b")], 32, [tokenizer.eos_token_id]
+    )
     assert objective.rows[0][: objective.starts[0]] == encode(tokenizer, "a")
     assert tokenizer.decode(objective.rows[0][objective.starts[0] : -1]) == "b"
