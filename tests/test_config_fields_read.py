@@ -43,6 +43,7 @@ THROUGH = {
     "kl.target": ("kl", "target_value"),
     "kl.ceiling.value": ("kl", "ceiling_value"),
     "ppo.total_episodes": ("config", "updates"),
+    "ppo.critic_lam": ("config", "critic_lam"),
 }
 READ = reads(but="config")
 

@@ -84,7 +84,7 @@ class _ExactKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        logits, ref_logits = ctx.saved_tensors
+        logits, ref_logits = ctx.saved_tensors  # once: where a chunk is computed again, a second time is an error
         wanted = ctx.needs_input_grad
         grads = [torch.empty_like(x) if want else None for x, want in zip((logits, ref_logits), wanted, strict=False)]
         for rows in _chunks(logits):

@@ -123,11 +123,11 @@ def shorten_update(
     `before`. From below the ceiling: bisection along the update's own direction for the longest part that
     stays below (the line search of TRPO, Schulman et al. 2015, appendix C). From above it: the update is
     kept where it lowers the KL; otherwise it is undone and `descend()` (one gradient step on the KL itself)
-    is taken instead, shortened until it lowers the KL. An update whose KL is not finite is left as it is.
+    is taken instead, shortened until it lowers the KL. A KL that is not finite counts as one above the ceiling.
     """
     after = [p.detach().clone() for p in parameters]
     kl_uncut = kl_at()
-    if kl_uncut <= ceiling or kl_uncut < kl_start or not math.isfinite(kl_uncut):
+    if kl_uncut <= ceiling or kl_uncut < kl_start:
         return CeilingResult(1.0, kl_start, kl_uncut, kl_uncut)
 
     def place(start: list[Tensor], end: list[Tensor], factor: float) -> None:

@@ -14,7 +14,9 @@ import yaml
 from rlhf_kl.commands.doctor import _endings
 from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.config.load import load_config
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm
+from rlhf_kl.rollout import collect
 
 Cli = Callable[..., Any]
 Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
@@ -125,6 +127,17 @@ def test_what_train_refuses_is_fatal_here(doctor: Doctor, tmp_path: Path) -> Non
     assert found["config"] == [("fatal", "data.prompts: none of 1 prompts can be used: 1 empty; ")]
 
 
+def test_a_rollout_that_is_not_finite_is_fatal(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = collect.score_responses
+
+    def spoilt(*arguments: Any) -> Any:
+        scores, terms = own(*arguments)
+        return scores * torch.nan, terms
+
+    monkeypatch.setattr(collect, "score_responses", spoilt)
+    assert doctor(code=2)["update"] == [("fatal", "a score was not finite; ")]
+
+
 # ---- memory ----
 
 
@@ -159,15 +172,15 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     config = load_config("train", tmp_path / "tiny.yaml")
     model = load_causal_lm(str(tiny_folder))
     size = sum(p.numel() for p in model.parameters())
-    parts = SimpleNamespace(policy=model, reference=model, reward=None, gold=None)
+    lm = TransformersLM(model)
+    parts = SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None)
     whole = estimate_memory(config, parts, tokens=10)
     # Policy, reference, gradients, two moments and the copy for the ceiling, in float32; the critic's 16 features.
     features = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10) * 16
     assert whole.models == (6 * size + features) * 4
     adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
-    less = estimate_memory(
-        config, SimpleNamespace(policy=adapted, reference=adapted, reward=None, gold=None), tokens=10
-    )
+    lm = TransformersLM(adapted)
+    less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None), tokens=10)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert less.models == 4 * (size + trained + 4 * trained + features)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_kl.errors import GuardStop
+from rlhf_kl.rollout import collect
+from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -25,21 +28,21 @@ def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`nan_scores(3, 4)`: the reward model returns a NaN in updates 3 and 4."""
 
     def spoil(*steps: int) -> None:
-        update, score = PPOTrainer.update, PPOTrainer.score
+        roll_out, score = Rollouts.__call__, collect.score_responses
         now = [0]
 
-        def noting(self: PPOTrainer, step: int) -> Any:
+        def noting(self: Rollouts, step: int) -> Any:
             now[0] = step
-            return update(self, step)
+            return roll_out(self, step)
 
-        def spoilt(self: PPOTrainer, prompts: list[str], responses: list[str]) -> Any:
-            scores, terms = score(self, prompts, responses)
+        def spoilt(*arguments: Any) -> Any:
+            scores, terms = score(*arguments)
             if now[0] in steps:
                 scores[1] = torch.nan
             return scores, terms
 
-        monkeypatch.setattr(PPOTrainer, "update", noting)
-        monkeypatch.setattr(PPOTrainer, "score", spoilt)
+        monkeypatch.setattr(Rollouts, "__call__", noting)
+        monkeypatch.setattr(collect, "score_responses", spoilt)
 
     return spoil
 
@@ -127,18 +130,39 @@ def test_weights_that_are_lost_turn_the_run_back_at_once(
 ) -> None:
     optimize = PPOTrainer.optimize
 
-    def losing(self: PPOTrainer, rollout: Any, targets: Any, step: int) -> dict[str, Any]:
-        losses = optimize(self, rollout, targets, step)
+    def losing(self: PPOTrainer, rollout: Any, targets: Any, step: int) -> Any:
+        result = optimize(self, rollout, targets, step)
         if step in (3, 5):
             with torch.no_grad():
-                self.trained[0][0, 0] = torch.inf
-        return losses
+                self.model.trained[0][0, 0] = torch.inf
+        return result
 
     monkeypatch.setattr(PPOTrainer, "optimize", losing)
     train(tmp_path / "run", "checkpoint.every=1")
     found = rows(tmp_path / "run")
     assert [bool(alerts(row, "rolled-back")) for row in found[:6]] == [False, False, True, False, True, False]
     assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("value", ["features", "head"])
+def test_a_gradient_that_is_not_finite_is_skipped_and_reported(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """The losses of update 3 are NaN: its steps are left out, and its checkpoint."""
+    optimize = PPOTrainer.optimize
+
+    def spoilt(self: PPOTrainer, rollout: Any, targets: Any, step: int) -> Any:
+        if step == 3:
+            targets = replace(targets, advantages=targets.advantages * torch.nan)
+        return optimize(self, rollout, targets, step)
+
+    monkeypatch.setattr(PPOTrainer, "optimize", spoilt)
+    train(tmp_path / "run", "checkpoint.every=1", f"policy.value={value}")
+    found = rows(tmp_path / "run")
+    assert [len(alerts(row, "update-skipped")) for row in found[:6]] == [0, 0, 1, 0, 0, 0]
+    assert "a gradient was not finite" in alerts(found[2], "update-skipped")[0]
+    assert found[2]["policy/loss"] is None
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 4, 5, 6]
 
 
 def test_a_ceiling_undoes_an_update_that_overflows(train: Train, tmp_path: Path) -> None:
@@ -154,10 +178,10 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds three rows of a training pass."""
     losses = PPOTrainer.losses
 
-    def limited(self: PPOTrainer, rollout: Any, targets: Any, packed: Any, step: int) -> Any:
-        if len(packed.ids) > 3:
+    def limited(self: PPOTrainer, rollout: Any, targets: Any, rows: Any) -> Any:
+        if len(rows.ids) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return losses(self, rollout, targets, packed, step)
+        return losses(self, rollout, targets, rows)
 
     monkeypatch.setattr(PPOTrainer, "losses", limited)
 

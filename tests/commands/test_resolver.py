@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rlhf_kl.reward_functions import RewardModel
 
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import EvalSection, PairsSection, PromptsSection, RewardSection, SFTDataSection
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.display import TrainingDisplay
 
 if TYPE_CHECKING:

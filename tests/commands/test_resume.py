@@ -70,14 +70,9 @@ def crash(whole: Path, place: Path, kept: int) -> Path:
 @pytest.mark.parametrize(("kept", "value"), [(2, "features"), (4, "features"), (4, "head"), (4, "separate")])
 def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path, kept: int, value: str) -> None:
     """Killed after later rows were written: those are computed again, and nothing is there twice."""
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    whole = tmp_path / "whole"
     train(whole, f"policy.value={value}")
-    shutil.copytree(whole, crashed)
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for checkpoint in checkpoints(crashed / "checkpoints"):
-        if checkpoint.step > kept:
-            shutil.rmtree(checkpoint.path)
+    crashed = crash(whole, tmp_path, kept)
     train(crashed, f"policy.value={value}", resume=True)
     assert_same_run(whole, crashed)
 
@@ -116,7 +111,7 @@ def test_an_interrupted_run_saves_its_last_update_and_goes_on(
     (tmp_path / "calls").unlink()
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted) as caught:
-        # Once for the reference, once for the evaluation before update 1, then once an update.
+        # Four batches of the reference, the evaluation before update 1, then once an update.
         _signalled(train, tmp_path, stopped, reward, steps, name)
     assert caught.value.exit_code == code
     assert signal.getsignal(signal.SIGINT) is handler
@@ -129,7 +124,7 @@ def test_an_interrupted_run_saves_its_last_update_and_goes_on(
 
 def _signalled(train: Train, place: Path, folder: Path, reward: str, steps: str, name: str) -> None:
     source = (place / "own.py").read_text()
-    (place / "own.py").write_text(source.replace("at: int = 0", "at: int = 5"))
+    (place / "own.py").write_text(source.replace("at: int = 0", "at: int = 8"))
     try:
         train(folder, reward, steps)
     finally:
@@ -191,14 +186,18 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(train: Train, tiny_ru
     assert {path: path.read_bytes() for path in before} == before
 
 
+def _sign(folder: Path) -> None:
+    names = [path.name for path in folder.iterdir() if path.name != "checksums.json"]
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    (folder / "checksums.json").write_text(json.dumps(digests))
+
+
 def _as_the_version_before(checkpoint: Path) -> None:
     """Without the number of its format, and otherwise whole."""
     state = json.loads((checkpoint / "state.json").read_text())
     del state["format"]
     (checkpoint / "state.json").write_text(json.dumps(state))
-    digests = json.loads((checkpoint / "checksums.json").read_text())
-    digests["state.json"] = hashlib.sha256((checkpoint / "state.json").read_bytes()).hexdigest()
-    (checkpoint / "checksums.json").write_text(json.dumps(digests))
+    _sign(checkpoint)
 
 
 def test_a_checkpoint_of_another_version_is_refused_in_one_line_and_still_evaluated(
@@ -372,14 +371,6 @@ def test_other_threads_or_versions_are_reported(
     assert "torch 1.0 -> " in messages
 
 
-def _sign(folder: Path) -> None:
-    import hashlib
-
-    names = [path.name for path in folder.iterdir() if path.name != "checksums.json"]
-    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    (folder / "checksums.json").write_text(json.dumps(digests))
-
-
 # ---- numbers that a reward function draws ----
 
 NOISY = """
@@ -431,7 +422,7 @@ def count(prompts, responses):
     ids=["the grace period ends", "a second signal", "no grace"],
 )
 def test_an_update_that_does_not_end_is_cut_short(train: Train, tmp_path: Path, then: str, grace: float) -> None:
-    (tmp_path / "own.py").write_text(SLOW.format(at=7, then=then))
+    (tmp_path / "own.py").write_text(SLOW.format(at=10, then=then))
     reward = (f"reward.kind={tmp_path}/own.py:count", f"checkpoint.grace={grace}")
     began = time.monotonic()
     with pytest.raises(Interrupted) as caught:

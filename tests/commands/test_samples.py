@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.commands.guards import StepResult
 from rlhf_kl.commands.samples import sample_rows, top_tokens
-from rlhf_kl.trainers.ppo import Update
 from rlhf_kl.types import RolloutBatch
 
 ROWS, WIDTH = 8, 3
@@ -14,7 +14,7 @@ LENGTHS = torch.tensor([3, 2, 3, 3, 1, 3, 3, 3])
 
 
 @pytest.fixture
-def update() -> Update:
+def result() -> StepResult:
     mask = torch.arange(WIDTH) < LENGTHS.unsqueeze(1)
     kl = torch.where(mask, torch.full((ROWS, WIDTH), 0.1), 0.0)
     kl[4, 0], kl[6, 1], kl[1, 1] = 3.0, 2.0, 1.0  # the furthest tokens, in responses of 3.0, 2.2 and 1.1 nats
@@ -34,25 +34,28 @@ def update() -> Update:
         scores=torch.arange(ROWS).float(),
         shaped_scores=torch.zeros(ROWS),
         ended=torch.ones(ROWS, dtype=torch.bool),
+        prompts=[f"p{i}" for i in range(ROWS)],
+        responses=[f"r{i}" for i in range(ROWS)],
     )
-    return Update({}, [f"p{i}" for i in range(ROWS)], [f"r{i}" for i in range(ROWS)], None, rollout)
+    return StepResult({"step": 7}, rollout, [float(10 * i) for i in range(ROWS)], None, False)
 
 
-def test_the_first_ones_and_those_that_diverge_most(update: Update, letters: Any) -> None:
-    rows = list(sample_rows(7, update, letters))
+def test_the_first_ones_and_those_that_diverge_most(result: StepResult, letters: Any) -> None:
+    rows = list(sample_rows(result, letters))
     assert [(row["response"], row["chosen"]) for row in rows] == [
         *((f"r{i}", "first") for i in range(4)),
         ("r4", "largest kl"),
         ("r6", "largest kl"),  # r1, further off than the rest, is among the first
     ]
     assert {row["step"] for row in rows} == {7}
+    assert [(row["score"], row["gold"]) for row in rows[3:5]] == [(3.0, 30.0), (4.0, 40.0)]
     assert [len(row["tokens"]) for row in rows] == [3, 2, 3, 3, 1, 3]
     assert rows[5]["kl"] == pytest.approx(2.2)
     assert rows[5]["tokens"][1] == {"text": "b", "logprob": -1.0, "ref_logprob": -1.5, "kl": 2.0}
 
 
-def test_the_tokens_that_diverge_most_of_the_whole_batch(update: Update, letters: Any) -> None:
-    found = top_tokens(update, letters)
+def test_the_tokens_that_diverge_most_of_the_whole_batch(result: StepResult, letters: Any) -> None:
+    found = top_tokens(result.rollout, letters)
     assert len(found) == 10
     assert [(token["sample"], token["position"], token["text"]) for token in found[:3]] == [
         (4, 0, "a"),

@@ -36,10 +36,15 @@ def test_processes_that_lost_each_other(monkeypatch: pytest.MonkeyPatch, fresh_a
         make_accelerator(RunSection(device="cpu"))
 
 
-def test_one_process_may_hold_runs_of_two_precisions(fresh_accelerate: None) -> None:
-    """accelerate by itself refuses the second."""
-    assert make_accelerator(RunSection(dtype="bfloat16", device="cpu")).mixed_precision == "bf16"
-    assert make_accelerator(RunSection(dtype="float32", device="cpu")).mixed_precision == "no"
+def test_only_a_run_that_came_to_its_end_is_finished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert finished_summary(folder) is None
+    write_json(folder.summary, {"stopped_by": None, "steps": 3})
+    assert finished_summary(folder) is None  # no final model yet
+    folder.final.mkdir()
+    assert finished_summary(folder) == {"stopped_by": None, "steps": 3}
+    write_json(folder.summary, {"stopped_by": "KL above the ceiling"})
+    assert finished_summary(folder) is None
 
 
 def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:

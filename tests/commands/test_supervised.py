@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_kl.reward_functions import RewardModel
 from safetensors.torch import load_file
 
 from rlhf_kl.commands.reward_model import run_reward_model
@@ -21,6 +20,7 @@ from rlhf_kl.commands.sft import run_sft
 from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl

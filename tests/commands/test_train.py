@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_kl.models.actor_critic import ActorCritic, StateOutput
 from safetensors.torch import load_file
 
 from rlhf_kl.commands.session import train_command
-from rlhf_kl.commands.train import gradient_notes, run_train, unused_notes
+from rlhf_kl.commands.train import run_train
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay
@@ -69,8 +68,8 @@ def test_samples_are_token_by_token(tiny_run: Path) -> None:
 def test_a_separate_value_function_is_saved_beside_the_policy(train: Train, tmp_path: Path) -> None:
     train(tmp_path / "run", "policy.value=separate")
     names = load_file(tmp_path / "run" / "final" / "value.safetensors")
-    assert any(name.startswith("value_trunk.") for name in names)
-    assert "value_head.weight" in names
+    assert any(name.startswith("value.trunk.") for name in names)
+    assert "value.head.weight" in names
 
 
 def test_a_separate_value_function_starts_from_the_reward_model(
@@ -206,13 +205,12 @@ def test_scores_that_the_prompt_alone_decides_say_nothing_of_beta(train: Train, 
 def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm_up(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = ActorCritic.forward
+    own = TransformersLM.head
 
-    def drifting(self: ActorCritic, *arguments: Any) -> StateOutput:
-        output = own(self, *arguments)
-        return output._replace(logits=output.logits * 1.05) if torch.is_grad_enabled() else output
+    def drifting(self: TransformersLM, hidden: torch.Tensor) -> torch.Tensor:
+        return own(self, hidden) * (1.05 if torch.is_grad_enabled() else 1.0)
 
-    monkeypatch.setattr(ActorCritic, "forward", drifting)
+    monkeypatch.setattr(TransformersLM, "head", drifting)
     with pytest.raises(GuardStop, match=r"step 2: before the policy's first optimizer step a log-prob differs by 0\."):
         train(tmp_path / "run", "ppo.value_warmup=2")
 
@@ -271,28 +269,6 @@ def test_the_first_beta_comes_from_the_reference_samples(train: Train, tmp_path:
     assert coefs[0] > 1.5 * coefs[1] > 0
 
 
-def test_choices_that_are_no_kl_gradient_are_said_once() -> None:
-    def notes(**kl: Any) -> list[str]:
-        return gradient_notes(TrainConfig.model_validate({"kl": kl}))
-
-    assert notes() == []
-    assert notes(placement="rao_blackwell", estimator="exact") == []
-    assert notes(placement="loss", estimator="k2") == []
-    assert notes(placement="loss", estimator="exact") == []
-    for kl in (
-        {"estimator": "k3"},
-        {"estimator": "k2"},
-        {"estimator": "exact"},
-        {"estimator": "abs"},
-        {"estimator": "importance"},
-        {"placement": "loss", "estimator": "k1"},
-        {"placement": "loss", "estimator": "k3"},
-    ):
-        (note,) = notes(**kl)
-        assert kl["estimator"] in note
-        assert notes(**kl, controller={"kind": "fixed", "coef": 0.0}) == []
-
-
 def test_the_program_leaves_signals_and_folder_as_they_were(train: Train, tmp_path: Path) -> None:
     here, handlers = os.getcwd(), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     train(tmp_path / "run", "ppo.total_episodes=16")
@@ -332,19 +308,43 @@ def test_conversations_of_several_turns_are_prompts(
         train(tmp_path / "other", *settings, "data.chat_template=false")
 
 
-@pytest.mark.parametrize(
-    ("value", "ppo", "unused"),
-    [
-        ("features", {}, []),
-        ("features", {"vf_coef": 0.5, "critic_epochs": 2}, ["vf_coef"]),
-        ("features", {"cliprange_value": 0.5}, ["cliprange_value"]),
-        ("head", {"vf_coef": 0.5}, []),
-        ("separate", {"critic_epochs": 2, "critic_learning_rate": 0.1}, ["critic_epochs", "critic_learning_rate"]),
-    ],
-)
-def test_a_setting_of_another_value_function_is_said_to_be_unused(
-    value: str, ppo: dict[str, Any], unused: list[str]
+# ---- the row ----
+
+# "Keys of a metrics.jsonl row" of the contract.
+KEYS = """
+step episodes
+objective/scores objective/scores_std objective/scores_shaped objective/gold objective/rlhf_reward
+kl/token kl/sequence kl/max_token kl/max_sequence kl/target kl/error kl/coef kl/coef_next
+kl/ceiling kl/backtrack_factor kl/k1 kl/k2 kl/k3 kl/exact
+policy/loss policy/entropy policy/approx_kl policy/clip_fraction policy/logratio_first_max
+value/loss value/explained_variance rollout/response_length rollout/eos_rate
+time/rollout_s time/score_s time/update_s time/step_s dist/world_size dist/coef_spread
+perf/samples_per_s perf/tokens_per_s perf/peak_memory_mb alerts
+"""
+
+
+def test_a_row_has_every_key_that_scripts_rely_on(tiny_run: Path) -> None:
+    updates = [row for row in read_jsonl(tiny_run / "metrics.jsonl") if "kl/token" in row]
+    assert [row["step"] for row in updates] == [1, 2, 3, 4, 5, 6]
+    for row in updates:
+        assert set(KEYS.split()) - row.keys() == set()
+        assert ({"eval/perplexity", "eval/scores"} <= row.keys()) == (row["step"] % 2 == 1)
+        assert row["kl/exact"] == row["kl/token"]
+        assert row["dist/world_size"] == 1
+        parts = [row[f"time/{name}_s"] for name in ("rollout", "score", "update")]
+        assert min(parts) > 0
+        assert sum(parts) <= row["time/step_s"]
+
+
+def test_a_run_counts_the_seconds_of_its_reward_function_as_scoring(
+    train: Train, tmp_path: Path, tiny_data: Any
 ) -> None:
-    notes = unused_notes(TrainConfig.model_validate({"policy": {"value": value}, "ppo": ppo}))
-    assert [note.split(" ")[0] for note in notes] == [f"ppo.{name}" for name in unused]
-    assert all(note.endswith(value) for note in notes)
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "def slow(prompts, responses):\n"
+        "    time.sleep(0.2)\n"
+        "    return [r.count('a') / 8 for r in responses]\n"
+    )
+    train(tmp_path / "run", f"reward.kind={tmp_path}/slow.py:slow", "ppo.total_episodes=16")
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
+    assert row["time/score_s"] > 0.2 > row["time/rollout_s"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.actor_critic import ActorCritic
-
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.value import ActorCritic, HeadValue
 from rlhf_kl.run.checkpoint import (
     FORMAT,
     Checkpoint,
@@ -32,17 +32,19 @@ def save(folder: Path, step: int, model: Any, keep: int = 2) -> Checkpoint:
 
 
 def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
-    model = ActorCritic(new_model(seed=1))
-    torch.nn.init.ones_(model.value_head.weight)
-    saved = save(tmp_path, 10, model)
+    def model(seed: int) -> torch.nn.ModuleDict:
+        return ActorCritic(TransformersLM(new_model(seed=seed)), HeadValue(16)).modules
+
+    first, other = model(1), model(2)
+    torch.nn.init.ones_(first["value"].head.weight)
+    saved = save(tmp_path, 10, first)
     assert saved.path.name == "step-000010"
     assert saved.step == 10
     assert saved.state() == {"format": FORMAT, "step": 10, "beta": 0.1}
-    other = ActorCritic(new_model(seed=2))
     saved.load_model(other)
-    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+    for (name, a), b in zip(first.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-    assert other.policy.lm_head.weight is other.policy.transformer.wte.weight
+    assert other["policy"].lm_head.weight is other["policy"].transformer.wte.weight
 
 
 def test_only_the_newest_are_kept_oldest_first(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 Make = Callable[..., Any]
 
@@ -30,23 +31,29 @@ def count_a(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 
 @pytest.fixture
 def make_trainer(new_model: Make, letters: Any) -> Make:
-    """`make_trainer(ppo={...}, kl={...}, ...)`: a PPO trainer of a seven-letter model, nothing on disk."""
-    from accelerate import Accelerator
+    """`make_trainer(ppo={...}, kl={...}, ...)`: a PPO trainer of a seven-letter model, nothing on disk.
 
-    from rlhf_kl.commands.train import build_control
+    `policy`, `reference` and `trunk` (of a separate value function) are models of transformers, `critic` a
+    `FeatureCritic`; without the last two the value function is a head. `optimizer(modules)` makes another one.
+    """
+    from rlhf_kl.commands.training import build_control
     from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.models.actor_critic import ActorCritic, freeze
-    from rlhf_kl.reward_functions import ScoreShaping
-    from rlhf_kl.rollout.collect import Sampling
+    from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
+    from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
+    from rlhf_kl.rewards.shaping import ScoreShaping
+    from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
+    from rlhf_kl.rollout.features import StateFeatures
+    from rlhf_kl.rollout.reference import ReferenceStates
     from rlhf_kl.trainers.optim import adamw
     from rlhf_kl.trainers.ppo import PPOTrainer
+    from rlhf_kl.types import Sampling
 
     def make(
         *,
         policy: Any = None,
         reference: Any = None,
-        value_trunk: Any = None,
+        trunk: Any = None,
         critic: Any = None,
         optimizer: Callable[[Any], Any] | None = None,
         controller: Any = None,
@@ -57,23 +64,57 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
         settings = copy.deepcopy(SETTINGS)
         for name, values in sections.items():
             settings[name] = settings.get(name, {}) | values
+        settings["policy"] = {
+            "value": "separate" if trunk is not None else "features" if critic is not None else "head"
+        }
         config = TrainConfig.model_validate(settings)
         policy = policy if policy is not None else new_model(seed=3, spread=0.1)
-        model = ActorCritic(policy, value_trunk, critic=critic)
+        lm, size = TransformersLM(policy), policy.config.hidden_size
+        other = frozen_lm(copy.deepcopy(policy) if reference is None else reference, torch.float32, lm.device)
+        if trunk is not None:
+            model = ActorCritic(lm, SeparateValue(TransformersTrunk(trunk), zero_head(size)))
+        else:
+            model = ActorCritic(lm, critic=critic) if critic is not None else ActorCritic(lm, HeadValue(size))
+        states = ReferenceStates(other)
+        features = StateFeatures(critic) if critic is not None else None
+        prompts = PromptStream(["a", "ab", "cd", "dcba", "bbb"], letters, config.rollout.batch_size, 0)
+        sampling = Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0)
+        shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
+        own = adamw(model.modules, config.ppo.learning_rate, 0.0, critic, config.ppo.critic_learning_rate)
         return PPOTrainer(
-            config=config,
-            accelerator=Accelerator(cpu=True),
-            model=model,
-            optimizer=optimizer(model)
-            if optimizer
-            else adamw(model, config.ppo.learning_rate, 0.0, critic, config.ppo.critic_learning_rate),
-            reference=freeze(copy.deepcopy(policy) if reference is None else reference),
-            reward=reward,
-            shaping=shaping or ScoreShaping(mean=1.0, std=1.0),
-            controller=controller or build_control(config, 0.05),
-            prompts=PromptStream(["a", "ab", "cd", "dcba", "bbb"], letters, config.rollout.batch_size, 0),
-            tokenizer=letters,
-            sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0),
+            config,
+            model,
+            optimizer(model.modules) if optimizer else own,
+            Rollouts(
+                Sampler(lm, prompts, letters, sampling, config.run.seed),
+                Assessor(model, states, features, reward, "reward", shaping, config.rollout.temperature),
+            ),
+            states,
+            controller or build_control(config, 0.05),
+            features,
         )
 
     return make
+
+
+class Recorder:
+    """A controller that only writes down what it is given."""
+
+    def __init__(self, coef: float = 0.2) -> None:
+        self.coef = coef
+        self.updates: list[tuple[float, int]] = []
+        self.observed: list[tuple[float, float, float]] = []
+
+    def update(self, kl: float, episodes: int) -> None:
+        self.updates.append((kl, episodes))
+        self.coef *= 2
+
+    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
+        assert len(self.observed) == len(self.updates)  # before the update that it belongs to
+        self.observed.append((kl_before, kl_after, kl_whole))
+
+
+@pytest.fixture
+def recorder() -> type[Recorder]:
+    """`recorder(coef)`: a controller whose `updates` and `observed` updates can be looked at."""
+    return Recorder

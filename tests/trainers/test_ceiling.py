@@ -1,9 +1,10 @@
-"""The belt on an analytic KL: that of a point at `p` is |p|^2."""
+"""The ceiling on an analytic KL (that of a point at `p` is |p|^2), and in the trainer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rlhf_kl.trainers.ceiling import Cut, KLForecast, shorten_update
+from rlhf_kl.kl_controllers import GuardedController
+from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLForecast, shorten_update
+from rlhf_kl.trainers.metrics import update_row
+from rlhf_kl.trainers.ppo import PPOTrainer
+
+Make = Callable[..., Any]
 
 
 class Point:
@@ -41,14 +47,14 @@ class Point:
 
         return descend
 
-    def shorten(self, ceiling: float, descend: Callable[[float], float] = lambda x: 0.8 * x) -> Cut:
+    def shorten(self, ceiling: float, descend: Callable[[float], float] = lambda x: 0.8 * x) -> CeilingResult:
         start = self.law(float(self.before[0][0]))
         return shorten_update(self.parameters, self.before, self.kl, start, ceiling, self.step(descend))
 
 
 def test_below_the_ceiling_an_update_stays_whole() -> None:
     point = Point(0.1, 0.9)
-    assert point.shorten(1.0) == Cut(1.0, pytest.approx(0.01), pytest.approx(0.81), pytest.approx(0.81))
+    assert point.shorten(1.0) == CeilingResult(1.0, pytest.approx(0.01), pytest.approx(0.81), pytest.approx(0.81))
     assert point.place == pytest.approx(0.9)
     assert point.measured == 1
 
@@ -56,23 +62,23 @@ def test_below_the_ceiling_an_update_stays_whole() -> None:
 @pytest.mark.parametrize("end", [1.01, 2.0, 8.0])
 def test_an_update_that_would_cross_is_kept_as_far_as_it_may_go(end: float) -> None:
     point = Point(0.1, end)
-    cut = point.shorten(1.0)
-    assert cut.kl_after <= 1.0
-    assert cut.kl_after == pytest.approx(point.place**2)
-    assert cut.kl_whole == pytest.approx(end**2)
-    assert point.place == pytest.approx(0.1 + cut.factor * (end - 0.1))
+    result = point.shorten(1.0)
+    assert result.kl_after <= 1.0
+    assert result.kl_after == pytest.approx(point.place**2)
+    assert result.kl_uncut == pytest.approx(end**2)
+    assert point.place == pytest.approx(0.1 + result.factor * (end - 0.1))
     # the longest part that may be kept, to within what six halvings can tell
     longest = 0.9 / (end - 0.1)
-    assert longest - cut.factor < 2**-5
-    assert not cut.descended
+    assert longest - result.factor < 2**-5
+    assert not result.descended
 
 
 def test_nothing_is_kept_where_even_a_little_crosses() -> None:
     point = Point(0.999, 1000.0)
-    cut = point.shorten(1.0)
-    assert cut.kl_after <= 1.0
+    result = point.shorten(1.0)
+    assert result.kl_after <= 1.0
     assert point.place == pytest.approx(0.999)
-    assert cut.factor == 0.0
+    assert result.factor == 0.0
 
 
 def test_started_above_an_update_that_lowers_the_kl_stays_whole() -> None:
@@ -83,31 +89,31 @@ def test_started_above_an_update_that_lowers_the_kl_stays_whole() -> None:
 
 def test_started_above_an_update_that_raises_it_gives_way_to_the_kl_itself() -> None:
     point = Point(3.0, 4.0)
-    cut = point.shorten(1.0)
-    assert cut == Cut(0.0, pytest.approx(9.0), pytest.approx(2.4**2), pytest.approx(16.0), descended=True)
+    result = point.shorten(1.0)
+    assert result == CeilingResult(0.0, pytest.approx(9.0), pytest.approx(2.4**2), pytest.approx(16.0), descended=True)
     assert point.place == pytest.approx(2.4)
 
 
 def test_a_descent_that_overshoots_is_shortened() -> None:
     point = Point(3.0, 4.0)
-    cut = point.shorten(1.0, lambda x: -5 * x)
-    assert cut.descended
-    assert cut.kl_after < 9.0
-    assert cut.kl_after == pytest.approx(point.place**2)
+    result = point.shorten(1.0, lambda x: -5 * x)
+    assert result.descended
+    assert result.kl_after < 9.0
+    assert result.kl_after == pytest.approx(point.place**2)
 
 
 def test_where_nothing_lowers_the_kl_the_update_is_undone() -> None:
     point = Point(3.0, 4.0)
-    cut = point.shorten(1.0, lambda x: 2 * x)
-    assert cut == Cut(0.0, pytest.approx(9.0), pytest.approx(9.0), pytest.approx(16.0))
+    result = point.shorten(1.0, lambda x: 2 * x)
+    assert result == CeilingResult(0.0, pytest.approx(9.0), pytest.approx(9.0), pytest.approx(16.0))
     assert point.place == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("start", [0.5, 3.0])
 def test_a_kl_that_cannot_be_measured_is_no_reason_to_go_there(start: float) -> None:
     point = Point(start, 5.0, lambda x: x * x if abs(x) <= 3 else math.nan)
-    cut = point.shorten(1.0)
-    assert math.isfinite(cut.kl_after)
+    result = point.shorten(1.0)
+    assert math.isfinite(result.kl_after)
     assert abs(point.place) <= max(1.0, start)
 
 
@@ -126,11 +132,11 @@ def test_it_ends_and_never_leaves_the_kl_above_both_ceiling_and_start(
         return x * x * (1.5 + math.sin(9 * waves * x))
 
     point = Point(start, end, bumpy)
-    cut = point.shorten(ceiling, lambda x: shrink * x)
+    result = point.shorten(ceiling, lambda x: shrink * x)
     allowed = max(ceiling, bumpy(float(point.before[0][0])))
     assert bumpy(point.place) <= allowed * (1 + 1e-5)
-    assert cut.kl_after == pytest.approx(bumpy(point.place), rel=1e-4, abs=1e-6)
-    assert 0.0 <= cut.factor <= 1.0
+    assert result.kl_after == pytest.approx(bumpy(point.place), rel=1e-4, abs=1e-6)
+    assert 0.0 <= result.factor <= 1.0
     assert point.measured < 20
 
 
@@ -159,3 +165,83 @@ def test_the_forecast_goes_on_from_its_state() -> None:
     for one in (forecast, other):
         one.observe(0.2)
     assert other.state_dict() == forecast.state_dict()
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_without_a_limit_the_kl_is_measured_for_who_uses_it(measures: bool) -> None:
+    point = Point(0.1, 0.9)
+    ceiling = Ceiling(point.parameters, lambda _: point.kl(), lambda _: None, limit=None, measures=measures)
+    assert ceiling.snapshot() == []
+    result = ceiling.hold(None, [], 0.5)  # type: ignore[arg-type]
+    assert (result.factor, result.kl_before) == (1.0, 0.5)
+    assert result.kl_after == pytest.approx(0.81 if measures else math.nan, nan_ok=True)
+    assert point.measured == measures
+    assert point.place == pytest.approx(0.9)
+
+
+def test_a_ceiling_goes_on_from_its_state() -> None:
+    """A rollout that read twice the forecast halves the way to the limit, by a fifth at a time."""
+    kept = []
+    for resumed in (False, True):
+        point = Point(0.0, 0.5)
+        first = Ceiling(point.parameters, lambda _, point=point: point.kl(), lambda _: None, limit=1.0, measures=False)
+        before = [torch.tensor([0.0]), torch.tensor([0.0, 0.0])]
+        first.hold(None, before, 0.0)  # type: ignore[arg-type]
+        other = Ceiling(point.parameters, first.kl_now, first.descend, limit=1.0, measures=False)
+        other.load_state_dict(first.state_dict())
+        with torch.no_grad():
+            for p in point.parameters:
+                p.mul_(8)
+        ceiling = other if resumed else first
+        kept.append(ceiling.hold(None, before, 0.5))  # type: ignore[arg-type]
+        assert ceiling.forecast.ratio == pytest.approx(1.2)
+    assert kept[0] == kept[1]
+    assert kept[0].kl_after <= 1.0 / 1.2
+
+
+# ---- in the trainer ----
+
+
+def moved_far(trainer: PPOTrainer, updates: int) -> list[dict[str, Any]]:
+    return [update_row(trainer.update(step), trainer.config) for step in range(1, updates + 1)]
+
+
+def test_without_a_ceiling_this_run_goes_far(make_trainer: Make) -> None:
+    """What the next two tests hold back."""
+    rows = moved_far(make_trainer(ppo={"learning_rate": 1e-2}), 6)
+    assert rows[-1]["kl/token"] > 0.2
+    assert rows[-1]["kl/sequence"] > 1.0
+    assert {row["kl/backtrack_factor"] for row in rows} == {1.0}
+    assert rows[0]["kl/ceiling"] is None
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, recorder: Make, unit: str) -> None:
+    ceiling = 0.1 if unit == "token" else 0.5
+    law = recorder(0.01)
+    trainer = make_trainer(
+        controller=GuardedController(law, max_coef=0.02),
+        ppo={"learning_rate": 1e-2},
+        kl={"unit": unit, "target": ceiling / 2, "ceiling": {"value": ceiling, "action": "backtrack"}},
+    )
+    rows = moved_far(trainer, 6)
+    assert max(row[f"kl/{unit}"] for row in rows) < 1.6 * ceiling  # the old states read a little low
+    assert min(row["kl/backtrack_factor"] for row in rows) < 1.0
+    for row, (_, after, whole) in zip(rows, law.observed, strict=True):
+        assert (whole > after) == (row["kl/backtrack_factor"] < 1)
+    assert all(row["kl/after_update"] <= 1.001 * max(ceiling * 2, row[f"kl/{unit}"]) for row in rows)
+    assert rows[0]["kl/ceiling"] == ceiling
+
+
+def test_from_above_the_ceiling_it_comes_back(make_trainer: Make, new_model: Make, recorder: Make) -> None:
+    """A policy that starts far from its reference, with a reward that pulls nowhere near."""
+    trainer = make_trainer(
+        policy=new_model(seed=3, spread=0.15),
+        reference=new_model(seed=3, spread=0.1),
+        controller=GuardedController(recorder(1e-3), max_coef=1e-3),
+        kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
+        ppo={"learning_rate": 1e-3},
+    )
+    kls = [row["kl/token"] for row in moved_far(trainer, 10)]
+    assert kls[0] > 0.02
+    assert kls[-1] < 0.5 * kls[0]

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.models.actor_critic import ActorCritic, freeze
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.text import encode, pad
-from rlhf_kl.rollout.collect import Sampling, draw, measure
+from rlhf_kl.models.value import ActorCritic, freeze
+from rlhf_kl.rollout.collect import measure, response_layout
+from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.checks import check_start
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, Sampling
 
 Make = Callable[..., Any]
 
@@ -23,26 +24,44 @@ Make = Callable[..., Any]
 def check(letters: Any) -> Callable[..., list[str]]:
     """The checks on a policy and a reference, of samples drawn from the policy."""
 
-    def check(policy: Any, reference: Any, same_start: bool = True, share: bool = False) -> list[str]:
+    def check(
+        policy: Any,
+        reference: Any,
+        initial: bool = True,
+        share: bool = False,
+        lm: type[TransformersLM] = TransformersLM,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[str]:
         texts = ["a", "abcdab", "dd", "cab"]
         ids, mask = pad([encode(letters, text) for text in texts], 0, left=True)
-        prompts, model = PromptBatch(texts, ids, mask), ActorCritic(policy)
-        reference = reference if share else freeze(reference)
-        sampled = draw(policy, prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0), "cpu")
-        measured = measure(model, reference, prompts, sampled, 0.8)
-        return check_start(
-            model, reference, prompts, sampled, measured, temperature=0.8, same_start=same_start, float32=True
-        )
+        prompts, own = PromptBatch(texts, ids, mask), lm(policy, dtype)
+        other = lm(reference if share else freeze(reference), dtype)
+        sampled = own.sample(prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
+        stats = measure(ActorCritic(own), ReferenceStates(other), response_layout(prompts, sampled), 0.8)
+        float32 = dtype == torch.float32
+        return check_start(own, other, sampled, stats, reference_is_initial_policy=initial, float32=float32)
 
     return check
 
 
-def test_a_sound_start_says_what_was_checked(check: Make, new_model: Make) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sound_start_says_what_was_checked(check: Make, new_model: Make, dtype: torch.dtype) -> None:
     policy = new_model()
-    found = check(policy, copy.deepcopy(policy))
-    assert len(found) == 2
-    assert any("KL" in line for line in found)
-    assert any("padded" in line for line in found)
+    results = check(policy, copy.deepcopy(policy), dtype=dtype)
+    assert len(results) == 2
+    assert any("KL" in line for line in results)
+    assert any("padded" in line and str(dtype).partition(".")[2] in line for line in results)
+
+
+def test_logits_far_from_zero_are_no_reason_to_refuse(check: Make, new_model: Make) -> None:
+    """GPT-2's stand at -70, where bfloat16 has steps of 0.5."""
+    policy = new_model()
+    head = torch.nn.Linear(16, 7)
+    head.weight.data.copy_(policy.lm_head.weight.data)
+    head.bias.data.fill_(-100.0)
+    policy.lm_head = head
+    for dtype in (torch.float32, torch.bfloat16):
+        assert len(check(policy, copy.deepcopy(policy), dtype=dtype)) == 2
 
 
 def test_a_reference_that_trains_along(check: Make, new_model: Make) -> None:
@@ -54,7 +73,7 @@ def test_a_reference_that_trains_along(check: Make, new_model: Make) -> None:
 def test_a_reference_that_is_not_the_start(check: Make, new_model: Make) -> None:
     with pytest.raises(GuardStop, match="exact KL"):
         check(new_model(seed=1), new_model(seed=2))
-    check(new_model(seed=1), new_model(seed=2), same_start=False)
+    check(new_model(seed=1), new_model(seed=2), initial=False)
 
 
 def test_weights_that_are_not_numbers(check: Make, new_model: Make) -> None:
@@ -63,34 +82,34 @@ def test_weights_that_are_not_numbers(check: Make, new_model: Make) -> None:
     with torch.no_grad():
         broken.transformer.ln_f.weight.fill_(torch.nan)
     with pytest.raises(GuardStop, match="not finite"):
-        check(policy, broken, same_start=False)
+        check(policy, broken, initial=False)
 
 
-class IgnoresPadding(nn.Module):
+class IgnoresPadding(TransformersLM):
     """A model that reads padding as text, as one without attention masks would."""
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner, self.config = inner, inner.config
-
-    def get_output_embeddings(self) -> Any:
-        return self.inner.get_output_embeddings()
-
-    def forward(self, **arguments: Any) -> Any:
-        arguments["attention_mask"] = torch.ones_like(arguments["attention_mask"])
-        return self.inner(**arguments)
+    def step(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
+        return super().step(ids, torch.ones_like(mask), positions, cache)
 
 
-class IgnoresPositions(IgnoresPadding):
+class IgnoresPositions(TransformersLM):
     """A model that counts positions from the padding on."""
 
-    def forward(self, **arguments: Any) -> Any:
-        arguments.pop("position_ids", None)
-        return self.inner(**arguments)
+    def step(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
+        end = mask.shape[1]
+        return super().step(ids, mask, torch.arange(end - ids.shape[1], end).expand_as(ids), cache)
 
 
-@pytest.mark.parametrize("kind", [IgnoresPadding, IgnoresPositions])
-def test_a_model_that_padding_confuses(check: Make, new_model: Make, kind: type[nn.Module]) -> None:
+class IgnoresItsCache(TransformersLM):
+    """A model that begins anew with every token."""
+
+    def step(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
+        hidden, new = super().step(ids, mask if cache is None else mask[:, -1:], positions, None)
+        return hidden, new if cache is None else cache
+
+
+@pytest.mark.parametrize("lm", [IgnoresPadding, IgnoresPositions, IgnoresItsCache])
+def test_a_model_that_samples_otherwise_than_it_reads(check: Make, new_model: Make, lm: type[TransformersLM]) -> None:
     policy = new_model()
     with pytest.raises(GuardStop, match="padding"):
-        check(kind(policy), kind(copy.deepcopy(policy)))
+        check(policy, copy.deepcopy(policy), lm=lm)

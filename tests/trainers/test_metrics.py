@@ -1,37 +1,52 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.run.alerts import KLAlerts
-from rlhf_kl.trainers.metrics import Gathered, rollout_metrics, token_mean_stderr
+from rlhf_kl.trainers.guards import NonFiniteRollout
+from rlhf_kl.trainers.metrics import failed_row, rollout_metrics, token_mean_stderr, update_row
+from rlhf_kl.types import RolloutBatch
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 KL = torch.tensor([[0.1, 0.3, 9.0], [0.5, 9.0, 9.0]])
-BATCH = Gathered(
-    exact_kl=KL,
+IDS = torch.zeros(2, 3, dtype=torch.long)
+BATCH = RolloutBatch(
+    prompt_ids=IDS,
+    prompt_mask=MASK,
+    response_ids=IDS,
+    mask=MASK,
     logprobs=torch.tensor([[-1.0, -2.0, 0.0], [-1.0, 0.0, 0.0]]),
     ref_logprobs=torch.tensor([[-1.5, -1.0, 0.0], [-3.0, 0.0, 0.0]]),
+    exact_kl=KL,
     entropy=torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]),
-    mask=MASK,
+    values=torch.zeros(2, 3),
     scores=torch.tensor([1.0, 3.0]),
     shaped_scores=torch.tensor([0.5, 1.5]),
-    gold=torch.tensor([2.0, 4.0]),
     ended=torch.tensor([True, False]),
+    prompts=["a", "b"],
+    responses=["c", "d"],
+    score_terms={"length": torch.tensor([0.25, 0.75])},
+    penalties={"missing_eos": torch.tensor([0.0, 1.0])},
 )
 
 
+def config(target: float = 0.1, unit: str = "token") -> TrainConfig:
+    return TrainConfig.model_validate({"kl": {"target": target, "unit": unit, "ceiling": None}})
+
+
 def test_a_batch_worked_by_hand() -> None:
-    row = rollout_metrics(BATCH, coef=0.5, target=0.1, unit="token")
+    row = rollout_metrics(BATCH, 0.5, config())
     wanted: dict[str, Any] = {
         "objective/scores": 2.0,
         "objective/scores_std": 1.0,
         "objective/scores_shaped": 1.0,
-        "objective/gold": 3.0,
         "objective/rlhf_reward": 1.0 - 0.5 * 0.45,
         "kl/token": 0.3,  # (0.1 + 0.3 + 0.5) / 3 tokens
         "kl/exact": 0.3,
@@ -47,6 +62,8 @@ def test_a_batch_worked_by_hand() -> None:
         "policy/entropy": 2.0,
         "rollout/response_length": 1.5,
         "rollout/eos_rate": 0.5,
+        "reward/length": 0.5,
+        "penalty/missing_eos": 0.5,
     }
     for key, value in wanted.items():
         assert row[key] == pytest.approx(value, rel=1e-5), key
@@ -54,8 +71,7 @@ def test_a_batch_worked_by_hand() -> None:
 
 
 def test_the_error_is_in_the_targets_unit() -> None:
-    assert rollout_metrics(BATCH, 0.5, 0.9, "sequence")["kl/error"] == pytest.approx(-0.5)
-    assert rollout_metrics(BATCH, 0.5, None, "token")["kl/error"] is None
+    assert rollout_metrics(BATCH, 0.5, config(0.9, "sequence"))["kl/error"] == pytest.approx(-0.5)
 
 
 def test_padding_counts_for_nothing_whatever_it_holds() -> None:
@@ -63,17 +79,13 @@ def test_padding_counts_for_nothing_whatever_it_holds() -> None:
         name: torch.where(MASK, getattr(BATCH, name), torch.nan)
         for name in ("exact_kl", "logprobs", "ref_logprobs", "entropy")
     }
-    assert rollout_metrics(replace(BATCH, **dirty), 0.5, 0.1, "token") == rollout_metrics(BATCH, 0.5, 0.1, "token")
-
-
-def test_without_a_gold_scorer_there_is_none() -> None:
-    assert rollout_metrics(replace(BATCH, gold=None), 0.5, 0.1, "token")["objective/gold"] is None
+    assert rollout_metrics(replace(BATCH, **dirty), 0.5, config()) == rollout_metrics(BATCH, 0.5, config())
 
 
 def test_the_share_of_the_kl_term() -> None:
-    assert rollout_metrics(BATCH, 0.0, 0.1, "token")["objective/kl_share"] == 0.0
+    assert rollout_metrics(BATCH, 0.0, config())["objective/kl_share"] == 0.0
     # beta * sequence KL = 1.0 beside a score of 1.0
-    assert rollout_metrics(BATCH, 1 / 0.45, 0.1, "token")["objective/kl_share"] == pytest.approx(0.5)
+    assert rollout_metrics(BATCH, 1 / 0.45, config())["objective/kl_share"] == pytest.approx(0.5)
 
 
 def test_the_standard_error_of_equal_lengths_is_the_textbooks() -> None:
@@ -97,13 +109,26 @@ def test_the_standard_error_is_the_spread_of_repeated_means() -> None:
 
 
 def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> None:
-    fields = {name: value[:1] for name, value in vars(BATCH).items()}
-    row = rollout_metrics(Gathered(**fields), 0.5, 0.1, "token")
+    alone = {name: value[:1] for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor | list)}
+    row = rollout_metrics(replace(BATCH, **alone, score_terms={}, penalties={}), 0.5, config())
     assert row["kl/k1"] < 0 < row["kl/exact"]
     assert {key: row[key] for key in row if key.endswith("_stderr")} == dict.fromkeys(
         ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")
     )
     assert KLAlerts(None)(row) == []
+
+
+def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: Callable[..., Any]) -> None:
+    """A NaN where nothing was trained; beta stays."""
+    trainer = make_trainer()
+    update = trainer.update(1)
+    row = update_row(update, trainer.config)
+    failed = failed_row(NonFiniteRollout("a score", update.rollout), 0.3, trainer.config)
+    assert failed.keys() == row.keys()
+    unknown = {key for key, value in failed.items() if isinstance(value, float) and math.isnan(value)}
+    assert unknown == {*update.losses, "kl/after_update"}
+    assert (failed["kl/coef"], failed["kl/coef_next"], failed["kl/backtrack_factor"]) == (0.3, 0.3, 1.0)
+    assert failed["kl/token"] == row["kl/token"]
 
 
 def test_one_response_has_a_finite_error() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.rollout.collect import assemble, measure
-from rlhf_kl.rollout.sampling import Sampled
+from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.rollout.collect import Responses
+from rlhf_kl.trainers.objectives import ppo_targets
 from rlhf_kl.trainers.ppo import PPOTrainer
-from rlhf_kl.types import PromptBatch, RolloutBatch
+from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled
 
 Make = Callable[..., Any]
 BETA, TEMPERATURE, EOS = 0.7, 0.8, 2
@@ -33,7 +34,7 @@ def every_response(length: int) -> Sampled:
         ]
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows])
-    return Sampled(ids, mask, torch.tensor([row[-1] == EOS for row in rows]))
+    return Sampled(ids, mask, torch.tensor([row[-1] == EOS for row in rows]), torch.zeros(ids.shape))
 
 
 def log_p(model: Any, sampled: Sampled) -> Tensor:
@@ -49,19 +50,20 @@ class Case:
 
     def __init__(self, make_trainer: Make, new_model: Make, length: int, ppo: dict[str, Any], **kl: Any) -> None:
         self.policy, self.reference = new_model(seed=1, spread=0.25), new_model(seed=2, spread=0.25)
+        self.sampled = every_response(length)
+        rows = len(self.sampled.ids)
+        self.scores = 2 * torch.randn(rows, generator=torch.Generator().manual_seed(5))
         self.trainer: PPOTrainer = make_trainer(
             policy=self.policy,
             reference=self.reference,
+            reward=lambda prompts, responses: self.scores.tolist(),
+            shaping=ScoreShaping(),
             rollout={"temperature": TEMPERATURE, "max_new_tokens": length},
             ppo={"lam": 1.0, "gamma": 1.0, "vf_coef": 0.0} | ppo,
             kl=kl,
         )
-        self.sampled = every_response(length)
-        rows = len(self.sampled.ids)
-        self.scores = 2 * torch.randn(rows, generator=torch.Generator().manual_seed(5))
         prompts = PromptBatch(["ab"] * rows, torch.tensor([PROMPT] * rows), torch.ones(rows, 3).bool())
-        measured = measure(self.trainer.core, self.reference, prompts, self.sampled, TEMPERATURE)
-        self.rollout: RolloutBatch = assemble(prompts, self.sampled, measured, self.scores, self.scores)
+        self.rollout: RolloutBatch = self.trainer.rollouts.assess(Responses(prompts, self.sampled, ["a"] * rows))
 
     def gradient(self, total: Tensor) -> Tensor:
         parameters = list(self.policy.parameters())
@@ -72,9 +74,9 @@ class Case:
         """Expected gradient of the trainer's loss."""
         p = log_p(self.policy, self.sampled).exp().detach()
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
-        targets = self.trainer.targets(self.rollout, BETA)
+        targets = ppo_targets(self.rollout, BETA, self.trainer.config, self.trainer.processes.sum)
         layout = self.rollout.layout
-        losses = [self.trainer.losses(self.rollout, targets, layout.pack([row]), 1)[0] for row in range(len(p))]
+        losses = [self.trainer.losses(self.rollout, targets, layout.pack([row])).policy for row in range(len(p))]
         return self.gradient((p * torch.stack(losses)).sum())
 
     def true(self, beta: float = BETA, scores: float = 1.0) -> Tensor:

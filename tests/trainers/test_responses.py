@@ -10,6 +10,7 @@ import torch
 from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.texts import Example
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.trainers.responses import ResponseObjective
 
 Make = Callable[..., Any]
@@ -19,7 +20,7 @@ EXAMPLES = [Example("ab", "cd"), Example("d", "abc"), Example("cc", "")]
 def test_only_the_response_and_its_eos_are_learned(new_model: Make, letters: Any) -> None:
     """transformers computes the same where the prompt's labels are -100."""
     model = new_model()
-    objective = ResponseObjective(model, letters, EXAMPLES, 32, [2])
+    objective = ResponseObjective(TransformersLM(model), letters, EXAMPLES, 32, [2])
     assert objective.rows == [[1, 3, 4, 5, 6, 2], [1, 6, 3, 4, 5, 2], [1, 5, 5, 2]]
     assert [objective.weight(i) for i in range(3)] == [3.0, 4.0, 1.0]
     for i, row in enumerate(objective.rows):
@@ -33,11 +34,11 @@ def test_only_the_response_and_its_eos_are_learned(new_model: Make, letters: Any
 
 def test_a_prompt_that_fills_the_context_is_left_out_and_a_long_response_cut(new_model: Make, letters: Any) -> None:
     rows = [Example("abcd", "a"), Example("ab", "cdcd"), Example("a", "b")]
-    objective = ResponseObjective(new_model(context=5), letters, rows, 5, [2])
+    objective = ResponseObjective(TransformersLM(new_model(context=5)), letters, rows, 5, [2])
     assert objective.rows == [[1, 3, 4, 5, 6], [1, 3, 4, 2]]
     assert (objective.left_out, objective.truncated) == (1, 1)
     with pytest.raises(InputError, match="fill the context of 5"):
-        ResponseObjective(new_model(context=5), letters, rows[:1], 5, [2])
+        ResponseObjective(TransformersLM(new_model(context=5)), letters, rows[:1], 5, [2])
 
 
 def test_a_turn_of_a_chat_ends_with_its_first_eos(new_model: Make, letters: Any) -> None:
@@ -45,7 +46,7 @@ def test_a_turn_of_a_chat_ends_with_its_first_eos(new_model: Make, letters: Any)
     chatty.chat_template = (
         "{% for m in messages %}{{ m['content'] }}<eos>d{% endfor %}{% if add_generation_prompt %}c{% endif %}"
     )
-    objective = ResponseObjective(new_model(), chatty, [Example("a", "b")], 32, [2], chat=True)
+    objective = ResponseObjective(TransformersLM(new_model()), chatty, [Example("a", "b")], 32, [2], chat=True)
     # What the template writes behind a turn's end is not learned; where its answer does not go on from its prompt
     # (it leaves out the c here), the response follows the prompt as a rollout has it.
     assert objective.rows == [[1, 3, 2, 6, 5, 4, 2]]
@@ -56,7 +57,7 @@ def test_of_several_turns_the_last_answer_is_learned(new_model: Make, letters: A
     chatty = copy.deepcopy(letters)
     chatty.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
     said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
-    objective = ResponseObjective(new_model(), chatty, [Example(said, "d")], 32, [2], chat=True)
+    objective = ResponseObjective(TransformersLM(new_model()), chatty, [Example(said, "d")], 32, [2], chat=True)
     assert objective.rows == [[1, 3, 2, 4, 2, 5, 2, 6, 2]]
     assert objective.starts == [7]
 
@@ -68,6 +69,8 @@ def test_the_prompts_tokens_are_those_of_a_rollout(new_model: Make) -> None:
 
     tokenizer = train_tokenizer(["abab abab"] * 50, 270, 32)
     assert len(encode(tokenizer, "abab", bos=False)) < 4  # "ab" is one token
-    objective = ResponseObjective(new_model(), tokenizer, [Example("a", "b")], 32, [tokenizer.eos_token_id])
+    objective = ResponseObjective(
+        TransformersLM(new_model()), tokenizer, [Example("a", "b")], 32, [tokenizer.eos_token_id]
+    )
     assert objective.rows[0][: objective.starts[0]] == encode(tokenizer, "a")
     assert tokenizer.decode(objective.rows[0][objective.starts[0] : -1]) == "b"

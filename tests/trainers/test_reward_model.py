@@ -13,7 +13,7 @@ from rlhf_kl.config.schema import RewardModelSection
 from rlhf_kl.data.texts import Pair
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.reward_functions import RewardModel
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.trainers.reward_figures import pair_figures
 from rlhf_kl.trainers.reward_model import PairObjective, initialise_head
 from rlhf_kl.trainers.supervised import SupervisedTrainer

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf_kl.config.schema import SFTSection
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.trainers.sft import TextObjective
 from rlhf_kl.trainers.supervised import SupervisedTrainer
 
@@ -20,7 +21,7 @@ def make(new_model: Make, letters: Any) -> Make:
     def make(texts: list[str] = TEXTS, seed: int = 0, **settings: Any) -> SupervisedTrainer:
         model = new_model(spread=0.1)
         section = SFTSection.model_validate({"batch_size": 4, "microbatch_size": 2} | settings)
-        return SupervisedTrainer(model, TextObjective(model, letters, texts, 32), section, seed)
+        return SupervisedTrainer(model, TextObjective(TransformersLM(model), letters, texts, 32), section, seed)
 
     return make
 

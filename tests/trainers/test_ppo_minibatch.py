@@ -1,0 +1,170 @@
+"""One minibatch of the loop: what its gradient may depend on, and how much memory it takes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_kl.trainers.metrics import update_row
+from rlhf_kl.trainers.objectives import Targets, ppo_targets
+from rlhf_kl.trainers.ppo import PPOTrainer
+from rlhf_kl.types import RolloutBatch
+
+Make = Callable[..., Any]
+
+
+def weights(module: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def plain_sgd(modules: Any) -> Any:
+    """A step of size 1 along the gradient: what moved is the gradient itself."""
+    return torch.optim.SGD(modules.parameters(), lr=1.0)
+
+
+Rolled = tuple[PPOTrainer, RolloutBatch, Targets]
+
+
+@pytest.fixture
+def rolled(make_trainer: Make) -> Callable[..., Rolled]:
+    """A trainer, a rollout with responses of unequal length, and targets; nothing trained yet."""
+
+    def make(**ppo: Any) -> Rolled:
+        trainer: PPOTrainer = make_trainer(
+            optimizer=plain_sgd,
+            ppo={"max_grad_norm": 1e9, "learning_rate": 1.0, "vf_coef": 1.0} | ppo,
+            kl={"placement": "rao_blackwell", "estimator": "exact"},
+        )
+        before = copy.deepcopy(trainer.model.modules.state_dict())
+        rollout = trainer.update(1).rollout
+        trainer.model.modules.load_state_dict(before)
+        assert len(set(rollout.lengths.tolist())) > 3
+        return trainer, rollout, ppo_targets(rollout, 0.5, trainer.config, trainer.processes.sum)
+
+    return make
+
+
+def step_taken(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, rows: Tensor) -> Tensor:
+    """The gradient of a minibatch; the trainer is put back."""
+    modules = trainer.model.modules
+    before, start = copy.deepcopy(modules.state_dict()), weights(modules)
+    trainer.minibatch(rollout, targets, rows, 1)
+    moved = start - weights(modules)
+    modules.load_state_dict(before)
+    return moved
+
+
+def test_the_size_of_a_microbatch_is_no_part_of_the_result(rolled: Make) -> None:
+    rows = torch.arange(16)
+    found = []
+    for size in (16, 8, 1):
+        trainer, rollout, targets = rolled(microbatch_size=size)
+        found.append(step_taken(trainer, rollout, targets, rows))
+    assert float(found[0].norm()) > 0.01
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_passes_of_their_own_size_have_room_and_change_nothing(rolled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(16)
+    whole: list[Any] = []
+    narrow: list[Any] = []
+    for room, passes in ((1 << 30, whole), (4 * 60 * 1000, narrow)):
+        monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": room})
+        monkeypatch.setattr("rlhf_kl.models.activations.kept_per_token", lambda _model: 1000)
+        monkeypatch.setattr("rlhf_kl.models.activations.parameter_count", lambda _model: 0)
+        trainer, rollout, targets = rolled(microbatch_size=None)
+        sizes = [packed.ids.numel() for packed in trainer.training_passes(rollout, rows, 16)]
+        passes += [sizes, step_taken(trainer, rollout, targets, rows)]
+    sizes, narrow_sizes = whole[0], narrow[0]
+    assert max(narrow_sizes) <= 60 < sum(sizes)
+    assert len(sizes) < len(narrow_sizes)
+    torch.testing.assert_close(narrow[1], whole[1], rtol=1e-3, atol=1e-5)
+
+
+def test_a_token_counts_the_same_in_every_row(rolled: Make) -> None:
+    """The gradient of two rows is theirs weighted by length, and not the mean of their means."""
+    trainer, rollout, targets = rolled(microbatch_size=1)
+    lengths = rollout.lengths
+    short, long = int(lengths.argmin()), int(lengths.argmax())
+    a, b = float(lengths[short]), float(lengths[long])
+    assert b >= 3 * a
+    one, other, both = (
+        step_taken(trainer, rollout, targets, torch.tensor(rows)) for rows in ([short], [long], [short, long])
+    )
+    torch.testing.assert_close(both, (a * one + b * other) / (a + b), rtol=1e-3, atol=1e-5)
+
+
+def test_the_order_of_rows_is_no_part_of_the_result(rolled: Make) -> None:
+    trainer, rollout, targets = rolled()
+    straight = step_taken(trainer, rollout, targets, torch.arange(16))
+    turned = step_taken(trainer, rollout, targets, torch.arange(16).flip(0))
+    torch.testing.assert_close(turned, straight, rtol=1e-3, atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(rolled: Make) -> None:
+    trainer, rollout, targets = rolled()
+    before = weights(trainer.model.modules)
+    bad = replace(targets, returns=torch.full_like(targets.returns, torch.nan))
+    _, _, norm = trainer.minibatch(rollout, bad, torch.arange(16), 1)
+    assert not math.isfinite(norm)
+    assert torch.equal(weights(trainer.model.modules), before)
+    _, _, norm = trainer.minibatch(rollout, targets, torch.arange(16), 1)
+    assert math.isfinite(norm)  # nothing of the bad gradient is left over
+
+
+def test_the_gradient_is_scaled_down_to_its_largest_norm(rolled: Make) -> None:
+    trainer, rollout, targets = rolled(max_grad_norm=0.01)
+    moved = step_taken(trainer, rollout, targets, torch.arange(16))
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+# ---- memory ----
+
+
+def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither sampling, nor measuring, nor training, nor the ceiling; and all of them give what they gave at once."""
+    kl = {"placement": "loss", "estimator": "exact", "target": 0.01, "ceiling": {"value": 0.02}}
+    rows = []
+    for elements in (1 << 24, 7 * 20):
+        monkeypatch.setattr("rlhf_kl.models.logits.LOGIT_ELEMENTS", {"cpu": elements})
+        trainer = make_trainer(kl=kl, ppo={"learning_rate": 1e-2})
+        sizes: list[int] = []
+        for model in (trainer.model.policy.module, trainer.reference.lm.module):
+            model.lm_head.register_forward_hook(lambda _head, _args, output, to=sizes: to.append(len(output)))
+        rows.append([update_row(trainer.update(step), trainer.config) for step in (1, 2)])
+    assert max(sizes) == 20
+    assert min(row["kl/backtrack_factor"] for row in rows[0]) < 1
+    for whole, chunked in zip(*rows, strict=True):
+        for name, number in whole.items():
+            if isinstance(number, float) and not name.startswith("policy/logratio"):
+                assert chunked[name] == pytest.approx(number, rel=1e-3, abs=1e-5, nan_ok=True), name
+
+
+@pytest.mark.parametrize(("elements", "kept"), [(1 << 24, 1), (7 * 20, 0)])
+def test_of_the_size_of_the_logits_training_keeps_at_most_one(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, elements: int, kept: int
+) -> None:
+    """In one chunk what the backward pass reads; in several, nothing: each is computed again."""
+    monkeypatch.setattr("rlhf_kl.models.logits.LOGIT_ELEMENTS", {"cpu": elements})
+    trainer = make_trainer()
+    rollout = trainer.update(1).rollout
+    packed = rollout.layout.pack(list(range(16)))
+    targets = ppo_targets(rollout, 0.1, trainer.config, trainer.processes.sum)
+    logits = min(elements, len(packed.states) * 7)
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        trainer.losses(rollout, targets, packed)
+    assert sum(size == logits for size in sizes.values()) == kept
