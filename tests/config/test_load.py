@@ -12,16 +12,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_kl.config import load
-from rlhf_kl.config.load import (
-    config_diff,
-    dump_config,
-    find_config,
-    json_schema,
-    load_any,
-    load_config,
-    shipped_configs,
-)
+from rlhf_kl.config.check import all_keys
+from rlhf_kl.config.load import config_diff, dump_config, json_schema, load_any, load_config
+from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.schema import MODELS, Kind, Section, SFTConfig, TrainConfig, section_of
 from rlhf_kl.errors import InputError
 
@@ -506,7 +499,7 @@ def test_the_json_schema_is_json_and_knows_extends(kind: Kind) -> None:
 
 # ---- whatever comes ----
 
-KEYS = sorted({part for model in MODELS.values() for key in load._all_keys(model) for part in key.split(".")})
+KEYS = sorted({part for model in MODELS.values() for key in all_keys(model) for part in key.split(".")})
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
     | st.sampled_from(["auto", "fixed", "pid", "model", "1.5x", "moderate", "builtin:reviews", "a.py:f"])
@@ -558,7 +551,7 @@ def test_every_key_refuses_what_no_key_can_be(kind: Kind, value: str, write: Wri
 def test_a_config_error_needs_no_torch(write: Write) -> None:
     file = write(text="ppo: {lerning_rate: 1}\n")
     code = (
-        "import sys\nfrom rlhf_kl.config import load_config\nfrom rlhf_kl.errors import InputError\n"
+        "import sys\nfrom rlhf_kl.config.load import load_config\nfrom rlhf_kl.errors import InputError\n"
         f"load_config('train', 'ppo_adaptive.yaml')\ntry: load_config('train', {str(file)!r})\n"
         "except InputError: pass\nelse: raise SystemExit('no error')\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules])"
