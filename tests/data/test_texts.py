@@ -13,7 +13,6 @@ from rlhf_kl.data.texts import (
     Example,
     Labelled,
     Pair,
-    common_beginning,
     read_examples,
     read_labels,
     read_pairs,
@@ -88,15 +87,15 @@ def test_texts_come_from_a_column_or_a_template() -> None:
     ],
 )
 def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str, Any]], expected: Any) -> None:
-    found = split_conversation(messages)
+    parts = split_conversation(messages)
     if expected is None or not isinstance(expected[0], list):
-        assert found == expected
-        assert found is None or not isinstance(found[0], Conversation)
+        assert parts == expected
+        assert parts is None or not isinstance(parts[0], Conversation)
         return
-    assert found is not None
-    assert isinstance(found[0], Conversation)
-    assert found[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
-    assert found[1] == expected[1]
+    assert parts is not None
+    assert isinstance(parts[0], Conversation)
+    assert parts[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
+    assert parts[1] == expected[1]
 
 
 def test_a_conversation_is_a_text_too() -> None:
@@ -109,9 +108,9 @@ def test_a_conversation_is_a_text_too() -> None:
 def test_prompts_of_several_turns_need_a_chat_template() -> None:
     rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
     assert read_prompts(rows, "p", None, "data.prompts", chat=False) == (["q", "why?"], 2)
-    found, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
-    assert (len(found), skipped) == (3, 1)
-    assert isinstance(found[2], Conversation)
+    items, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
+    assert (len(items), skipped) == (3, 1)
+    assert isinstance(items[2], Conversation)
     assert "none of 2 rows can be used: several turns" in problem(
         read_prompts, rows[2:], "p", None, "data.prompts", chat=False
     )
@@ -127,9 +126,9 @@ def test_examples_of_columns_and_of_conversations() -> None:
         {"p": [USER], "r": [ASSISTANT]},
         {"r": [SYSTEM, USER, ASSISTANT]},
     ]
-    found, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
-    assert [example.response for example in found] == ["a", "so."]
-    assert (len(found[0].prompt.messages), found[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
+    items, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
+    assert [example.response for example in items] == ["a", "so."]
+    assert (len(items[0].prompt.messages), items[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
     assert read_examples(several[:2], "p", "r", None, "data.texts") == ([Example("why?", "so.")], 1)
     assert read_examples(several[2:], None, "r", None, "data.texts", chat=True)[0][0].response == "so."
 
@@ -141,21 +140,17 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
     other = {"role": "user", "content": "how?"}
     longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
-    found, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
-    assert found == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
+    items, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
+    assert items == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
     assert skipped == 0
     assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
     assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", None, "data.pairs", chat=True)
-    whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}]
-    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == [Pair("Human: why? Assistant: ", "so.", "no.")]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "found"), [("abc", "abd", "ab"), ("ab", "abc", "ab"), ("x", "y", ""), ("", "a", "")]
-)
-def test_what_two_texts_begin_with(one: str, other: str, found: str) -> None:
-    assert common_beginning(one, other) == found
+    whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}, {"c": "x", "r": "y"}]
+    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == [
+        Pair("Human: why? Assistant: ", "so.", "no."),
+        Pair("", "x", "y"),
+    ]
 
 
 def test_labels_are_numbers() -> None:
