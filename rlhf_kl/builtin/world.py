@@ -1,4 +1,4 @@
-"""Which built-in worlds there are, what they consist of, and where they are kept."""
+"""The built-in worlds: their names, sizes and settings, and the keys of their parts in the cache."""
 
 from __future__ import annotations
 

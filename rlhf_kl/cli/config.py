@@ -12,7 +12,7 @@ from rlhf_kl.run.text import safe_text
 
 app = typer.Typer(help="Show, check or describe a config.")
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the name of one that comes along.")]
+File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the name of a shipped config.")]
 
 
 @app.command()
@@ -25,7 +25,7 @@ def show(file: File, sets: Set = None) -> None:
 
 @app.command()
 def validate(file: File, sets: Set = None) -> None:
-    """Check a config and list everything that is wrong with it."""
+    """Check a config and list all of its problems."""
     from rlhf_kl.config.compare import is_compare_config, load_compare
     from rlhf_kl.config.load import load_any
     from rlhf_kl.config.paths import find_config

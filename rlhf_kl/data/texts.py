@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -113,7 +113,8 @@ def read_pairs(
             return None
         (before, good), (_, bad) = one, other
         if before is None and prompt is None and template is None:
-            before = os.path.commonprefix([good, bad])
+            same = itertools.takewhile(lambda characters: len(set(characters)) == 1, zip(good, bad, strict=False))
+            before = good[: len(list(same))]
             good, bad = good[len(before) :], bad[len(before) :]
         text = _writable(_prompt_of(row, prompt, template, before, place), chat=chat)
         return None if text is None else Pair(text, good, bad)

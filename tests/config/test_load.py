@@ -97,7 +97,7 @@ def test_every_shipped_config_loads(path: Path) -> None:
     assert config.run.name == path.stem
 
 
-def test_the_shipped_runs_differ_where_they_say() -> None:
+def test_the_differences_of_the_shipped_runs() -> None:
     adaptive, static = (load_config("train", f"ppo_{name}.yaml") for name in ("adaptive", "static"))
     assert {line.split(":")[0] for line in config_diff(adaptive, static)} == {
         "run.name", "run.output_dir", "kl.controller.kind", "kl.controller.coef",
@@ -204,7 +204,7 @@ def test_set_reads_values_as_yaml(write: Write) -> None:
     assert config.kl.ceiling is None
 
 
-def test_a_set_that_is_none_is_named(write: Write) -> None:
+def test_a_set_that_is_none_is_listed(write: Write) -> None:
     bad = ["nonsense", "=1", "a..b=1", "kl.target=[1", ".".join(["a"] * 5000) + "=1"]
     lines = problems("run: {}\n", write, *bad)
     assert len(lines) == len(bad)
@@ -246,7 +246,7 @@ data: {prompts: missing.jsonl}
                 "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
             ],
         ),
-        # Nothing is said of a default that stands in for the wrong value.
+        # There is no line about a default that stands in for the wrong value.
         ("kl: {target: -1, ceiling: {value: 0.05}}", ["kl.target must be positive: -1"]),
         ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", ["ppo.minibatch_size must be a whole number: 'x'"]),
         ("kl: {controller: {kind: 5, coef: 0}}", ["kl.controller.kind must be text: 5"]),
@@ -254,11 +254,11 @@ data: {prompts: missing.jsonl}
         ("rollout: 5\nppo: {minibatch_size: 48}", ["rollout must be a mapping: 5"]),
     ],
 )
-def test_right_keys_that_disagree_are_told_beside_a_wrong_one(write: Write, text: str, lines: list[str]) -> None:
+def test_right_keys_that_disagree_are_listed_beside_a_wrong_one(write: Write, text: str, lines: list[str]) -> None:
     assert problems(text + "\n", write) == lines
 
 
-def test_a_set_that_cannot_be_read_is_told_with_the_rest(write: Write) -> None:
+def test_a_set_that_cannot_be_read_is_listed_with_the_rest(write: Write) -> None:
     assert problems("run: {seed: -1}\n", write, "foo", "kl.traget=1", "ppo.epochs=four") == [
         "--set 'foo': write section.key=value",
         "kl.traget: unknown key; did you mean kl.target?",
@@ -337,18 +337,27 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
             "policy: {model: builtin:review}",
             "policy.model: no built-in 'builtin:review'; did you mean builtin:reviews?",
         ),
+        (
+            "reward: {kind: sum, terms: {a: {model: builtin:review}}}",
+            "reward.terms.a.model: no built-in 'builtin:review'; did you mean builtin:reviews?",
+        ),
+        (
+            "reward: {kind: sum, label: good, terms: {a: {model: builtin:reviews}}}",
+            "reward.label is only read where reward.kind is model: 'good'",
+        ),
+        ("reward: {kind: sum, terms: {a: {kind: 'm:f', words: .inf}}}", None),
         ("policy: {model: ./nowhere}", "policy.model: no such file: ./nowhere"),
         ("policy: {model: ''}", "policy.model must be not empty: ''"),
     ],
 )  # fmt: skip
 def test_a_problem_names_the_key_the_value_and_what_was_expected(write: Write, text: str, line: str | None) -> None:
-    found = problems(text + "\n", write)
-    assert len(found) == 1
+    lines = problems(text + "\n", write)
+    assert len(lines) == 1
     if line is not None:
-        assert found == [line]
+        assert lines == [line]
 
 
-def test_a_config_of_another_command_says_so(write: Write) -> None:
+def test_a_config_of_another_command_is_refused(write: Write) -> None:
     with pytest.raises(InputError, match="config for `rlhf-kl train`, not for `rlhf-kl sft`"):
         load_config("sft", "ppo_adaptive.yaml")
     with pytest.raises(InputError, match="config for `rlhf-kl reward-model`"):
@@ -444,7 +453,7 @@ def test_a_parents_paths_are_its_own(write: Write, here: Path) -> None:
     assert config.kl.controller.kind == f"{here / 'sub/mine.py'}:LinearKL"
 
 
-def test_a_folder_named_like_a_kind_is_not_taken_for_it(write: Write, here: Path) -> None:
+def test_a_folder_named_like_a_kind_is_not_used(write: Write, here: Path) -> None:
     for name in ("model", "adaptive", "builtin:reviews"):
         (here / name).mkdir()
     config = load_config("train", write())
@@ -491,7 +500,7 @@ def test_a_diff_names_old_and_new(write: Write) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_json_schema_is_json_and_knows_extends(kind: Kind) -> None:
+def test_the_json_schema_is_json_with_extends(kind: Kind) -> None:
     schema = json.loads(json.dumps(json_schema(kind)))
     assert "extends" in schema["properties"]
     assert schema["additionalProperties"] is False

@@ -42,12 +42,12 @@ def test_a_template_takes_columns_by_name() -> None:
 
 
 @pytest.mark.parametrize("template", ["plain", "{", "{}", "{0.x}", "{a[b]}", "{a!r}", "{a:>9}", "{{a}}"])
-def test_what_is_no_template(template: str) -> None:
+def test_texts_that_are_no_templates(template: str) -> None:
     with pytest.raises(ValueError, match=r"column|brace|\{"):
         template_fields(template)
 
 
-def test_a_lone_brace_is_said_of_its_key() -> None:
+def test_a_lone_brace_is_a_problem_of_its_key() -> None:
     with pytest.raises(InputError, match=r"^data\.template is no template: Single '\{'"):
         load_config("train", "smoke.yaml", ["data.template='{'"])
 
@@ -99,10 +99,10 @@ def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str,
 
 
 def test_a_conversation_is_a_text_too() -> None:
-    said = Conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
-    assert said == "user: why?\n\nassistant: so.\n\nuser: no"
-    assert len({said, str(said)}) == 1
-    assert copy.deepcopy(said).messages == pickle.loads(pickle.dumps(said)).messages == said.messages
+    turns = Conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
+    assert turns == "user: why?\n\nassistant: so.\n\nuser: no"
+    assert len({turns, str(turns)}) == 1
+    assert copy.deepcopy(turns).messages == pickle.loads(pickle.dumps(turns)).messages == turns.messages
 
 
 def test_prompts_of_several_turns_need_a_chat_template() -> None:
