@@ -208,7 +208,7 @@ def _module_file(name: str) -> str:
 
 
 def _import_failure(source: str, error: BaseException, file: str) -> str:
-    """One line: what was imported, the exception, and the line of `file` (else of the last file)."""
+    """One line: the source, the exception, and the line of `file` (else of the last file)."""
     reason = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     if isinstance(error, SyntaxError) and error.lineno is not None:
         place = f"line {error.lineno}" if error.filename == file else f"{error.filename}:{error.lineno}"

@@ -68,7 +68,7 @@ class ParsedSentence:
     sentiment: float  # sum over clauses; a closing's is -0.5, 0 or 0.5
     text: str
     aspects: tuple[str, ...] = ()
-    emphasis: float = 0.0  # what its intensifiers would add
+    emphasis: float = 0.0  # of its intensifiers
     closing: bool = False
 
 

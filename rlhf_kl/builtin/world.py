@@ -18,7 +18,7 @@ PREFIX = "builtin:"
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """What a world is made of; the trainings are the shipped configs with these settings."""
+    """Sizes, seed and settings of a world; its trainings are the shipped configs with these settings."""
 
     name: str
     sizes: CorpusSizes = field(default_factory=CorpusSizes)

@@ -58,7 +58,7 @@ def load_compare(
     """Read and check a comparison.
 
     overrides: `--set` for every run; they win over the variants. output_dir: default runs/NAME-OF-THE-FILE.
-    seed: one seed instead of those of the file. Raises InputError with every problem found.
+    seed: one seed instead of those of the file. Raises InputError with every problem.
     """
     path = find_config(file)
     raw = read_yaml(path)

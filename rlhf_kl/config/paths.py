@@ -1,4 +1,4 @@
-"""Where configs are looked up, and what their values name on disk."""
+"""Looking up config files, and the files and folders that their values name."""
 
 from __future__ import annotations
 

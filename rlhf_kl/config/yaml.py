@@ -16,7 +16,7 @@ MAX_NODES = 50_000  # after aliases are followed: a few lines of anchors can sta
 MAX_DEPTH = 50
 
 _CORE = "tag:yaml.org,2002:"
-# Type -> what its texts look like, and their first characters. A text that fits two is of the first.
+# Type -> pattern of its texts, and their first characters. A text that fits two types is of the first.
 _PATTERNS = {
     "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the texts that `_Loader` would take for something else."""
+    """Quotes exactly the texts that `_Loader` would read as another type."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 -- none of YAML 1.1
 

@@ -25,7 +25,7 @@ Model = Any  # transformers models are untyped
 
 @dataclass(frozen=True)
 class Access:
-    """What loading a model may do that can run other people's code."""
+    """Permissions of loading a model that can run other people's code."""
 
     remote_code: bool = False
     pickle: bool = False
@@ -120,7 +120,7 @@ def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
     """
     with quiet_transformers():
         if hasattr(model, "peft_config"):
-            # The adapter alone; peft would look on the hub whether the vocabulary has grown.
+            # The adapter alone; otherwise peft compares the vocabulary with that on the hub.
             model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
             if getattr(model, "generation_config", None) is not None:  # a classifier has none
                 model.generation_config.save_pretrained(folder)

@@ -345,12 +345,11 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
             "reward: {kind: sum, label: good, terms: {a: {model: builtin:reviews}}}",
             "reward.label is only read where reward.kind is model: 'good'",
         ),
-        ("reward: {kind: sum, terms: {a: {kind: 'm:f', words: .inf}}}", None),
         ("policy: {model: ./nowhere}", "policy.model: no such file: ./nowhere"),
         ("policy: {model: ''}", "policy.model must be not empty: ''"),
     ],
 )  # fmt: skip
-def test_a_problem_names_the_key_the_value_and_what_was_expected(write: Write, text: str, line: str | None) -> None:
+def test_a_problem_names_the_key_the_value_and_the_expected_one(write: Write, text: str, line: str | None) -> None:
     lines = problems(text + "\n", write)
     assert len(lines) == 1
     if line is not None:

@@ -1,4 +1,4 @@
-"""The section `kl`: what a token pays, what moves beta, and the bound above."""
+"""The section `kl`: the penalty of a token, its controller, and the ceiling."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class CeilingSection(Section):
 
 class KLSection(Section):
     estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = "k1"
-    """What each token pays."""
+    """Estimator of the KL that each token pays for."""
     placement: Literal["reward", "loss", "rao_blackwell"] = "reward"
     """Where the KL enters; rao_blackwell takes the exact estimator only."""
     target: Positive | Literal["conservative", "moderate", "aggressive"] = 0.1
     """Nats in `unit`; or conservative (0.02), moderate (0.075), aggressive (0.15), per token only."""
     unit: Literal["token", "sequence"] = "token"
-    """What the target, the ceiling and the controller count in."""
+    """Unit of the target, the ceiling and the controller: nats per token or per sequence."""
     controller: ControllerSection = Field(default_factory=ControllerSection)
-    """What moves beta; a constant beta (kind fixed) only reports the target."""
+    """The law that moves beta; a constant beta (kind fixed) only reports the target."""
     ceiling: CeilingSection | None = Field(default_factory=CeilingSection)
     """A bound beyond the controller; null = none."""
 

@@ -36,9 +36,9 @@ class ScorerSection(Section):
     label: Name | None = None
     """Output of a classifier with several: its log-odds against the others are the score."""
     chat_template: bool | None = None
-    """Write prompt and response as turns in the reward model's chat template; null = as its folder says, else false."""
+    """Write prompt and response as turns in the reward model's chat template; null = as stored in its folder, else false."""
     append_eos: bool | None = None
-    """End the text with the reward model's EOS; null = as its folder says, else true."""
+    """End the text with the reward model's EOS; null = as stored in its folder, else true."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class ScorerSection(Section):
 
 class TermSection(ScorerSection):
     weight: float = 1.0
-    """What the term's raw score is multiplied by."""
+    """Factor of the term's raw score."""
 
 
 class RewardSection(ScorerSection):

@@ -37,13 +37,13 @@ class PolicySection(TunedSection):
     model: Source = "builtin:reviews"
     """Starting policy: a local folder, a hub id (owner/name, owner/name@revision), or builtin:NAME."""
     value: Literal["features", "head", "separate"] = "features"
-    """Value function: a small network on what the reference and the reward model make of a state, a head on the
+    """Value function: a small network on hidden states of the reference and the reward model, a head on the
     policy, or a model of its own that starts from the reward model."""
 
 
 class ReferenceSection(Section):
     model: OptionalSource = None
-    """What the KL is measured to; null = a frozen copy of the starting policy."""
+    """Model that the KL is measured to; null = a frozen copy of the starting policy."""
 
 
 class PromptsSection(Section):
