@@ -36,9 +36,9 @@ class ScorerSection(Section):
     label: Name | None = None
     """Output of a classifier with several: its log-odds against the others are the score."""
     chat_template: bool | None = None
-    """Write prompt and response as turns in the reward model's chat template; null = as stored in its folder, else false."""
+    """Write prompt and response in the reward model's chat template; null = as its folder has it, else false."""
     append_eos: bool | None = None
-    """End the text with the reward model's EOS; null = as stored in its folder, else true."""
+    """End the text with the reward model's EOS; null = as its folder has it, else true."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class PairsSection(Section):
     split: Name = "train"
     """Split of a hub id or folder, such as train or train[:1000]."""
     prompt_column: Name | None = "prompt"
-    """Column or key of the prompt; null = the common beginning of both responses, or the user's turn of a conversation."""
+    """Column or key of the prompt; null = the common beginning of the responses, or the user's turn of a chat."""
     chosen_column: Name = "chosen"
     """Column or key of the preferred response: text, or a conversation that ends with it."""
     rejected_column: Name = "rejected"
