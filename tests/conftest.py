@@ -20,6 +20,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
+    from rlhf_kl.types import PromptBatch
 
 REPOSITORY = Path(__file__).parent.parent
 LETTERS = "abcd"  # with pad, bos and eos a vocabulary of seven
@@ -122,24 +123,33 @@ def new_model(letters: Any) -> Callable[..., Any]:
     return make
 
 
-@pytest.fixture
-def compiler() -> None:
-    """Skips where there are no compiled functions."""
-    from rlhf_kl.kernels import build
+@pytest.fixture(scope="session")
+def prompts_of(letters: Any) -> Callable[..., PromptBatch]:
+    """`prompts_of("ab", "a")`: a left-padded batch."""
+    from rlhf_kl.models.text import encode, pad
+    from rlhf_kl.types import PromptBatch
 
-    if reason := build.missing():
-        pytest.skip(reason)
+    def make(*texts: str) -> PromptBatch:
+        ids, mask = pad([encode(letters, text) for text in texts], letters.pad_token_id, left=True)
+        return PromptBatch(list(texts), ids, mask)
+
+    return make
 
 
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without compiled functions: models that are first asked now do their own work for good."""
-    from rlhf_kl.models import compiled
-    from rlhf_kl.ops import logprobs
-    from rlhf_kl.rollout import sampling
+@pytest.fixture(scope="session")
+def own_logits() -> Callable[..., Any]:
+    """`own_logits(model, row)`: (tokens, V) of one unpadded text, by the model's own forward pass in float64."""
+    import copy
 
-    for module in (compiled, logprobs, sampling):
-        monkeypatch.setattr(module, "library", lambda: None)
+    import torch
+
+    def read(model: Any, row: Any) -> Any:
+        whole = copy.deepcopy(model).double()
+        ids = torch.as_tensor(row).unsqueeze(0)
+        with torch.no_grad():
+            return whole(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].double()
+
+    return read
 
 
 @pytest.fixture(scope="session")
@@ -239,9 +249,9 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         folder.mkdir(parents=True)
         settings = {**(config or {}), "run": {"name": name, **(config or {}).get("run", {})}}
         (folder / "config.yaml").write_text(dump_config(TrainConfig.model_validate(settings)))
-        for file, found in (("metrics.jsonl", rows), ("samples.jsonl", samples)):
-            if found is not None:
-                (folder / file).write_text("".join(json.dumps(row) + "\n" for row in found))
+        for file, records in (("metrics.jsonl", rows), ("samples.jsonl", samples)):
+            if records is not None:
+                (folder / file).write_text("".join(json.dumps(row) + "\n" for row in records))
         if summary is not None:
             (folder / "summary.json").write_text(json.dumps({"stopped_by": None, **summary}))
         return folder

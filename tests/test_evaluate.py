@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import distinct_n, perplexity, policy_figures, windows
-from rlhf_kl.models.actor_critic import ActorCritic
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
-from rlhf_kl.models.text import encode, pad
-from rlhf_kl.rollout.collect import Sampling, draw, response_texts
+from rlhf_kl.models.text import decode_responses, encode
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ["abcd", "a", "ddddcccc", "badc" * 6]
@@ -31,34 +31,34 @@ def nll(model: Any, ids: list[int], first: int = 1) -> float:
 
 def test_against_a_direct_computation(new_model: Make, letters: Any) -> None:
     model = new_model()
-    found = perplexity(model, letters, TEXTS)
+    result = perplexity(TransformersLM(model), letters, TEXTS)
     rows = [encode(letters, text) for text in TEXTS]  # bos in front, no eos
     total, tokens = sum(nll(model, row) for row in rows), sum(len(text) for text in TEXTS)
-    assert found.tokens == tokens
-    assert found.documents == 4
-    assert found.bytes == tokens  # one byte a letter
-    assert found.nats_per_token == pytest.approx(total / tokens, rel=1e-5)
-    assert found.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
-    assert found.bits_per_byte == pytest.approx(total / math.log(2) / tokens, rel=1e-5)
+    assert result.tokens == tokens
+    assert result.documents == 4
+    assert result.bytes == tokens  # one byte a letter
+    assert result.nats_per_token == pytest.approx(total / tokens, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert result.bits_per_byte == pytest.approx(total / math.log(2) / tokens, rel=1e-5)
 
 
 def test_bytes_are_those_of_utf8(new_model: Make, letters: Any) -> None:
-    assert perplexity(new_model(), letters, ["aé🙂"]).bytes == 1 + 2 + 4
+    assert perplexity(TransformersLM(new_model()), letters, ["aé🙂"]).bytes == 1 + 2 + 4
 
 
 def test_order_and_batches_change_nothing(new_model: Make, letters: Any) -> None:
     model = new_model()
-    whole = perplexity(model, letters, TEXTS)
+    whole = perplexity(TransformersLM(model), letters, TEXTS)
     for texts, rows in ((TEXTS[::-1], 32), (TEXTS, 1), (TEXTS, 3)):
-        found = perplexity(model, letters, texts, rows=rows)
-        assert found.nats_per_token == pytest.approx(whole.nats_per_token, rel=1e-6)
-        assert found.tokens == whole.tokens
+        result = perplexity(TransformersLM(model), letters, texts, rows=rows)
+        assert result.nats_per_token == pytest.approx(whole.nats_per_token, rel=1e-6)
+        assert result.tokens == whole.tokens
 
 
 def test_the_mean_is_over_tokens_and_not_over_documents(new_model: Make, letters: Any) -> None:
     model = new_model()
-    one, other = (perplexity(model, letters, [text]) for text in ("a", "badc" * 6))
-    both = perplexity(model, letters, ["a", "badc" * 6])
+    one, other = (perplexity(TransformersLM(model), letters, [text]) for text in ("a", "badc" * 6))
+    both = perplexity(TransformersLM(model), letters, ["a", "badc" * 6])
     assert both.nats_per_token == pytest.approx((one.nats_per_token + 24 * other.nats_per_token) / 25)
 
 
@@ -78,31 +78,31 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
     """Each later window starts half a window back and scores its second half."""
     model, text = new_model(context=8), "abcdbacdda"
     ids = encode(letters, text)  # 11 tokens
-    found = perplexity(model, letters, [text])
+    result = perplexity(TransformersLM(model), letters, [text])
     by_hand = nll(model, ids[0:8]) + nll(model, ids[4:11], first=4)
-    assert found.tokens == 10
-    assert found.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
-    assert perplexity(new_model(), letters, [text], window=8).tokens == 10
+    assert result.tokens == 10
+    assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
+    assert perplexity(TransformersLM(new_model()), letters, [text], window=8).tokens == 10
 
 
 def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:
     model = new_model()
-    written = perplexity(model, letters, ["<bos>abcd"])
-    assert written.nats_per_token == perplexity(model, letters, ["abcd"]).nats_per_token
+    written = perplexity(TransformersLM(model), letters, ["<bos>abcd"])
+    assert written.nats_per_token == perplexity(TransformersLM(model), letters, ["abcd"]).nats_per_token
     assert written.tokens == 4
 
 
 def test_empty_documents_count_for_nothing(new_model: Make, letters: Any) -> None:
     model = new_model()
-    beside, alone = (perplexity(model, letters, texts) for texts in (["", "abcd", ""], ["abcd"]))
+    beside, alone = (perplexity(TransformersLM(model), letters, texts) for texts in (["", "abcd", ""], ["abcd"]))
     assert beside.nats_per_token == alone.nats_per_token
     with pytest.raises(InputError, match="no document has a token"):
-        perplexity(model, letters, ["", ""])
+        perplexity(TransformersLM(model), letters, ["", ""])
 
 
 def test_progress_tells_of_every_window(new_model: Make, letters: Any) -> None:
     told: list[int] = []
-    perplexity(new_model(), letters, TEXTS, window=8, rows=2, advance=told.append)
+    perplexity(TransformersLM(new_model()), letters, TEXTS, window=8, rows=2, advance=told.append)
     assert sum(told) == sum(len(list(windows(encode(letters, text), 8))) for text in TEXTS)
 
 
@@ -120,29 +120,63 @@ def test_distinct_n(texts: list[str], n: int, share: float) -> None:
     assert distinct_n(texts, n) == pytest.approx(share)
 
 
-def test_figures_of_a_policy(new_model: Make, letters: Any) -> None:
-    policy, reference, texts = new_model(seed=3), new_model(seed=2), ["ab", "c", "dabc"] * 4
-    ids, mask = pad([encode(letters, text) for text in texts], 0, left=True)
-    prompts, sampling = PromptBatch(texts, ids, mask), Sampling(6, 1.0, [2], 0)
-    noise = uniforms(12, 6, 0, "x")
+def lengths(prompts: Any, responses: Any) -> list[float]:
+    return [float(len(response)) for response in responses]
 
-    def score(prompts: Any, responses: Any) -> list[float]:
-        return [float(len(response)) for response in responses]
 
-    arguments = (reference, prompts, noise, sampling, letters)
-    found = policy_figures(ActorCritic(policy), *arguments, score, score)
-    sampled = draw(policy, prompts, noise, sampling, "cpu")
-    letters_drawn = [len(text) for text in response_texts(letters, sampled)]
-    assert found.scores == pytest.approx(sum(letters_drawn) / 12)
-    assert found.gold == pytest.approx(found.scores)
-    assert found.length == pytest.approx(int(sampled.mask.sum()) / 12)
-    assert found.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
-    assert found.kl_sequence * 12 == pytest.approx(found.kl_token * int(sampled.mask.sum()))
-    assert found.kl_token > 0.01
-    same = policy_figures(ActorCritic(reference), *arguments)
-    assert same.kl_token == pytest.approx(0.0, abs=1e-5)
+@pytest.fixture
+def figures(new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch]) -> Make:
+    """`figures(reference=..., batch_size=...)` of one policy on twelve prompts."""
+
+    def make(policy: TransformersLM, reference: TransformersLM, seed: int = 0, **arguments: Any) -> Any:
+        prompts, sampling = prompts_of(*["ab", "c", "dabc"] * 4), Sampling(6, 1.0, [2], 0)
+        return policy_figures(policy, reference, prompts, seed, sampling, letters, **arguments)
+
+    return make
+
+
+def test_figures_of_a_policy(
+    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], figures: Make, own_logits: Make
+) -> None:
+    """Against each response of the same noise by itself, in float64."""
+    policy, reference = (TransformersLM(new_model(seed=seed)) for seed in (3, 2))
+    result = figures(policy, reference, reward=lengths, gold=lambda p, r: [2 * x for x in lengths(p, r)])
+    prompts = prompts_of(*["ab", "c", "dabc"] * 4)
+    sampled = policy.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
+    texts, tokens = decode_responses(letters, sampled.ids, sampled.mask), sampled.mask.sum(1).tolist()
+    kl = 0.0
+    for i, count in enumerate(tokens):
+        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])
+        pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (policy, reference))
+        kl += float(kl_divergence(*pair).sum())
+    assert result.kl_sequence == pytest.approx(kl / 12, rel=1e-4)
+    assert result.kl_token == pytest.approx(kl / sum(tokens), rel=1e-4)
+    assert result.scores == pytest.approx(sum(map(len, texts)) / 12)
+    assert result.gold == pytest.approx(2 * result.scores)
+    assert result.length == pytest.approx(sum(tokens) / 12)
+    assert result.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
+
+
+def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:
+    lm = TransformersLM(new_model(seed=2))
+    same = figures(lm, lm)
+    assert same.kl_token == pytest.approx(0.0, abs=1e-6)
     assert same.scores is None
     assert same.gold is None
+
+
+def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:
+    policy, reference = (TransformersLM(new_model(seed=seed)) for seed in (3, 2))
+    rows: list[int] = []
+    scorers = {"reward": lengths, "gold": lengths}
+    hook = policy.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    by_five = figures(policy, reference, **scorers, batch_size=5)
+    hook.remove()
+    assert rows[0] == 5
+    whole = figures(policy, reference, **scorers)
+    for name, value in vars(whole).items():
+        assert getattr(by_five, name) == pytest.approx(value, rel=1e-5), name
+    assert figures(policy, reference, **scorers, seed=1) != whole
 
 
 def test_a_real_model_on_real_stories(real_data: Path) -> None:
@@ -151,7 +185,7 @@ def test_a_real_model_on_real_stories(real_data: Path) -> None:
     stories = real_data / "data" / "tinystories-1000" / "stories.jsonl"
     lines = stories.read_text(encoding="utf-8").split("\n")[:200]
     texts = [json.loads(line)["text"] for line in lines]
-    found = perplexity(load_causal_lm(folder), load_tokenizer(folder), texts)
-    assert found.documents == 200
-    assert found.nats_per_token == pytest.approx(3.2278, rel=1e-3)
-    assert found.bits_per_byte == pytest.approx(1.1775, rel=1e-3)
+    result = perplexity(TransformersLM(load_causal_lm(folder)), load_tokenizer(folder), texts)
+    assert result.documents == 200
+    assert result.nats_per_token == pytest.approx(3.2278, rel=1e-3)
+    assert result.bits_per_byte == pytest.approx(1.1775, rel=1e-3)

@@ -24,10 +24,10 @@ print(keep_freed_memory(), plain, (faults(), faults())[1])
 
 def measured(**variables: str) -> list[str]:
     environment = {"PATH": "/usr/bin:/bin"} | variables
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", TAKE_AND_FREE], env=environment, capture_output=True, text=True, check=True
     )
-    return found.stdout.split()
+    return result.stdout.split()
 
 
 @glibc

@@ -54,3 +54,8 @@ def reserve(cache: Any, length: int) -> bool:
         return False
     cache.layers = [ReservedLayer(layer.keys, layer.values, length) for layer in cache.layers]
     return True
+
+
+def attends_to_everything(config: Any) -> bool:
+    """Whether every layer of a model looks at all tokens behind it, and at no window of them."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +10,27 @@ from torch import Tensor
 from rlhf_kl.models.cache import reserve
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
+from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
 
 STOP_TEST_EVERY = {"cpu": 1, "cuda": 4}  # steps; asking a GPU which rows are done makes it wait
 COMPACT_BELOW = 0.8  # share of unfinished rows at which the finished ones leave the batch
 
-Step = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]  # ids, mask, positions, cache -> hidden, cache
+
+class Decoder(Protocol):
+    """A model that is advanced token by token."""
+
+    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]:
+        """Hidden states (B, H) behind the prompts, the cache to go on from, and its mask."""
+        ...
+
+    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Hidden states (b, H) behind tokens (b, n), and the cache."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Logits:
+        """Logits at hidden states (b, H)."""
+        ...
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -32,24 +46,18 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return ids.squeeze(1), logp.gather(1, ids).squeeze(1)
 
 
-def decode(
-    step: Step,
-    logits: Callable[[Tensor], Logits],
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    noise: Tensor,
-    sampling: Sampling,
-) -> Sampled:
-    """Responses to left-padded prompts (B, P); a response ends with its first end-of-text token.
+def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Sampling) -> Sampled:
+    """Responses to prompts; a response ends with its first end-of-text token.
 
-    `step` advances the model by some tokens, `logits` reads its hidden states (b, H), `noise` (B, max_new_tokens)
-    decides the tokens. Results are trimmed to the longest response.
+    `noise` (B, max_new_tokens) decides the tokens. Results are trimmed to the longest response.
     """
-    device, limit = prompt_ids.device, sampling.max_new_tokens
-    width = prompt_ids.shape[1]
+    device, limit = prompts.ids.device, sampling.max_new_tokens
+    hidden, cache, mask = model.read_prompts(prompts)
+    width = mask.shape[1]
+    can_drop_rows = reserve(cache, width + limit)
     stops = torch.tensor(sampling.eos_ids, device=device)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
-    mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(prompt_ids), limit)], 1)
+    mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
     positions = position_ids(mask)
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # a step each: rows (b,) in the batch, tokens, log-probs
 
@@ -57,16 +65,14 @@ def decode(
         return pick_tokens(x, noise[at, column], sampling.temperature)
 
     # Of the rows that are still in the batch:
-    rows = tokens = torch.arange(len(prompt_ids), device=device)
+    rows = tokens = torch.arange(len(mask), device=device)
     alive = torch.ones_like(rows, dtype=torch.bool)
     noise = noise.to(device)
-    hidden, cache = _read_prompts(step, prompt_ids, prompt_mask, positions[:, :width])
-    can_drop_rows = reserve(cache, width + limit)
     for column in range(limit):
         if column:
             end = width + column
-            hidden, cache = step(tokens.unsqueeze(1), mask[:, :end], positions[:, end - 1 : end], cache)
-        tokens, logprobs = logits(hidden).map(pick)
+            hidden, cache = model.step(tokens.unsqueeze(1), mask[:, :end], positions[:, end - 1 : end], cache)
+        tokens, logprobs = model.logits(hidden).map(pick)
         drawn.append((rows, tokens, logprobs))
         if (column + 1) % test_every:
             continue
@@ -81,20 +87,7 @@ def decode(
             rows, alive, noise, tokens, mask, positions = (
                 x.index_select(0, kept) for x in (rows, alive, noise, tokens, mask, positions)
             )
-    return _until_stop(drawn, len(prompt_ids), stops, sampling.pad_id)
-
-
-def _read_prompts(step: Step, ids: Tensor, mask: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
-    """Hidden states (B, H) behind the prompts, and the cache; prompts that are the same are read once."""
-    keys = [tuple(row) for row in torch.where(mask, ids, -1).tolist()]
-    first: dict[tuple[int, ...], int] = {}
-    copies = torch.tensor([first.setdefault(key, len(first)) for key in keys], device=ids.device)
-    if len(first) == len(ids):
-        return step(ids, mask, positions, None)
-    once = torch.tensor([keys.index(key) for key in first], device=ids.device)
-    hidden, cache = step(ids[once], mask[once], positions[once], None)
-    cache.batch_select_indices(copies)
-    return hidden.index_select(0, copies), cache
+    return _until_stop(drawn, len(prompts.copies), stops, sampling.pad_id)
 
 
 def _until_stop(drawn: list[tuple[Tensor, Tensor, Tensor]], rows: int, stops: Tensor, pad_id: int) -> Sampled:

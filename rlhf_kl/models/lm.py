@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.cache import attends_to_everything
 from rlhf_kl.models.decoding import decode
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.recompute import recomputing
-from rlhf_kl.ops.packing import Packed
+from rlhf_kl.models.text import position_ids
+from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
@@ -91,13 +93,59 @@ class TransformersTrunk(nn.Module):
 
     def hidden(self, rows: Packed) -> Tensor:
         """Last hidden states (N, H) at the states of `rows`."""
-        with self.active(), self.precision(), recomputing(self.model):
+        with self.active(), self.precision():
+            states = self._read(rows.ids) if rows.prompts is None else self._read_behind(rows.prompts, rows.ids)
+        return states.flatten(0, 1).index_select(0, rows.states)
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """Hidden states (B, L, H) of rows that begin at column 0."""
+        with recomputing(self.model):
             # A mask of ones: some models guess one from the ids where none is given.
-            output = self.whole.base_model(
-                input_ids=rows.ids, attention_mask=torch.ones_like(rows.ids), use_cache=False
-            )
-        states: Tensor = output.last_hidden_state.flatten(0, 1)
-        return states.index_select(0, rows.states)
+            output = self.whole.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _read_behind(self, prompts: SharedPrompts, ids: Tensor) -> Tensor:
+        """Hidden states (B, T, H): of each row's prompt the last one, then those of its response tokens `ids`."""
+        last, cache, mask = self.read_prompts(prompts)
+        if not ids.shape[1]:
+            return last.unsqueeze(1)
+        mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
+        output = self.whole.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids(mask)[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return torch.cat([last.unsqueeze(1), output.last_hidden_state], 1)
+
+    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]:
+        """Hidden states (B, H) behind the prompts of the rows, the cache to go on from, and its mask (B, C + R).
+
+        What prompts have in common goes through the layers once; its keys and values are copied to the rows.
+        """
+        if not attends_to_everything(self.whole.config):
+            prompts = prompts.without_prefix()  # padding behind the prefix would count in a layer's window
+        cache, mask = None, prompts.mask
+        if len(prompts.prefix):
+            ids = prompts.prefix.unsqueeze(0)
+            whole = torch.ones_like(ids, dtype=torch.bool)
+            _, cache = self.step(ids, whole, position_ids(whole), None)
+            cache.batch_select_indices(torch.zeros(len(mask), dtype=torch.long, device=ids.device))
+            mask = torch.cat([whole.expand(len(mask), -1), mask], 1)
+        positions = position_ids(mask)[:, len(prompts.prefix) :]
+        hidden, cache = self.step(prompts.ids, mask, positions, cache)
+        if len(prompts.copies) > len(prompts.ids):
+            cache.batch_select_indices(prompts.copies)
+            hidden, mask = hidden[prompts.copies], mask[prompts.copies]
+        return hidden, cache, mask
+
+    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Hidden states (B, H) behind the last of `ids` (B, n), and the cache with the keys and values of all."""
+        output = self.whole.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        return output.last_hidden_state[:, -1], output.past_key_values
 
 
 class TransformersLM(TransformersTrunk):
@@ -128,14 +176,8 @@ class TransformersLM(TransformersTrunk):
         """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
         device = self.device
         with self.active(), self.precision():  # one context for all steps: the weights are converted once
-            return decode(self.step, self.logits, prompts.ids.to(device), prompts.mask.to(device), noise, sampling)
-
-    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Hidden states (B, H) behind the last of `ids` (B, n), and the cache with the keys and values of all."""
-        output = self.whole.base_model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        return output.last_hidden_state[:, -1], output.past_key_values
+            rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+            return decode(self, share_prompts(rows, device), noise, sampling)
 
 
 def final_logits(logits: Tensor, config: Any) -> Tensor:
@@ -153,7 +195,7 @@ def final_logits(logits: Tensor, config: Any) -> Tensor:
 def check_head(model: Any, what: str) -> None:
     """Compare the logits computed here with those of the model's own forward pass, on a small batch.
 
-    Errors: InputError where they differ, so that every figure would be wrong.
+    Errors: InputError where they differ, so that every figure would be wrong, and where there is no cache to sample by.
     """
     lm, device = TransformersLM(model), next(model.parameters()).device
     ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
@@ -161,6 +203,7 @@ def check_head(model: Any, what: str) -> None:
     states = torch.arange(12, device=device)
     try:
         ours = lm.states(Packed(ids, states, states, states), lambda logits, _: logits(slice(None)))
+        lm.step(ids, whole, position_ids(whole), None)
     except (AttributeError, TypeError) as error:
         raise InputError(f"{what}: a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.flatten(0, 1).float()

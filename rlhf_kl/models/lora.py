@@ -149,7 +149,7 @@ class AdapterReference(TransformersLM):
 
     def __init__(self, policy: Any, dtype: torch.dtype = torch.float32, *, keep_start: bool) -> None:
         super().__init__(policy, dtype, active=self._at_start)
-        self.keep_start, self.inside = keep_start, False
+        self.keep_start, self._switched = keep_start, False
         if keep_start:
             policy.add_adapter(KEPT, policy.peft_config[TRAINED])
             with torch.no_grad():
@@ -166,21 +166,23 @@ class AdapterReference(TransformersLM):
 
     @contextlib.contextmanager
     def _at_start(self) -> Iterator[None]:
-        if self.inside:  # peft's own switch would come back on at the end of an inner block
+        if self._switched:  # sampling reads the head within a context for all of its steps
             yield
             return
-        self.inside = True
+        self._switched = True
         try:
-            if self.keep_start:
-                self.model.set_adapter(KEPT)
+            with self._kept() if self.keep_start else self.model.disable_adapter():
                 yield
-            else:
-                with self.model.disable_adapter():
-                    yield
         finally:
-            self.inside = False
-            if self.keep_start:
-                self.model.set_adapter(TRAINED)
+            self._switched = False
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        self.model.set_adapter(KEPT)
+        try:
+            yield
+        finally:
+            self.model.set_adapter(TRAINED)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The tensors that it reads, none of which is trained."""

@@ -86,7 +86,7 @@ class _ExactKL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         logits, ref_logits = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        grads = [torch.empty_like(x) if want else None for x, want in zip(ctx.saved_tensors, wanted, strict=False)]
+        grads = [torch.empty_like(x) if want else None for x, want in zip((logits, ref_logits), wanted, strict=False)]
         for rows in _chunks(logits):
             logp, ref_logp = _chunk(logits, ref_logits, rows, ctx.temperature)
             p, gap = logp.exp(), (logp - ref_logp).masked_fill(logp == -torch.inf, 0.0)

@@ -6,7 +6,8 @@ behind its last token changes nothing. Only the states that a response token was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 # What a pass costs whatever its size, in tokens: as long as that is more, padding a row is cheaper.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
+WORTH_SHARING = 0.25  # share of a batch's tokens that must repeat another row's prompt
+KEYS_AND_VALUES = 4  # tokens of a copied prompt, which has keys and values only, that take the memory of one read
 
 
 def pass_overhead(device: torch.device) -> int:
@@ -28,6 +31,51 @@ class Packed(NamedTuple):
     states: Tensor  # (N,) long, into the B' * L positions: the state that each response token was drawn from
     places: Tensor  # (N,) long, into the B * T places of the whole batch's responses
     numbers: Tensor  # (N,) long: the same, counting the response tokens of the whole batch only
+    prompts: SharedPrompts | None = None  # where several rows have the same prompt; `ids` are then responses
+
+
+class SharedPrompts(NamedTuple):
+    """Prompts of which every different token is read once: what all begin with, then the rest of each different one.
+
+    In a pass that has them `states` count through a grid (B', T). Column t of it is the state that response token t
+    was drawn from: of token 0 the prompt's last one. The pass's `ids` (B', T - 1) are the response tokens.
+    """
+
+    prefix: Tensor  # (C,) long: what all prompts begin with
+    ids: Tensor  # (U, R) long: the rest of each different prompt, padded on the left
+    mask: Tensor  # (U, R) bool
+    copies: Tensor  # (B',) long: the prompt of each row
+
+    def without_prefix(self) -> SharedPrompts:
+        """The same, every different prompt whole."""
+        common, rest = len(self.prefix), self.ids.shape[1]
+        padding = rest - self.mask.sum(1, keepdim=True)
+        source = torch.arange(common + rest, device=self.ids.device) - padding  # place in a row without padding
+        columns = torch.where(source < common, source, source + padding).clamp_min(0)
+        ids = torch.cat([self.prefix.expand(len(self.ids), -1), self.ids], 1).gather(1, columns)
+        return SharedPrompts(self.prefix[:0], ids, source >= 0, self.copies)
+
+
+def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> SharedPrompts:
+    """The prompts of some rows, in the rows' order."""
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    common = common_tokens(number, device)
+    rests = [prompt[common:] for prompt in number]
+    width = max(map(len, rests))
+    return SharedPrompts(
+        torch.tensor(prompts[0][:common], dtype=torch.long, device=device),
+        torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests], device=device),
+        torch.tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests], device=device),
+        torch.tensor([number[prompt] for prompt in prompts], device=device),
+    )
+
+
+def common_tokens(prompts: Collection[tuple[int, ...]], device: torch.device) -> int:
+    """Tokens that different prompts all begin with, less than the shortest has; 0 where a pass of them is no gain."""
+    first, last = min(prompts), max(prompts)  # in the order of their tokens: all others lie between
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    common = min(same, min(map(len, prompts)) - 1)
+    return common if common * (len(prompts) - 1) > pass_overhead(device) else 0
 
 
 class Layout:
@@ -58,22 +106,73 @@ class Layout:
         columns = torch.arange(length)
         source = (self.prompt_width - prompts).unsqueeze(1) + columns
         source.clamp_max_(self.ids.shape[1] - 1)
-        owner = torch.repeat_interleave(torch.arange(len(picked)), responses)
-        place = torch.arange(len(owner)) - (responses.cumsum(0) - responses)[owner]
+        owner, place = _response_tokens(responses)
         states = owner * length + prompts[owner] + place - 1
         places = picked[owner] * (self.ids.shape[1] - self.prompt_width) + place
         numbers = self.first[picked][owner] + place
         ids = self.ids[picked.to(device)].gather(1, source.to(device))
         return Packed(ids, states.to(device), places.to(device), numbers.to(device))
 
-    def passes(
-        self, rows: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int | None = None
-    ) -> Iterator[Packed]:
-        """The rows in passes of near-equal length: see `group_lengths`."""
+    @cached_property
+    def prompt_tokens(self) -> list[tuple[int, ...]]:
+        """The prompt of each row."""
+        ids = self.ids[:, : self.prompt_width].tolist()
+        return [tuple(row[self.prompt_width - n :]) for row, n in zip(ids, self.prompts.tolist(), strict=True)]
+
+    def pack_shared(self, rows: Sequence[int]) -> Packed:
+        """These rows as one pass that reads what their prompts have in common once."""
+        picked, device = torch.as_tensor(rows), self.ids.device
+        responses = self.responses[picked]
+        length = int(responses.max())
+        owner, place = _response_tokens(responses)
+        states, places = owner * length + place, picked[owner] * self.response_ids.shape[1] + place
+        numbers = self.first[picked][owner] + place
+        ids = self.response_ids[picked.to(device), : length - 1]
+        prompts = share_prompts([self.prompt_tokens[row] for row in rows], device)
+        return Packed(ids, states.to(device), places.to(device), numbers.to(device), prompts)
+
+    def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, share: bool = True) -> Iterator[Packed]:
+        """The rows in passes of near-equal length: see `group_lengths`.
+
+        Where prompts have so much in common that reading it once spares enough, in passes that do (`share`).
+        """
+        if share and len(rows):
+            prompts = [self.prompt_tokens[row] for row in rows]
+            different = set(prompts)
+            common = common_tokens(different, self.ids.device)
+            read = common + sum(len(prompt) - common for prompt in different)
+            if sum(map(len, prompts)) - read > WORTH_SHARING * sum(self.lengths[row] for row in rows):
+                for group in self._by_prompt(rows, most_rows=most_rows, most_tokens=most_tokens):
+                    yield self.pack_shared(group)
+                return
         lengths = [self.lengths[row] for row in rows]
-        cost = pass_overhead(self.ids.device) if overhead is None else overhead
-        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=cost):
+        overhead = pass_overhead(self.ids.device)
+        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
             yield self.pack([rows[i] for i in group])
+
+    def _by_prompt(self, rows: Sequence[int], *, most_rows: int, most_tokens: int) -> Iterator[list[int]]:
+        """The rows in groups, those with the same prompt side by side."""
+        group: list[int] = []
+        for row in sorted(rows, key=lambda row: (self.prompt_tokens[row], int(self.responses[row]))):
+            if group and (len(group) >= most_rows or self._shared_tokens([*group, row]) > most_tokens):
+                yield group
+                group = []
+            group.append(row)
+        if group:
+            yield group
+
+    def _shared_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens that take the memory of a pass over these rows, keys and values of copied prompts included."""
+        prompts = {self.prompt_tokens[row] for row in rows}
+        common, width = common_tokens(prompts, self.ids.device), max(map(len, prompts))
+        each = int(self.responses[list(rows)].max()) + width // KEYS_AND_VALUES
+        return common + len(prompts) * (width - common) + len(rows) * each
+
+
+def _response_tokens(responses: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and place in its row (N,) of every response token, from the lengths (B,)."""
+    owner = torch.repeat_interleave(torch.arange(len(responses)), responses)
+    return owner, torch.arange(len(owner)) - (responses.cumsum(0) - responses)[owner]
 
 
 def text_layout(rows: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device) -> Layout:

@@ -101,7 +101,8 @@ class RewardModel:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        row = [1, 2, 3, 1]
+        pad_id = self.model.config.get_text_config().pad_token_id  # the classifier scores the last other token
+        row = [token for token in (1, 2, 3, 1) if token != pad_id]
         ids = torch.tensor([row], device=self.trunk.device)
         own = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
         ours = self._head(TransformersTrunk(self.model).hidden(pack_last([row], ids.device)))

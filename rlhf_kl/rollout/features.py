@@ -48,8 +48,9 @@ class StateFeatures:
 
 def _recall(layout: Layout, reward: RewardModel, states: Tensor) -> list[int]:
     """Fill in the `states` (tokens, H) of texts that were scored in the policy's tokens; returns the other rows."""
-    missing, ids = [], layout.ids.tolist()
-    for row, text in enumerate(reward.kept):
+    ids = layout.ids.tolist()
+    missing = list(range(len(reward.kept), len(ids)))
+    for row, text in enumerate(reward.kept[: len(ids)]):
         prompt, response = int(layout.prompts[row]), int(layout.responses[row])
         start, length = layout.prompt_width - prompt, layout.lengths[row]
         if text.ids[:length] != ids[row][start : start + length]:

@@ -181,7 +181,9 @@ class PPOTrainer:
             if self.config.policy.value == "separate":
                 trunks *= 2
             most = tokens_of_a_pass(trunks, device, self.config.run.dtype)
-        return rollout.layout.passes(rows.tolist(), most_rows=size, most_tokens=most)
+        # Layers that compute their activations again keep no keys and values that rows could share.
+        share = not self.config.policy.gradient_checkpointing
+        return rollout.layout.passes(rows.tolist(), most_rows=size, most_tokens=most, share=share)
 
     def fit_critic(
         self, features: StateFeatures, rollout: RolloutBatch, targets: Targets, step: int

@@ -18,7 +18,7 @@ def negative_log_likelihood(
 ) -> tuple[Tensor, int]:
     """Summed over the tokens of `rows` from `starts` (at least 1) on, in nats; and the number of these tokens."""
     layout = text_layout(rows, starts, lm.device)
-    (packed,) = layout.passes(range(len(rows)), most_rows=len(rows), most_tokens=1 << 40, overhead=1 << 40)
+    packed = layout.pack(range(len(rows)))
     ids = layout.response_ids.flatten()[packed.places]
 
     def nats(logits: Tensor, at: slice) -> tuple[Tensor]:

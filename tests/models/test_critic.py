@@ -12,10 +12,10 @@ def fit(critic: FeatureCritic, features: torch.Tensor, returns: torch.Tensor, up
     optimizer = adamw(critic, 1.0, 0.0, critic, 1e-3)
     set_learning_rate(optimizer, 1.0)  # the policy's: the critic keeps its own
     for step in range(updates):
-        found = fit_critic(
+        result = fit_critic(
             critic, optimizer, features, returns, epochs=10, seed=0, step=step, total=lambda summed: summed
         )
-    return found
+    return result
 
 
 def test_it_starts_at_the_mean_of_the_reference() -> None:

@@ -13,18 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_kl.models.actor_critic import ActorCritic, response_logits
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.decoding import pick_tokens
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.models.text import encode, pad
-from rlhf_kl.reward_functions import RewardModel
-from rlhf_kl.rollout.collect import Sampling, draw
-from rlhf_kl.rollout.sampling import pick_tokens
+from rlhf_kl.ops.packing import Layout, text_layout
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.reward_model import initialise_head
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, Sampling
 
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
 GATED = {**WIDE, "intermediate_size": 24, "num_key_value_heads": 1}
@@ -36,11 +37,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**GATED, "sliding_window": 4},
     "qwen2": GATED,
     "qwen3": {**GATED, "head_dim": 8},
-    "gemma2": {**GATED, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gemma2": {
+        **GATED,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 2.0,  # its logits reach that far
+    },
     "gemma3_text": {**GATED, "head_dim": 8, "sliding_window": 4},
     "phi": GATED,
     "phi3": {**GATED, "pad_token_id": 0},
+    "cohere": {**GATED, "logit_scale": 0.5},
+    "granite": {**GATED, "logits_scaling": 4.0},
 }
+WITHOUT_CLASSIFIER = ("cohere", "granite")
 TEXTS = ["abcd", "d", "bbcaab"]
 Folders = dict[str, Path]
 
@@ -72,8 +82,16 @@ def folder(request: pytest.FixtureRequest, folders: Folders) -> Path:
 def logits_of(model: Any, text: str = "abcd") -> torch.Tensor:
     ids = torch.tensor([[1, *("abcd".index(letter) + 3 for letter in text)]])
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    return found
+        result: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return result
+
+
+def read(lm: TransformersLM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
+    """Logits at all states of a text but the last."""
+    with torch.no_grad():
+        rows = text_layout([row], [1], torch.device("cpu")).pack([0])
+        result: torch.Tensor = lm.states(rows, lambda logits, _: logits(slice(None)))
+    return result
 
 
 def batch_of(letters: Any) -> PromptBatch:
@@ -81,25 +99,33 @@ def batch_of(letters: Any) -> PromptBatch:
     return PromptBatch(TEXTS, ids, mask)
 
 
-def test_padding_changes_no_log_prob_and_sampling_agrees_with_one_pass(folder: Path, letters: Any) -> None:
-    """Each token is the one that the whole text's logits give for the same random number."""
-    model, prompts = load_causal_lm(str(folder)), batch_of(letters)
-    sampling = Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2], pad_id=0)
+def test_sampling_and_passes_agree_with_its_own_float64_logits(folder: Path, letters: Any, own_logits: Any) -> None:
+    """Each token is the one that the bare text's logits give for the same random number."""
+    lm, prompts = TransformersLM(load_causal_lm(str(folder))), batch_of(letters)
     noise = uniforms(len(TEXTS), 8, 0, "noise")
-    sampled = draw(model, prompts, noise, sampling, "cpu")
-    ids, mask = torch.cat([prompts.ids, sampled.ids], 1), torch.cat([prompts.mask, sampled.mask], 1)
-    width = sampled.ids.shape[1]
+    sampled = lm.sample(prompts, noise, Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2], pad_id=0))
+    ids, lengths = torch.cat([prompts.ids, sampled.ids], 1), sampled.mask.sum(1)
+    layout = Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), lengths)
     with torch.no_grad():
-        padded = response_logits(model, ids, mask, width)
-        for i in range(len(TEXTS)):
-            length = int(sampled.mask[i].sum())
-            row = ids[i][mask[i]].unsqueeze(0)
-            alone = response_logits(model, row, torch.ones_like(row, dtype=torch.bool), length)[0]
-            torch.testing.assert_close(padded[i, :length], alone, rtol=1e-4, atol=1e-4)
-            chosen = pick_tokens(alone, noise[i, :length], 0.9)
-            assert chosen.tolist() == sampled.ids[i, :length].tolist()
-        unmasked = response_logits(model, ids, torch.ones_like(mask), width)
-        assert float((unmasked[1] - padded[1]).abs().max()) > 1e-2  # padding that is read would show
+        passed = lm.states(layout.pack(range(3)), lambda logits, _: logits(slice(None))).split(lengths.tolist())
+    for i, length in enumerate(lengths.tolist()):
+        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :length]])
+        own = own_logits(lm.model, row)[-length - 1 : -1]
+        torch.testing.assert_close(passed[i].double(), own, rtol=1e-4, atol=1e-4)
+        tokens, logprobs = pick_tokens(own, noise[i, :length], 0.9)
+        assert tokens.tolist() == sampled.ids[i, :length].tolist()
+        torch.testing.assert_close(sampled.logprobs[i, :length], logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite"])
+def test_what_comes_behind_the_head_is_part_of_the_logits(folders: Folders, name: str, own_logits: Any) -> None:
+    """A soft cap, a factor, a divisor: far from nothing in these models."""
+    model, row = load_causal_lm(str(folders[name])), (1, 3, 4, 5, 6)
+    with torch.no_grad():
+        bare = model.lm_head(model.base_model(input_ids=torch.tensor([row[:-1]])).last_hidden_state[0])
+    logits, own = read(TransformersLM(model), row), own_logits(model, row[:-1])
+    assert float((bare - own).abs().max()) > 0.3
+    torch.testing.assert_close(logits.double(), own, rtol=1e-4, atol=1e-4)
 
 
 def test_it_is_saved_as_it_is(folder: Path, letters: Any, tmp_path: Path) -> None:
@@ -109,35 +135,26 @@ def test_it_is_saved_as_it_is(folder: Path, letters: Any, tmp_path: Path) -> Non
 
 
 def test_an_adapter_that_is_off_is_the_start_and_merged_is_close(folder: Path, letters: Any, tmp_path: Path) -> None:
-    start = logits_of(load_causal_lm(str(folder)))
+    start = read(TransformersLM(load_causal_lm(str(folder))))
     base = load_causal_lm(str(folder))
     policy = add_adapter(base, r=2, alpha=4.0, target_modules=None, ref=str(folder), what="policy.lora", seed=1)
     reference = AdapterReference(policy, keep_start=False)
-    assert torch.equal(logits_of(policy), start)
+    assert torch.equal(read(TransformersLM(policy)), start)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    trained = logits_of(policy)
+    trained = read(TransformersLM(policy))
     assert float((trained - start).abs().max()) > 1e-2
-    assert torch.equal(logits_of(reference), start)
+    assert torch.equal(read(reference), start)
     save_model(policy, letters, tmp_path)
     again = load_adapter(load_causal_lm(str(folder)), tmp_path, "policy.model")
-    assert torch.equal(logits_of(again), trained)
-    kept = AdapterReference(again, keep_start=True)
-    with torch.no_grad():
-        for parameter in again.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    assert torch.equal(logits_of(kept), trained)
-    assert not torch.equal(logits_of(again), trained)
-    torch.testing.assert_close(logits_of(merge(policy)), trained, rtol=1e-3, atol=1e-3)
+    assert torch.equal(read(TransformersLM(again)), trained)
+    torch.testing.assert_close(read(TransformersLM(merge(policy))), trained, rtol=1e-3, atol=1e-3)
 
 
 def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> None:
-    ids = torch.tensor([[1, 3, 4, 5, 6], [1, 4, 0, 0, 0]])
-    mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
-    states = torch.tensor([1, 2, 3, 5])
+    rows = text_layout([[1, 3, 4, 5, 6], [1, 4]], [2, 1], torch.device("cpu")).pack([0, 1])
     gradients, calls = [], []
     for recompute in (False, True):
         model = load_causal_lm(str(folder))
@@ -146,8 +163,7 @@ def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> Non
         attention = next(module for name, module in model.named_modules() if name.endswith(("attn", "attention")))
         count = [0]
         attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        actor = ActorCritic(model)
-        actor(ids, mask, states).logits.float().square().sum().backward()
+        TransformersLM(model).states(rows, lambda logits, _: logits(slice(None))).square().sum().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         calls.append(count[0])
         assert not model.training
@@ -156,6 +172,7 @@ def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> Non
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("folder", [name for name in FAMILIES if name not in WITHOUT_CLASSIFIER], indirect=True)
 def test_its_reward_model_scores_the_last_token_and_is_saved_as_it_is(
     folder: Path, letters: Any, tmp_path: Path
 ) -> None:
@@ -167,7 +184,16 @@ def test_its_reward_model_scores_the_last_token_and_is_saved_as_it_is(
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-4)
     assert len({round(score, 3) for score in together}) == 3
     save_model(model, letters, tmp_path)
-    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]) == pytest.approx(together)
+    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]) == pytest.approx(
+        together, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", WITHOUT_CLASSIFIER)
+def test_a_family_without_a_classifier_is_refused_by_name(folders: Folders, letters: Any, name: str) -> None:
+    model = load_causal_lm(str(folders[name]))
+    with pytest.raises(InputError, match=f"has no sequence classifier for a {name.title()}ForCausalLM"):
+        classifier_from_lm(model, letters, "policy.model")
 
 
 PLAIN_TRANSFORMERS = """
@@ -175,13 +201,13 @@ import json, sys
 sys.modules["rlhf_kl"] = None  # as if it had never been installed
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-found = {}
+result = {}
 for folder in sys.argv[1:]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([[1, 3, 4, 5]])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
-    found[folder] = [made[0, 4:].tolist(), tokenizer.decode(made[0, 4:], skip_special_tokens=True)]
-print(json.dumps(found))
+    result[folder] = [made[0, 4:].tolist(), tokenizer.decode(made[0, 4:], skip_special_tokens=True)]
+print(json.dumps(result))
 """
 
 
@@ -201,13 +227,13 @@ def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any,
     outcome = subprocess.run(
         [sys.executable, "-c", PLAIN_TRANSFORMERS, *models], capture_output=True, text=True, check=True, timeout=240
     )
-    found = json.loads(outcome.stdout.splitlines()[-1])
+    result = json.loads(outcome.stdout.splitlines()[-1])
     prompt = PromptBatch(["abc"], torch.tensor([[1, 3, 4, 5]]), torch.ones(1, 4, dtype=torch.bool))
     sampling = Sampling(max_new_tokens=8, temperature=1e-6, eos_ids=[2], pad_id=0)  # all but greedy
     for folder, model in models.items():
-        sampled = draw(model, prompt, torch.full((1, 8), 0.5), sampling, "cpu")
+        sampled = TransformersLM(model).sample(prompt, torch.full((1, 8), 0.5), sampling)
         ids = sampled.ids[0][sampled.mask[0]].tolist()
-        assert found[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
+        assert result[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
 
 
 # ---- tied embeddings under either name ----
@@ -253,8 +279,6 @@ def test_the_real_model_is_the_same_as_shipped_and_saved_again(real_data: Path) 
 
 
 def problem_of(load: Callable[..., Any], folder: Path) -> str:
-    from rlhf_kl.errors import InputError
-
     with pytest.raises(InputError) as caught:
         load(str(folder), "policy.model")
     return str(caught.value)

@@ -188,6 +188,6 @@ def test_a_gelu_of_seven_operations_becomes_one(copied: Path, tmp_path: Path) ->
 def test_a_folder_without_a_tokenizer(copied: Path, gone: list[str]) -> None:
     for name in gone:
         (copied / name).unlink()
-    found = problem(load_tokenizer, copied)
-    assert "there is no tokenizer.json" in found
-    assert not found.endswith(":")
+    result = problem(load_tokenizer, copied)
+    assert "there is no tokenizer.json" in result
+    assert not result.endswith(":")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.models.text import decode_responses, encode, encode_all, pad
+from rlhf_kl.models.text import decode_responses, encode, encode_all, pad, position_ids
 
 
 def test_bos_stands_in_front_exactly_once(letters: Any) -> None:
@@ -49,3 +49,8 @@ def test_the_mask_comes_from_lengths_even_where_the_text_holds_the_pad_token() -
 def test_responses_are_read_without_special_tokens(letters: Any) -> None:
     ids, mask = torch.tensor([[3, 4, 2, 0], [2, 0, 0, 0]]), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     assert decode_responses(letters, ids, mask) == ["ab", ""]
+
+
+def test_positions_count_real_tokens_only() -> None:
+    mask = torch.tensor([[False, False, True, True, True], [True, True, True, False, False]])
+    assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]

@@ -123,8 +123,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-7}
 
 def test_k1_in_the_reward_is_the_kl_gradient(models: Models) -> None:
     policy, reference, scores = models
-    found = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k1"), torch.zeros_like(scores))
-    torch.testing.assert_close(found, BETA * kl_gradient(policy, reference), **CLOSE)
+    result = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k1"), torch.zeros_like(scores))
+    torch.testing.assert_close(result, BETA * kl_gradient(policy, reference), **CLOSE)
     with_scores = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k1"), scores)
     torch.testing.assert_close(with_scores, objective_gradient(policy, reference, scores), **CLOSE)
 
@@ -137,40 +137,40 @@ def test_k1_as_a_loss_pulls_nowhere(models: Models) -> None:
 @one_step
 def test_k2_as_a_loss_is_the_kl_gradient_of_one_step(models: Models) -> None:
     policy, reference, _ = models
-    found = in_loss(policy, reference, "k2")
-    torch.testing.assert_close(found, kl_gradient(policy, reference), **CLOSE)
+    result = in_loss(policy, reference, "k2")
+    torch.testing.assert_close(result, kl_gradient(policy, reference), **CLOSE)
 
 
 @three_steps
 def test_over_several_steps_a_loss_misses_what_a_token_does_to_later_states(models: Models) -> None:
     policy, reference, _ = models
-    true, found = kl_gradient(policy, reference), in_loss(policy, reference, "k2")
-    assert float((found - true).norm() / true.norm()) > 0.05
+    true, result = kl_gradient(policy, reference), in_loss(policy, reference, "k2")
+    assert float((result - true).norm() / true.norm()) > 0.05
     last = -(VOCABULARY ** (3 - 1)) * VOCABULARY  # at the last state nothing comes later
-    torch.testing.assert_close(found[last:], true[last:], **CLOSE)
+    torch.testing.assert_close(result[last:], true[last:], **CLOSE)
 
 
 @one_step
 def test_k3_as_a_loss_is_the_gradient_of_the_other_direction(models: Models) -> None:
     policy, reference, _ = models
-    found = in_loss(policy, reference, "k3")
-    torch.testing.assert_close(found, reverse_kl_gradient(policy, reference), **CLOSE)
-    assert float((found - kl_gradient(policy, reference)).abs().max()) > 1e-2
+    result = in_loss(policy, reference, "k3")
+    torch.testing.assert_close(result, reverse_kl_gradient(policy, reference), **CLOSE)
+    assert float((result - kl_gradient(policy, reference)).abs().max()) > 1e-2
 
 
 @one_step
 def test_k3_in_the_reward_is_the_difference_of_both_directions(models: Models) -> None:
     policy, reference, scores = models
-    found = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k3"), torch.zeros_like(scores))
+    result = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k3"), torch.zeros_like(scores))
     difference = kl_gradient(policy, reference) - reverse_kl_gradient(policy, reference)
-    torch.testing.assert_close(found, BETA * difference, **CLOSE)
+    torch.testing.assert_close(result, BETA * difference, **CLOSE)
 
 
 @one_step
 def test_exact_kl_in_the_reward_is_only_a_baseline_for_its_own_token(models: Models) -> None:
     policy, reference, scores = models
-    found = in_reward(policy, reference, lambda *given: given[2], torch.zeros_like(scores))
-    assert float(found.abs().max()) < 1e-6
+    result = in_reward(policy, reference, lambda *given: given[2], torch.zeros_like(scores))
+    assert float(result.abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("center", [True, False])
@@ -188,8 +188,8 @@ def test_exact_kl_in_the_loss_and_of_later_states_in_the_reward_is_the_true_grad
         advantages, std = whiten(advantages, policy.mask, center=center)
         assert abs(float(std) - 1) > 0.05  # else the test could not tell
     surrogate, _ = policy_loss(logprobs, logprobs.detach(), advantages, 0.2)
-    found = gradient((p.unsqueeze(1) * (surrogate + BETA / std * exact)).sum(), policy)
-    torch.testing.assert_close(found * std, objective_gradient(policy, reference, scores), **CLOSE)
+    result = gradient((p.unsqueeze(1) * (surrogate + BETA / std * exact)).sum(), policy)
+    torch.testing.assert_close(result * std, objective_gradient(policy, reference, scores), **CLOSE)
 
 
 @pytest.mark.parametrize("steps", [2], indirect=True)

@@ -21,12 +21,12 @@ def logits() -> tuple[torch.Tensor, torch.Tensor]:
 def test_against_the_categorical_distribution(logits: tuple[torch.Tensor, torch.Tensor], temperature: float) -> None:
     policy, reference = (Categorical(logits=x / temperature) for x in logits)
     ids = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(1))
-    found = compare_distributions(*logits, ids, temperature)
+    result = compare_distributions(*logits, ids, temperature)
     close = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(found.logprobs, policy.log_prob(ids), **close)
-    torch.testing.assert_close(found.ref_logprobs, reference.log_prob(ids), **close)
-    torch.testing.assert_close(found.entropy, policy.entropy(), **close)
-    torch.testing.assert_close(found.exact_kl, kl_divergence(policy, reference), **close)
+    torch.testing.assert_close(result.logprobs, policy.log_prob(ids), **close)
+    torch.testing.assert_close(result.ref_logprobs, reference.log_prob(ids), **close)
+    torch.testing.assert_close(result.entropy, policy.entropy(), **close)
+    torch.testing.assert_close(result.exact_kl, kl_divergence(policy, reference), **close)
     torch.testing.assert_close(exact_kl(*logits, temperature), kl_divergence(policy, reference), **close)
     torch.testing.assert_close(chosen_logprobs(logits[0], ids, temperature), policy.log_prob(ids), **close)
 
@@ -88,9 +88,9 @@ def test_a_forbidden_token_adds_nothing(logits: tuple[torch.Tensor, torch.Tensor
     kept = [0, 1, 3, 4, 5, 6]
     smaller = kl_divergence(Categorical(logits=policy[..., kept]), Categorical(logits=reference[..., kept]))
     torch.testing.assert_close(exact_kl(policy, reference), smaller)
-    found = compare_distributions(policy, reference, torch.zeros(3, 4, dtype=torch.long))
-    torch.testing.assert_close(found.exact_kl, smaller)
-    torch.testing.assert_close(found.entropy, Categorical(logits=policy[..., kept]).entropy())
+    result = compare_distributions(policy, reference, torch.zeros(3, 4, dtype=torch.long))
+    torch.testing.assert_close(result.exact_kl, smaller)
+    torch.testing.assert_close(result.entropy, Categorical(logits=policy[..., kept]).entropy())
 
 
 @pytest.mark.parametrize("in_reference_too", [True, False])
@@ -116,9 +116,9 @@ def test_bfloat16_logits_are_compared_in_float32(logits: tuple[torch.Tensor, tor
     halves = [x.bfloat16() for x in logits]
     ids = torch.zeros(3, 4, dtype=torch.long)
     expected = Categorical(logits=halves[0].float()).log_prob(ids)
-    found = chosen_logprobs(halves[0], ids)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
+    result = chosen_logprobs(halves[0], ids)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, expected)
     torch.testing.assert_close(compare_distributions(*halves, ids).logprobs, expected)
 
 
@@ -130,8 +130,8 @@ def test_exact_kl_is_differentiable_in_both_arguments() -> None:
         return kl_divergence(Categorical(logits=policy), Categorical(logits=reference)).sum()
 
     expected = torch.autograd.grad(divergence(*pair), pair)
-    found = torch.autograd.grad(exact_kl(*pair).sum(), pair)
-    for a, b in zip(found, expected, strict=True):
+    result = torch.autograd.grad(exact_kl(*pair).sum(), pair)
+    for a, b in zip(result, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 

@@ -30,8 +30,8 @@ def surrogate(ratio: float, advantage: float, cliprange: float = 0.2) -> tuple[f
     ],
 )
 def test_the_regions_of_the_clip(ratio: float, advantage: float, loss: float, clipped: bool) -> None:
-    found, was_clipped, gradient = surrogate(ratio, advantage)
-    assert found == pytest.approx(loss)
+    result, was_clipped, gradient = surrogate(ratio, advantage)
+    assert result == pytest.approx(loss)
     assert was_clipped is clipped
     assert gradient == pytest.approx(0.0 if clipped else -advantage * ratio)
 
@@ -54,8 +54,8 @@ def test_the_first_gradient_is_that_of_the_policy_gradient() -> None:
     ],
 )
 def test_the_value_may_not_profit_from_a_long_step(value: float, old: float, target: float, loss: float) -> None:
-    found = value_loss(torch.tensor(value), torch.tensor(old), torch.tensor(target), 0.2)
-    assert float(found) == pytest.approx(loss)
+    result = value_loss(torch.tensor(value), torch.tensor(old), torch.tensor(target), 0.2)
+    assert float(result) == pytest.approx(loss)
 
 
 def test_a_value_beyond_its_clip_has_no_gradient_towards_the_target() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_kl.ops.packing import Layout, Packed, group_lengths
+from rlhf_kl.ops.packing import Layout, group_lengths, pack_last, text_layout
 
 PROMPTS = [[11, 12], [21, 22, 23], [31]]
 RESPONSES = [[13, 14, 15], [24], [32, 33]]
@@ -25,7 +25,6 @@ def test_a_pass_by_hand() -> None:
     assert packed.ids.shape == (2, 4)
     assert packed.ids[0, :2].tolist() == [31, 32]
     assert packed.ids[1].tolist() == [11, 12, 13, 14]
-    assert packed.mask.tolist() == [[True, True, False, False], [True, True, True, True]]
     assert packed.states.tolist() == [0, 1, 4 + 1, 4 + 2, 4 + 3]
     assert packed.places.tolist() == [2 * 4, 2 * 4 + 1, 0, 1, 2]
     assert packed.numbers.tolist() == [4, 5, 0, 1, 2]
@@ -33,7 +32,7 @@ def test_a_pass_by_hand() -> None:
 
 def test_what_a_state_is_followed_by_is_its_token() -> None:
     whole = layout()
-    responses = whole.ids[:, 3:].flatten()
+    responses = whole.response_ids.flatten()
     assert whole.tokens == 6
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         packed = whole.pack([row])
@@ -43,23 +42,8 @@ def test_what_a_state_is_followed_by_is_its_token() -> None:
 
 
 def test_passes_hold_every_token_once() -> None:
-    passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100, overhead=0))
+    passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100))
     assert sorted(torch.cat([p.numbers for p in passes]).tolist()) == list(range(6))
-
-
-def test_beginnings_come_with_a_pass_where_enough_of_the_batch_repeats() -> None:
-    ids = torch.tensor([[0, 7, 8, 5, 5], [6, 7, 8, 5, 0], [0, 7, 8, 4, 5]])
-    whole = Layout(ids, 3, torch.tensor([2, 3, 2]), torch.tensor([2, 1, 2]))
-    assert whole.prefixes.repeated == pytest.approx(2 / 9)  # the third row's prompt; what is chosen last is never read
-
-    def passes(**share: float) -> list[Packed]:
-        return list(whole.passes([0, 1, 2], most_rows=3, most_tokens=100, overhead=100, **share))
-
-    for share in ({}, {"least_share": 0.23}):
-        assert [packed.prefixes for packed in passes(**share)] == [None]
-    (packed,) = passes(least_share=0.22)
-    assert packed.prefixes is not None
-    assert sorted(packed.prefixes.ids.tolist()) == [4, 5, 6, 7, 7, 8, 8]
 
 
 def test_a_row_without_a_response_has_no_state() -> None:
@@ -68,6 +52,34 @@ def test_a_row_without_a_response_has_no_state() -> None:
     assert packed.ids.shape == (2, 2)
     assert packed.states.tolist() == [2, 3]
     assert packed.numbers.tolist() == [0, 1]
+
+
+CPU = torch.device("cpu")
+TEXTS = st.lists(st.lists(st.integers(1, 99), min_size=2, max_size=9), min_size=1, max_size=6)
+
+
+@given(TEXTS, st.data())
+def test_texts_are_scored_from_their_starts_on(rows: list[list[int]], data: st.DataObject) -> None:
+    """In whatever passes: beside each scored token stands the state that has read all of its text before it."""
+    starts = [data.draw(st.integers(1, len(row) - 1)) for row in rows]
+    whole = text_layout(rows, starts, CPU)
+    scored = {}
+    for packed in whole.passes(range(len(rows)), most_rows=2, most_tokens=20, share=False):
+        length = packed.ids.shape[1]
+        for state, place, number in zip(*(x.tolist() for x in packed[1:4]), strict=True):
+            row, column = divmod(state, length)
+            assert number not in scored
+            scored[number] = (packed.ids[row, : column + 1].tolist(), int(whole.response_ids.flatten()[place]))
+    expected = [(row[:i], row[i]) for row, start in zip(rows, starts, strict=True) for i in range(start, len(row))]
+    assert [scored[number] for number in range(whole.tokens)] == expected
+
+
+@given(TEXTS)
+def test_the_last_token_of_each_text_is_read(rows: list[list[int]]) -> None:
+    packed = pack_last(rows, CPU)
+    for i, (row, state) in enumerate(zip(rows, packed.states.tolist(), strict=True)):
+        assert divmod(state, packed.ids.shape[1]) == (i, len(row) - 1)
+        assert packed.ids[i, : len(row)].tolist() == row
 
 
 def cheapest(lengths: list[int], most_rows: int, most_tokens: int, overhead: int) -> int:

@@ -1,106 +1,204 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from rlhf_kl.models.actor_critic import ActorCritic
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
+from rlhf_kl.rewards.functions import WeightedSum
+from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout import reference as reference_module
-from rlhf_kl.rollout.collect import Measured, Sampling, assemble, draw, exact_kl_now, measure
-from rlhf_kl.rollout.reference import ReferenceLogits
-from rlhf_kl.rollout.sampling import Sampled
+from rlhf_kl.rollout.collect import (
+    Assessor,
+    Responses,
+    Rollouts,
+    Sampler,
+    TokenStats,
+    exact_kl_now,
+    exact_kl_of,
+    measure,
+    respond,
+    response_layout,
+)
+from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
+SAMPLING = Sampling(6, 0.8, [2], 0)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
+class Parts(NamedTuple):
+    model: ActorCritic
+    reference: ReferenceStates
+    responses: Responses
+
+    def measure(self) -> TokenStats:
+        return measure(self.model, self.reference, response_layout(*self.responses[:2]), 0.8)
+
+    def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
+        shaping = shaping or ScoreShaping()
+        return Assessor(self.model, self.reference, None, reward, "mine", shaping, 0.8)(self.responses)
+
+
 @pytest.fixture
-def parts(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> tuple[Any, ...]:
-    policy, reference = new_model(seed=3), new_model(seed=2)
-    prompts = prompts_of(*TEXTS)
-    model = ActorCritic(policy)
-    torch.nn.init.ones_(model.value_head.weight)
-    sampled = draw(policy, prompts, uniforms(len(TEXTS), 6, 0, "x"), Sampling(6, 0.8, [2], 0), "cpu")
-    return model, reference, prompts, sampled
+def parts(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any) -> Parts:
+    policy, value = TransformersLM(new_model(seed=3)), HeadValue(16)
+    torch.nn.init.ones_(value.head.weight)
+    reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
+    responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 6, 0, "x"), SAMPLING, letters)
+    return Parts(ActorCritic(policy, value), reference, responses)
 
 
-def one_by_one(model: Any, prompts: PromptBatch, sampled: Sampled, row: int) -> torch.Tensor:
-    """Logits (T, V) at one row's response, from the bare text without padding."""
-    response = sampled.ids[row, sampled.mask[row]]
-    ids = torch.cat([prompts.ids[row, prompts.mask[row]], response])
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=ids.unsqueeze(0)).logits[0]
-    return logits[-len(response) - 1 : -1]
+def lengths(prompts: Any, responses: Any) -> list[float]:
+    return [float(len(response)) for response in responses]
 
 
-def test_against_each_row_alone(parts: tuple[Any, ...]) -> None:
-    """What the sampler saw through its cache is what the padded pass over whole rows measures."""
-    model, reference, prompts, sampled = parts
-    measured = measure(model, reference, prompts, sampled, 0.8)
-    for row in range(len(TEXTS)):
-        mine = Categorical(logits=one_by_one(model.policy, prompts, sampled, row) / 0.8)
-        other = Categorical(logits=one_by_one(reference, prompts, sampled, row) / 0.8)
-        live = sampled.mask[row]
+# ---- measuring ----
+
+
+def test_against_each_row_alone(parts: Parts, own_logits: Make) -> None:
+    """By one pass of either model over the bare text, in float64."""
+    stats, (prompts, sampled, _) = parts.measure(), parts.responses
+    for row, live in enumerate(sampled.mask):
         ids = sampled.ids[row, live]
-        torch.testing.assert_close(measured.logprobs[row, live], mine.log_prob(ids), **CLOSE)
-        torch.testing.assert_close(measured.ref_logprobs[row, live], other.log_prob(ids), **CLOSE)
-        torch.testing.assert_close(measured.exact_kl[row, live], kl_divergence(mine, other), **CLOSE)
-        torch.testing.assert_close(measured.entropy[row, live], mine.entropy(), **CLOSE)
+        whole = torch.cat([prompts.ids[row, prompts.mask[row]], ids])
+        own = [own_logits(lm.model, whole)[-len(ids) - 1 : -1] / 0.8 for lm in (parts.model.policy, parts.reference.lm)]
+        policy, reference = (Categorical(logits=logits) for logits in own)
+        torch.testing.assert_close(stats.logprobs[row, live].double(), policy.log_prob(ids), **CLOSE)
+        torch.testing.assert_close(stats.ref_logprobs[row, live].double(), reference.log_prob(ids), **CLOSE)
+        torch.testing.assert_close(stats.exact_kl[row, live].double(), kl_divergence(policy, reference), **CLOSE)
+        torch.testing.assert_close(stats.entropy[row, live].double(), policy.entropy(), **CLOSE)
+        with torch.no_grad():
+            states = parts.model.policy.model.base_model(input_ids=whole.unsqueeze(0)).last_hidden_state[0]
+        torch.testing.assert_close(stats.values[row, live], states[-len(ids) - 1 : -1].sum(1), **CLOSE)
 
 
-def test_the_sampler_with_its_cache_draws_from_what_is_measured(parts: tuple[Any, ...]) -> None:
-    """Sampling again from the measured distributions with the same noise gives the same tokens."""
-    model, _, prompts, sampled = parts
-    noise = uniforms(len(TEXTS), 6, 0, "x")
-    for row in range(len(TEXTS)):
-        p = torch.softmax(one_by_one(model.policy, prompts, sampled, row) / 0.8, -1).double()
-        again = (p.cumsum(-1) <= noise[row, : len(p)].unsqueeze(1)).sum(-1)
-        assert again.tolist() == sampled.ids[row, sampled.mask[row]].tolist()
+def test_padding_is_zero_everywhere(parts: Parts) -> None:
+    mask = parts.responses.sampled.mask
+    assert not mask.all()
+    for tensor in parts.measure():
+        assert (tensor[~mask] == 0).all()
+        assert (tensor[mask] != 0).any()
 
 
-def test_padding_is_zero_everywhere(parts: tuple[Any, ...]) -> None:
-    model, reference, prompts, sampled = parts
-    assert not sampled.mask.all()
-    for tensor in vars(measure(model, reference, prompts, sampled, 0.8)).values():
-        assert (tensor[~sampled.mask] == 0).all()
+def test_the_size_of_a_pass_changes_nothing(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = parts.measure()
+    monkeypatch.setattr(reference_module, "PASS_ROWS", 1)
+    for one, other in zip(parts.measure(), whole, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
 
 
-def test_the_size_of_a_pass_changes_nothing(parts: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, reference, prompts, sampled = parts
-    whole = vars(measure(model, reference, prompts, sampled, 0.8))
-    monkeypatch.setattr(reference_module, "PASS_ELEMENTS", {"cpu": 1})
-    logits = ReferenceLogits(reference)
-    logits.head_elements = 1
-    for name, tensor in vars(measure(model, reference, prompts, sampled, 0.8, logits)).items():
-        torch.testing.assert_close(tensor, whole[name], **CLOSE)
+def test_a_policy_is_nowhere_from_itself_and_has_no_value_without_a_function(parts: Parts) -> None:
+    policy = parts.model.policy
+    stats = parts._replace(model=ActorCritic(policy), reference=ReferenceStates(policy)).measure()
+    assert float(stats.exact_kl.abs().max()) < 1e-6
+    assert torch.equal(stats.logprobs, stats.ref_logprobs)
+    assert not stats.values.any()
 
 
-def test_a_policy_is_nowhere_from_itself(parts: tuple[Any, ...]) -> None:
-    model, _, prompts, sampled = parts
-    assert float(measure(model, model.policy, prompts, sampled, 0.8).exact_kl.abs().max()) < 1e-5
+def test_kl_of_the_moved_policy_at_the_old_states(parts: Parts, new_model: Make) -> None:
+    rollout = parts.assess(lengths)
+    policy = parts.model.policy
+    torch.testing.assert_close(exact_kl_now(policy, parts.reference, rollout, 0.8), rollout.exact_kl, **CLOSE)
+    moved = TransformersLM(new_model(seed=4))
+    now = exact_kl_now(moved, parts.reference, rollout, 0.8)
+    torch.testing.assert_close(now, parts._replace(model=ActorCritic(moved)).measure().exact_kl, **CLOSE)
+    assert float((now - rollout.exact_kl).abs().max()) > 0.01
 
 
-def test_kl_of_the_moved_model_at_the_old_states(parts: tuple[Any, ...], new_model: Make) -> None:
-    model, reference, prompts, sampled = parts
-    measured, kept = measure(model, reference, prompts, sampled, 0.8), ReferenceLogits(reference)
-    rollout = assemble(prompts, sampled, measured, torch.zeros(8), torch.zeros(8))
-    torch.testing.assert_close(exact_kl_now(model, kept, rollout, 0.8), measured.exact_kl, **CLOSE)
-    moved = ActorCritic(new_model(seed=4))
-    expected: Measured = measure(moved, reference, prompts, sampled, 0.8)
-    torch.testing.assert_close(exact_kl_now(moved, kept, rollout, 0.8), expected.exact_kl, **CLOSE)
-    assert float((expected.exact_kl - measured.exact_kl).abs().max()) > 0.01
+def test_a_step_against_the_kl_lowers_it(parts: Parts) -> None:
+    rollout, policy = parts.assess(lengths), parts.model.policy
+    rows = rollout.layout.pack(range(len(rollout)))
+    kl = exact_kl_of(policy, parts.reference, rows, 0.8)
+    torch.testing.assert_close(kl.detach(), rollout.exact_kl[rollout.mask], **CLOSE)
+    kl.sum().backward()
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter -= 1e-4 * parameter.grad
+    assert float(exact_kl_now(policy, parts.reference, rollout, 0.8).sum()) < float(kl.detach().sum()) - 1e-3
 
 
-def test_the_rollout_is_made_of_its_parts(parts: tuple[Any, ...]) -> None:
-    model, reference, prompts, sampled = parts
-    measured = measure(model, reference, prompts, sampled, 0.8)
-    rollout = assemble(prompts, sampled, measured, torch.arange(8.0), torch.ones(8))
-    assert rollout.scores.tolist() == list(range(8))
+# ---- a rollout ----
+
+
+def test_the_rollout_is_made_of_its_parts(parts: Parts) -> None:
+    prompts, sampled, texts = parts.responses
+    reward = WeightedSum({"x": (2.0, lengths), "y": (1.0, lambda p, r: [1.0] * len(r))})
+    rollout = parts.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
     assert torch.equal(rollout.input_ids, torch.cat([prompts.ids, sampled.ids], 1))
+    assert torch.equal(rollout.attention_mask, torch.cat([prompts.mask, sampled.mask], 1))
     assert torch.equal(rollout.ended, sampled.ended)
+    assert (rollout.prompts, rollout.responses) == (list(TEXTS), texts)
+    assert rollout.scores.tolist() == [2.0 * len(text) + 1.0 for text in texts]
+    assert rollout.score_terms["x"].tolist() == [2.0 * len(text) for text in texts]
+    assert 0 < int(sampled.ended.sum()) < len(TEXTS)
+    missing = [0.0 if ended else 0.5 for ended in sampled.ended]
+    assert rollout.penalties["missing_eos"].tolist() == missing
+    assert rollout.shaped_scores.tolist() == [len(text) - less for text, less in zip(texts, missing, strict=True)]
+    for name, tensor in parts.measure()._asdict().items():
+        assert torch.equal(getattr(rollout, name), tensor)
+
+
+def test_a_reward_that_misbehaves_is_named(parts: Parts) -> None:
+    with pytest.raises(InputError, match="reward mine: returned 1 scores"):
+        parts.assess(lambda prompts, responses: [1.0])
+
+
+def test_responses_are_drawn_before_they_are_assessed(parts: Parts) -> None:
+    calls: list[Any] = []
+
+    def sample(step: int) -> Responses:
+        calls.append(step)
+        return parts.responses
+
+    def assess(responses: Responses) -> Any:
+        calls.append(responses)
+        return "rollout"
+
+    rollouts = Rollouts(sample, assess)
+    assert [rollouts(3), rollouts(4)] == ["rollout"] * 2
+    assert calls == [3, parts.responses, 4, parts.responses]
+
+
+# ---- the sampler ----
+
+
+@pytest.fixture
+def sampler(new_model: Make, letters: Any) -> Callable[..., Sampler]:
+    def make(seed: int = 0, rows: slice | None = None) -> Sampler:
+        stream = PromptStream(TEXTS, letters, 6, seed)
+        return Sampler(TransformersLM(new_model(seed=3)), stream, letters, SAMPLING, seed, rows)
+
+    return make
+
+
+def drawn(responses: Responses) -> list[tuple[str, str]]:
+    return list(zip(responses.prompts.texts, responses.texts, strict=True))
+
+
+def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sampler]) -> None:
+    first = sampler()
+    whole = [drawn(first(step)) for step in (1, 2, 3)]
+    assert drawn(sampler()(3)) == whole[2]
+    assert len({str(step) for step in whole}) == 3
+    assert drawn(sampler(seed=1)(1)) != whole[0]
+
+
+def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Sampler]) -> None:
+    whole = drawn(sampler()(2))
+    assert drawn(sampler(rows=slice(0, 2))(2)) + drawn(sampler(rows=slice(2, 6))(2)) == whole
+
+
+def test_texts_are_those_of_the_tokens(parts: Parts, letters: Any) -> None:
+    _, sampled, texts = parts.responses
+    for text, ids in zip(texts, sampled.ids.tolist(), strict=True):
+        assert text == "".join("abcd"[token - 3] for token in ids if token > 2)

@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.models.actor_critic import ActorCritic
 from rlhf_kl.models.critic import FeatureCritic
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.reward_functions import RewardModel
-from rlhf_kl.rollout.collect import Sampling, draw, measure, response_texts
-from rlhf_kl.rollout.features import StateFeatures, feature_count
-from rlhf_kl.rollout.sampling import Sampled
+from rlhf_kl.models.text import decode_responses
+from rlhf_kl.models.value import ActorCritic, frozen_lm
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rollout.collect import TokenStats, measure, response_layout
+from rlhf_kl.rollout.features import StateFeatures
+from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.reward_model import initialise_head
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba")
@@ -35,7 +37,22 @@ def read_alone(model: Any, prefix: torch.Tensor) -> torch.Tensor:
     return (state - state.mean()) / (state.var(correction=0) + 1e-5).sqrt()
 
 
-@pytest.mark.parametrize("scored", [None, "as written", "other texts", "fewer texts"])
+class World:
+    """A policy, its reference, and a critic that reads the reference and perhaps a reward model."""
+
+    def __init__(self, new_model: Make, prompts: PromptBatch, rewards: list[RewardModel]) -> None:
+        self.policy, self.prompts, self.rewards = TransformersLM(new_model(seed=3)), prompts, rewards
+        self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
+        self.critic = FeatureCritic(16 + 8 * len(rewards), mean=0.5, scale=2.0, seed=0)
+        torch.nn.init.normal_(self.critic.outer.weight, generator=torch.Generator().manual_seed(0))
+        self.features = StateFeatures(self.critic, rewards)
+
+    def measure(self, sampled: Sampled) -> TokenStats:
+        model = ActorCritic(self.policy, critic=self.critic)
+        return measure(model, self.reference, response_layout(self.prompts, sampled), 0.8, self.features)
+
+
+@pytest.mark.parametrize("scored", [None, "as written", "other texts", "fewer texts", "more texts"])
 def test_values_are_those_of_each_state_alone(
     new_model: Make,
     prompts_of: Callable[..., PromptBatch],
@@ -44,63 +61,49 @@ def test_values_are_those_of_each_state_alone(
     scored: str | None,
 ) -> None:
     """Against one pass over each prefix, which cannot know what comes later; however the responses were scored."""
-    policy, reference = new_model(seed=3), new_model(seed=2)
-    rewards = [reward] if scored else []
-    critic = FeatureCritic(feature_count(reference, rewards), mean=0.5, scale=2.0, seed=0)
-    torch.nn.init.normal_(critic.outer.weight, generator=torch.Generator().manual_seed(0))
-    features = StateFeatures(critic, rewards)
     prompts = prompts_of(*TEXTS)
-    sampled = draw(policy, prompts, uniforms(len(TEXTS), 6, 0, "x"), Sampling(6, 0.8, [2], 0), "cpu")
-    responses = response_texts(letters, sampled)
+    world = World(new_model, prompts, [reward] if scored else [])
+    sampled = world.policy.sample(prompts, uniforms(len(TEXTS), 6, 0, "x"), Sampling(6, 0.8, [2], 0))
+    responses = decode_responses(letters, sampled.ids, sampled.mask)
     if scored == "as written":
         reward(prompts.texts, responses)
     elif scored == "other texts":
         reward(prompts.texts, ["d" + response for response in responses])
     elif scored == "fewer texts":
         reward(prompts.texts[1:], responses[1:])
-    model = ActorCritic(policy, critic=critic)
-    measured = measure(model, reference, prompts, sampled, 0.8, features=features)
+    elif scored == "more texts":
+        reward([*prompts.texts, "a"], [*responses, "b"])
+    stats = world.measure(sampled)
+    models = [world.reference.lm.model, *(reward.model for reward in world.rewards)]
     checked = 0
     for row in range(len(TEXTS)):
-        prompt = prompts.ids[row][prompts.mask[row].bool()]
+        prompt = prompts.ids[row][prompts.mask[row]]
         for place in range(int(sampled.mask[row].sum())):
             prefix = torch.cat([prompt, sampled.ids[row, :place]])
-            expected = critic(torch.cat([read_alone(one, prefix) for one in (reference, *(r.model for r in rewards))]))
-            torch.testing.assert_close(measured.values[row, place], expected, rtol=1e-4, atol=1e-4)
+            expected = world.critic(torch.cat([read_alone(model, prefix) for model in models]))
+            torch.testing.assert_close(stats.values[row, place], expected, rtol=1e-4, atol=1e-4)
             checked += 1
     assert checked > len(TEXTS)
-    assert bool((measured.values[~sampled.mask] == 0).all())
+    assert bool((stats.values[~sampled.mask] == 0).all())
 
 
 def test_what_a_reward_model_read_is_not_read_again(
     new_model: Make, prompts_of: Callable[..., PromptBatch], reward: RewardModel, letters: Any
 ) -> None:
-    policy, reference = new_model(seed=3), new_model(seed=2)
-    critic = FeatureCritic(feature_count(reference, [reward]), mean=0.0, scale=1.0, seed=0)
-    features, prompts = StateFeatures(critic, [reward]), prompts_of(*TEXTS)
+    prompts = prompts_of(*TEXTS)
+    world = World(new_model, prompts, [reward])
     ids = torch.tensor([[3, 4, 5, 6, 3, 2]]).repeat(len(TEXTS), 1)  # letters, then the end: tokens that texts keep
-    sampled = Sampled(ids, torch.ones_like(ids, dtype=torch.bool), torch.ones(len(ids), dtype=torch.bool))
-    reward(prompts.texts, response_texts(letters, sampled))
+    sampled = Sampled(
+        ids, torch.ones_like(ids, dtype=torch.bool), torch.ones(len(ids), dtype=torch.bool), torch.zeros(ids.shape)
+    )
+    responses = decode_responses(letters, sampled.ids, sampled.mask)
+    reward(prompts.texts, responses)
     rows: list[int] = []
-    reward.trunk.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
-    model = ActorCritic(policy, critic=critic)
+    reward.model.base_model.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
     for _ in range(2):
-        measure(model, reference, prompts, sampled, 0.8, features=features)
+        world.measure(sampled)
     assert not rows
-    responses = response_texts(letters, sampled)
     reward(prompts.texts, ["d", *responses[1:]])
     rows.clear()
-    measure(model, reference, prompts, sampled, 0.8, features=features)
+    world.measure(sampled)
     assert rows == [1], "the one that was scored in other tokens, and no other"
-
-
-def test_scores_are_the_same_when_states_are_kept(reward: RewardModel) -> None:
-    texts = ["ab", "abcdab", "", "cccc", "ba"]
-    before = reward.score(["a"] * 5, texts)
-    reward.keep_states()
-    torch.testing.assert_close(reward.score(["a"] * 5, texts), before)
-
-
-def test_a_critic_reads_the_hidden_states_of_both(new_model: Make, reward: RewardModel) -> None:
-    assert feature_count(new_model(), []) == 16
-    assert feature_count(new_model(), [reward]) == 24

@@ -3,35 +3,68 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from rlhf_kl.models.actor_critic import ActorCritic
-from rlhf_kl.rollout import reference as module
-from rlhf_kl.rollout.collect import Sampling, assemble, draw, exact_kl_now, measure
-from rlhf_kl.rollout.reference import ReferenceLogits
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.value import ActorCritic, frozen_lm
+from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.rollout.collect import Assessor, exact_kl_now, respond
+from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba")
 
 
-@pytest.mark.parametrize("room", [1 << 20, 0])
-def test_a_rollout_asks_the_reference_once_where_there_is_room(
-    new_model: Make, prompts_of: Callable[..., PromptBatch], monkeypatch: pytest.MonkeyPatch, room: int
+class World:
+    def __init__(self, new_model: Make, prompts: PromptBatch, letters: Any) -> None:
+        self.policy, self.prompts, self.letters = TransformersLM(new_model(seed=3)), prompts, letters
+        self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
+
+    def rollout(self, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:
+        responses = respond(
+            self.policy, self.prompts, uniforms(5, 6, 0, noise), Sampling(6, 0.8, list(eos), 0), self.letters
+        )
+        model, shaping = ActorCritic(self.policy), ScoreShaping()
+        return Assessor(model, self.reference, None, lambda p, r: [1.0] * len(r), "one", shaping, 0.8)(responses)
+
+
+def test_its_logits_are_those_of_its_own_pass(
+    new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any, own_logits: Make
 ) -> None:
-    monkeypatch.setattr(module, "KEPT_ELEMENTS", room)
-    policy, reference = new_model(seed=3), new_model(seed=2)
-    passes = []
-    reference.register_forward_hook(lambda *_: passes.append(1))
-    kept, model = ReferenceLogits(reference, keep=True), ActorCritic(policy)
-    for noise in ("x", "y"):  # the second rollout must not see the first one's logits
-        prompts = prompts_of(*TEXTS)
-        sampled = draw(policy, prompts, uniforms(len(TEXTS), 6, 0, noise), Sampling(6, 0.8, [2], 0), "cpu")
-        measured = measure(model, reference, prompts, sampled, 0.8, kept)
-        rollout = assemble(prompts, sampled, measured, torch.zeros(5), torch.zeros(5))
-        scored = len(passes)
-        again = exact_kl_now(model, kept, rollout, 0.8)
-        assert (len(passes) == scored) == bool(room)
-        torch.testing.assert_close(again, exact_kl_now(model, ReferenceLogits(reference), rollout, 0.8))
+    """Of the rollout that was read last, in any order of its tokens."""
+    world = World(new_model, prompts_of(*TEXTS), letters)
+    for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
+        rollout = world.rollout(noise, eos)
+        rows = [row[keep] for row, keep in zip(rollout.input_ids, rollout.attention_mask, strict=True)]
+        own = [
+            own_logits(world.reference.lm.model, row)[-length - 1 : -1]
+            for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
+        ]
+        expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
+        result = world.reference.logits(order)
+        torch.testing.assert_close(result.double(), expected[order], rtol=1e-4, atol=1e-4)
+        assert not result.requires_grad
+
+
+def test_a_rollout_costs_one_reading_of_its_rows(
+    new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any
+) -> None:
+    world, rows = World(new_model, prompts_of(*TEXTS), letters), []
+    trunk = world.reference.lm.model.base_model
+    trunk.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    for noise in ("x", "y"):
+        rollout = world.rollout(noise)
+        for _ in range(2):
+            exact_kl_now(world.policy, world.reference, rollout, 0.8)
+    assert sum(rows) == 2 * len(TEXTS)
+
+
+def test_passes_hold_the_rows_asked_for(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any) -> None:
+    layout = World(new_model, prompts_of(*TEXTS), letters).rollout("x").layout
+    for rows in (None, [1, 3]):
+        numbers = sorted(torch.cat([packed.numbers for packed in reading_passes(layout, rows)]).tolist())
+        first = layout.first.tolist()
+        chosen = range(len(TEXTS)) if rows is None else rows
+        assert numbers == [n for row in chosen for n in range(first[row], first[row] + int(layout.responses[row]))]

@@ -1,8 +1,27 @@
+from __future__ import annotations
+
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from rlhf_kl.commands.reference_scores import ReferenceScores
+import torch
+
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
+from rlhf_kl.rollout.reference_scores import (
+    ReferenceSamples,
+    ReferenceScores,
+    reference_responses,
+    sample_prompts,
+    score_samples,
+)
+from rlhf_kl.types import Sampling
+
+PROMPTS = ["a", "bc", "dddd", "ab", "cd"]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +49,77 @@ def test_the_curve_ends_where_the_samples_can_no_longer_tell(gaussian: Reference
 
 
 def test_no_policy_beats_the_tilt_by_choosing_the_best_of_n(gaussian: ReferenceScores) -> None:
-    found = gaussian.summary()
-    best = found["best_of_n"]
+    result = gaussian.summary()
+    best = result["best_of_n"]
     assert [point["n"] for point in best] == [1, 2, 4, 8, 16, 32]
     assert best[1]["gain"] == pytest.approx(1 / math.sqrt(math.pi), rel=0.05)  # E max of two normals
-    assert found["scores_spread"] == pytest.approx(1.0, rel=0.05)
+    assert result["scores_spread"] == pytest.approx(1.0, rel=0.05)
 
 
 def test_constant_scores_buy_nothing() -> None:
-    found = ReferenceScores([1.0] * 64, [0] * 64, 5.0, gold=[2.0] * 64).summary()
-    assert found["tilt"] == []
-    assert found["gold"] == 2.0
-    assert found["best_of_n"][-1]["gain"] == 0.0
+    result = ReferenceScores([1.0] * 64, [0] * 64, 5.0, gold=[2.0] * 64).summary()
+    assert result["tilt"] == []
+    assert result["gold"] == 2.0
+    assert result["best_of_n"][-1]["gain"] == 0.0
+
+
+# ---- drawing and scoring ----
+
+
+def test_a_prompt_gets_many_samples_and_prompts_come_once() -> None:
+    groups = sample_prompts(10, 96, seed=0)
+    assert len(groups) == 96
+    assert [len(set(groups[i : i + 32])) for i in (0, 32, 64)] == [1, 1, 1]
+    assert len(set(groups)) == 3
+    assert sample_prompts(10, 96, seed=0) == groups != sample_prompts(10, 96, seed=1)
+    assert sample_prompts(10, 5, seed=0) == [groups[0]] * 5
+    assert len(sample_prompts(2, 320, seed=0)) == 64  # no more than 32 of each
+
+
+def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Callable[..., Any], letters: Any) -> None:
+    lm, groups = TransformersLM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4]
+    sizes: list[int] = []
+
+    def count(prompts: list[str], responses: list[str]) -> list[float]:
+        sizes.append(len(responses))
+        return [float(len(prompt)) for prompt in prompts]
+
+    def drawn() -> Any:
+        stream = PromptStream(PROMPTS, letters, 3, 0)
+        return reference_responses(lm, stream, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
+
+    samples = score_samples(drawn(), groups, count, "count", lambda p, r: [float(len(x)) for x in r])
+    assert sizes == [3, 3, 1]
+    assert samples.scores.tolist() == [4.0] * 3 + [1.0] * 3 + [2.0]
+    texts = [text for batch in drawn() for text in batch.texts]
+    assert samples.gold == [len(text) for text in texts]
+    assert samples.traits.lengths.tolist() == [n for batch in drawn() for n in batch.sampled.mask.sum(1).tolist()]
+    assert len(set(texts[:3])) > 1  # each has noise of its own
+    assert score_samples(drawn(), groups, count, "count", None).gold is None
+
+
+def samples_of(scores: list[float]) -> ReferenceSamples:
+    rows = len(scores)
+    traits = ResponseTraits(torch.tensor([True] * (rows - 1) + [False]), torch.full((rows,), 4), torch.zeros(rows))
+    return ReferenceSamples(torch.tensor(scores), traits, [0] * rows, None)
+
+
+def test_the_scale_is_fitted_to_the_samples_and_penalties_come_off() -> None:
+    scores, fitted = samples_of([1.0, 3.0, 5.0, 7.0]).shaped(ScoreShaping(missing_eos_penalty=0.5), normalize=True)
+    assert (scores.mean, scores.length) == (pytest.approx(-0.5 / 4), 4.0)
+    assert scores.shaped[3] + 0.5 == pytest.approx(-scores.shaped[0])
+    assert (fitted.mean, fitted.std) == (4.0, pytest.approx(math.sqrt(5)))
+
+
+def test_scores_that_all_lie_at_the_clip_teach_nothing() -> None:
+    samples = samples_of([11.0, 12.0, 13.0])
+    with pytest.raises(InputError, match="cut off at 10, every one of 3 reference samples scores 10: set"):
+        samples.shaped(ScoreShaping(clip=10.0), normalize=False)
+
+
+def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> None:
+    coef, note = gaussian.solve(0.5)
+    assert coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
+    assert note == ""
+    with pytest.raises(InputError, match="coef: auto finds none: within a prompt"):
+        ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rlhf_kl.time_limit import TimeLimited, TimeLimitExceeded
+from rlhf_kl.rewards.time_limit import TimeLimited, TimeLimitExceeded
 
 
 def test_results_and_errors_come_through() -> None:

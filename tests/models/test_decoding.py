@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributions import Categorical
 
-from rlhf_kl.rollout.sampling import Sampled, pick_tokens, sample_responses
+from rlhf_kl.models import decoding
+from rlhf_kl.models.decoding import pick_tokens
+from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch
+from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 Make = Callable[..., Any]
 EOS, PAD = 2, 0
@@ -16,11 +20,14 @@ TEXTS = ("ab", "abcdab", "d", "cccc")
 
 
 def sample(
-    model: Any, prompts: PromptBatch, noise: torch.Tensor, eos: tuple[int, ...] = (EOS,), temperature: float = 1.0
+    model: Any,
+    prompts: PromptBatch,
+    noise: torch.Tensor,
+    eos: tuple[int, ...] = (EOS,),
+    temperature: float = 1.0,
+    pad: int = PAD,
 ) -> Sampled:
-    return sample_responses(
-        model, prompts.ids, prompts.mask, noise, eos_ids=list(eos), pad_id=PAD, temperature=temperature
-    )
+    return TransformersLM(model).sample(prompts, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
 
 
 # ---- one token ----
@@ -31,7 +38,7 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, -1.0, 0.5, 0.0, 1.0, -3.0, 0.3])
     draws = 20_000
     noise = torch.rand(draws, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    counts = torch.bincount(pick_tokens(logits.expand(draws, 7), noise, temperature), minlength=7)
+    counts = torch.bincount(pick_tokens(logits.expand(draws, 7), noise, temperature)[0], minlength=7)
     wanted = torch.softmax(logits / temperature, -1) * draws
     chi_square = float(((counts - wanted).square() / wanted).sum())
     assert chi_square < 22.5  # 6 degrees of freedom: passed by chance once in a thousand
@@ -40,19 +47,21 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
 def test_an_even_grid_of_noise_gives_the_exact_shares() -> None:
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     noise = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    assert torch.bincount(pick_tokens(logits.expand(1000, 4), noise, 1.0)).tolist() == [100, 200, 300, 400]
+    assert torch.bincount(pick_tokens(logits.expand(1000, 4), noise, 1.0)[0]).tolist() == [100, 200, 300, 400]
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-53])
 def test_a_forbidden_token_never_comes(uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
-    assert int(pick_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)) in (1, 3)
+    token, logprob = pick_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
+    assert int(token) in (1, 3)
+    assert float(logprob) == pytest.approx(math.log(0.5))
 
 
 def test_a_cold_temperature_takes_the_likeliest() -> None:
     logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
     noise = uniforms(50, 1, 0, "x")[:, 0]
-    assert torch.equal(pick_tokens(logits, noise, 1e-4), logits.argmax(-1))
+    assert torch.equal(pick_tokens(logits, noise, 1e-4)[0], logits.argmax(-1))
 
 
 # ---- responses ----
@@ -73,7 +82,7 @@ def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[...
 def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
     model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x")
     usual = sample(model, prompts, noise)
-    same = sample_responses(model, prompts.ids, prompts.mask, noise, eos_ids=[EOS], pad_id=EOS, temperature=1.0)
+    same = sample(model, prompts, noise, pad=EOS)
     assert torch.equal(same.mask, usual.mask)
     assert torch.equal(same.ended, usual.ended)
     assert torch.equal(same.ids, usual.ids.masked_fill(~usual.mask, EOS))
@@ -81,7 +90,7 @@ def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: C
 
 def test_any_of_several_eos_tokens_ends_a_response(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
     sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 4), uniforms(16, 12, 0, "x"), eos=(EOS, 5))
-    lasts = {int(row[mask][-1]) for row, mask, e in zip(*sampled, strict=True) if e}
+    lasts = {int(row[mask][-1]) for row, mask, e in zip(*sampled[:3], strict=True) if e}
     assert lasts == {EOS, 5}
 
 
@@ -92,16 +101,49 @@ def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Callable[
     assert sampled.ended.all()
 
 
-def test_a_row_alone_is_the_row_in_the_batch(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
-    """Padding on the left and neighbours change nothing."""
-    model, noise = new_model(), uniforms(4, 10, 0, "x")
-    together = sample(model, prompts_of(*TEXTS), noise)
-    for i, text in enumerate(TEXTS):
-        alone = sample(model, prompts_of(text), noise[i : i + 1])
-        length = int(alone.mask.sum())
-        assert alone.ids[0].tolist() == together.ids[i, :length].tolist()
-        assert int(together.mask[i].sum()) == length
-        assert bool(alone.ended[0]) == bool(together.ended[i])
+def test_tokens_and_log_probs_are_those_of_each_row_alone(
+    new_model: Make, prompts_of: Callable[..., PromptBatch], own_logits: Make
+) -> None:
+    """By one pass of the model over the bare text: neither padding, nor neighbours, nor the cache change anything."""
+    model, noise = new_model(seed=3), uniforms(32, 10, 0, "x")
+    prompts = prompts_of(*TEXTS * 8)
+    sampled = sample(model, prompts, noise, temperature=0.8)
+    assert len(set(sampled.mask.sum(1).tolist())) > 4
+    for i in range(len(prompts)):
+        response = sampled.ids[i, sampled.mask[i]]
+        whole = torch.cat([prompts.ids[i, prompts.mask[i]], response])
+        logp = Categorical(logits=own_logits(model, whole)[-len(response) - 1 : -1] / 0.8)
+        drawn = (logp.probs.cumsum(-1) <= noise[i, : len(response)].unsqueeze(1)).sum(-1)
+        assert drawn.tolist() == response.tolist()
+        result = sampled.logprobs[i]
+        torch.testing.assert_close(result[: len(response)].double(), logp.log_prob(response), rtol=1e-4, atol=1e-4)
+        assert (result[len(response) :] == 0).all()
+
+
+@pytest.mark.parametrize("test_every", [1, 4])
+@pytest.mark.parametrize("compact_below", [0.0, 1.0])
+def test_rows_that_are_done_leave_the_batch_and_change_no_other(
+    new_model: Make,
+    prompts_of: Callable[..., PromptBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    compact_below: float,
+    test_every: int,
+) -> None:
+    model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 8), uniforms(32, 12, 0, "x")
+    expected, rows = sample(model, prompts, noise), []
+    model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    monkeypatch.setattr(decoding, "COMPACT_BELOW", compact_below)
+    monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", test_every)
+    result = sample(model, prompts, noise)
+    for a, b in zip(result[:3], expected[:3], strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+    left = [int((expected.mask.sum(1) > column).sum()) for column in range(len(rows))]
+    if not compact_below:
+        assert rows == [32] * len(rows)
+    else:  # looked at after every `test_every` tokens
+        assert rows == [left[column - column % test_every] for column in range(len(rows))]
+    assert len(rows) < 12 or bool((expected.mask.sum(1) == 12).any())
 
 
 def test_a_permuted_batch_is_a_permuted_result(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
@@ -109,7 +151,7 @@ def test_a_permuted_batch_is_a_permuted_result(new_model: Make, prompts_of: Call
     straight = sample(model, prompts_of(*TEXTS), noise)
     turned = sample(model, prompts_of(*(TEXTS[i] for i in order)), noise[order])
     for a, b in zip(straight, turned, strict=True):
-        assert torch.equal(a[order], b)
+        torch.testing.assert_close(a[order], b, rtol=1e-5, atol=1e-5)
 
 
 def test_the_noise_decides_everything_and_the_global_stream_nothing(
@@ -135,9 +177,9 @@ def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: 
         after = torch.cat([prompts.ids[:1].repeat(7, 1), torch.arange(7).unsqueeze(1)], 1)
         second = torch.softmax(model(input_ids=after).logits[:, -1] / 1.3, -1)
     wanted = (first.unsqueeze(1) * second).flatten() * count
-    found = torch.bincount(sampled.ids[:, 0] * 7 + sampled.ids[:, 1], minlength=49)
+    result = torch.bincount(sampled.ids[:, 0] * 7 + sampled.ids[:, 1], minlength=49)
     likely = wanted > 5
-    chi_square = float(((found - wanted).square() / wanted)[likely].sum())
+    chi_square = float(((result - wanted).square() / wanted)[likely].sum())
     assert chi_square < 1.9 * int(likely.sum())
 
 

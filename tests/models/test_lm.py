@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.lm import TransformersLM, TransformersTrunk, check_head
+from rlhf_kl.ops.packing import Packed, text_layout
+
+Make = Callable[..., Any]
+TEXTS = [[1, 3, 4, 5, 6, 3, 2], [1, 6], [1, 5, 5, 0, 4]]
+STARTS = [4, 1, 1]  # of the tokens whose states are read
+TOKENS = 3 + 1 + 4
+
+
+def packed(*rows: int) -> Packed:
+    return text_layout(TEXTS, STARTS, torch.device("cpu")).pack(rows or (0, 1, 2))
+
+
+def test_logits_are_those_of_the_models_own_pass_over_each_text_alone(new_model: Make, own_logits: Make) -> None:
+    """At the states before the tokens, whatever stands beside and behind them."""
+    model = new_model()
+    with torch.no_grad():
+        logits, hidden = TransformersLM(model).states(packed(), lambda logits, hidden: (logits(slice(None)), hidden))
+    own = [own_logits(model, row)[start - 1 : -1] for row, start in zip(TEXTS, STARTS, strict=True)]
+    torch.testing.assert_close(logits.double(), torch.cat(own), rtol=1e-4, atol=1e-4)
+    assert logits.shape == (TOKENS, 7)
+    assert hidden.shape == (TOKENS, 16)
+
+
+def test_hidden_states_that_were_kept_give_the_same_logits(new_model: Make) -> None:
+    lm = TransformersLM(new_model())
+    with torch.no_grad():
+        inside = lm.states(packed(), lambda logits, _: logits(slice(None)))
+        assert torch.equal(lm.logits(lm.hidden(packed()))(slice(2, 5)), inside[2:5])
+        assert torch.equal(TransformersTrunk(lm.model).hidden(packed()), lm.hidden(packed()))
+
+
+def test_the_use_runs_inside_of_one_pass_through_the_root_module(new_model: Make) -> None:
+    lm, events = TransformersLM(new_model()), []
+    lm.register_forward_pre_hook(lambda *_: events.append("in"))
+    lm.model.base_model.register_forward_hook(lambda *_: events.append("layers"))
+    lm.model.lm_head.register_forward_hook(lambda _, __, output: events.append(len(output)))
+    lm.register_forward_hook(lambda *_: events.append("out"))
+    lm.states(packed(), lambda logits, _: (logits(slice(0, 2)), events.append("use")))
+    assert events == ["in", "layers", 2, "use", "out"]  # logits nowhere else
+
+
+def test_gradients_are_those_of_the_models_own_pass(new_model: Make) -> None:
+    gradients = []
+    for own in (False, True):
+        model = new_model(seed=1)
+        if own:
+            logits = model(input_ids=torch.tensor([TEXTS[0]])).logits[0, 3:-1]
+        else:
+            logits = TransformersLM(model).states(packed(0), lambda logits, _: logits(slice(None)))
+        logits.log_softmax(-1)[:, 3].sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert float(gradients[0].norm()) > 0.1
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+# ---- models that cannot be read so ----
+
+
+class Louder(GPT2LMHeadModel):
+    """Does something to its logits that its config does not tell."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits[..., 3] += 0.5
+        return output
+
+
+class Headless(GPT2LMHeadModel):
+    """Names no head."""
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class Wider(GPT2LMHeadModel):
+    """Returns more logits than its head makes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = torch.cat([output.logits, output.logits[..., :1]], -1)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Louder, "differ by 0.5"), (Wider, "differ by inf"), (Headless, "cannot be read state by state")],
+)
+def test_a_model_whose_logits_are_not_its_heads_is_refused(
+    new_model: Make, kind: type[GPT2LMHeadModel], words: str
+) -> None:
+    model = new_model(spread=0.1)
+    check_head(model, "policy.model here")
+    other = kind(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(InputError, match=f"policy.model here: .*{kind.__name__}.*{words}"):
+        check_head(other, "policy.model here")
+
+
+def test_a_model_that_computes_nonsense_is_refused(new_model: Make) -> None:
+    model = new_model()
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = torch.nan
+    with pytest.raises(InputError, match="differ by nan"):
+        check_head(model, "policy.model")
+
+
+def test_a_model_without_a_key_value_cache_is_refused() -> None:
+    """It computes the right logits, but nothing could be sampled from it."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mamba", vocab_size=7, hidden_size=8, num_hidden_layers=1, state_size=2)
+    with pytest.raises(InputError, match=r"a MambaForCausalLM cannot be read state by state: .*past_key_values"):
+        check_head(AutoModelForCausalLM.from_config(config).eval(), "policy.model")

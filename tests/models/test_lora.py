@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lora import AdapterReference, add_adapter
+from rlhf_kl.ops.packing import pack_last
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import PromptBatch, Sampling
+
+Make = Callable[..., Any]
+SAMPLING = Sampling(8, 0.9, [2], 0)
+
+
+@pytest.fixture(params=[False, True], ids=["fresh adapter", "began as an adapter"])
+def pair(request: pytest.FixtureRequest, new_model: Make) -> tuple[TransformersLM, AdapterReference, TransformersLM]:
+    """A policy whose adapter was trained, the reference inside it, and a copy of what the policy was at its start."""
+    policy = add_adapter(new_model(), r=2, alpha=4.0, target_modules=None, ref="base", what="policy.lora", seed=1)
+    if request.param:
+        move(policy, seed=1)
+    start = TransformersLM(copy.deepcopy(policy))
+    reference = AdapterReference(policy, keep_start=request.param)
+    move(policy, seed=2)
+    return TransformersLM(policy), reference, start
+
+
+def move(policy: Any, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.3)
+
+
+def test_switched_off_it_is_the_start_bit_for_bit(
+    pair: tuple[TransformersLM, AdapterReference, TransformersLM], prompts_of: Callable[..., PromptBatch]
+) -> None:
+    """What it samples, its states, and its logits at them; and the policy is what it was afterwards."""
+    policy, reference, start = pair
+    rows = pack_last([[1, 3, 4, 5], [1, 6]], torch.device("cpu"))
+    prompts, noise = prompts_of("ab", "c", "dddd"), uniforms(3, 8, 0, "x")
+    with torch.no_grad():
+        before = policy.hidden(rows)
+        hidden = start.hidden(rows)
+        assert float((hidden - before).abs().max()) > 1e-2
+        assert torch.equal(reference.hidden(rows), hidden)
+        assert torch.equal(reference.logits(hidden)(slice(None)), start.logits(hidden)(slice(None)))
+        one, other = (lm.sample(prompts, noise, SAMPLING) for lm in (reference, start))
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(policy.hidden(rows), before)
+
+
+def test_it_may_be_read_in_the_middle_of_a_pass_of_the_policy(
+    pair: tuple[TransformersLM, AdapterReference, TransformersLM],
+) -> None:
+    """As the exact KL in the loss does: the policy's gradients are those of its own pass."""
+    policy, reference, _ = pair
+    rows = pack_last([[1, 3, 4, 5], [1, 6]], torch.device("cpu"))
+
+    def read(logits: Any, hidden: torch.Tensor, beside: bool) -> torch.Tensor:
+        if beside:
+            with torch.no_grad():
+                reference.logits(reference.hidden(rows))(slice(None))
+        return logits.map(lambda x, _: (x.logsumexp(-1),))[0].sum()
+
+    gradients = []
+    for beside in (False, True):
+        policy.zero_grad()
+        policy.states(rows, lambda x, h, beside=beside: read(x, h, beside)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    assert float(gradients[0].norm()) > 0.1
+    assert torch.equal(*gradients)
+
+
+def test_it_names_no_tensor_that_is_trained_and_its_state_stays_that_of_the_start(
+    pair: tuple[TransformersLM, AdapterReference, TransformersLM],
+) -> None:
+    policy, reference, start = pair
+    trained = {p.data_ptr() for p in policy.parameters() if p.requires_grad}
+    assert trained
+    assert not trained & {p.data_ptr() for _, p in reference.named_parameters()}
+    state, was = reference.state_dict(), start.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in was.items())

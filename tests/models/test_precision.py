@@ -1,0 +1,190 @@
+"""Logits far from 0, as those of real models are: bfloat16 has steps of 0.5 at -70."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, kl_divergence
+
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.errors import GuardStop
+from rlhf_kl.models.lm import TransformersLM, check_head
+from rlhf_kl.models.value import ActorCritic, frozen_lm
+from rlhf_kl.ops.logprobs import chosen_logprobs
+from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.rollout.collect import Assessor, exact_kl_now, measure, respond, response_layout
+from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.trainers.checks import check_start, padding_gap
+from rlhf_kl.trainers.objectives import Losses, Targets, ppo_losses
+from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
+
+Make = Callable[..., Any]
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
+SAMPLING = Sampling(8, 0.8, [2], 0)
+
+
+@pytest.fixture
+def shifted(new_model: Make) -> Make:
+    """`shifted(-70.0, seed=1)`: a model all of whose logits are moved by that much, through a constant hidden unit.
+
+    `moved` by some noise it is another model close by.
+    """
+
+    def make(shift: float, seed: int = 1, moved: float = 0.0) -> Any:
+        model = new_model(seed=seed, spread=0.3)
+        noise = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            model.config.tie_word_embeddings = False
+            head = model.lm_head.weight + moved * torch.randn(model.lm_head.weight.shape, generator=noise)
+            head[:, 0] = shift
+            model.lm_head.weight = nn.Parameter(head)
+            model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, 1.0
+        return model
+
+    return make
+
+
+def assessed(policy: TransformersLM, reference: TransformersLM, prompts: PromptBatch, letters: Any) -> Any:
+    """A rollout, and the reference's states that belong to it."""
+    states = ReferenceStates(reference)
+    assess = Assessor(
+        ActorCritic(policy), states, None, lambda p, r: [float(len(x)) for x in r], "length", ScoreShaping(), 0.8
+    )
+    responses = respond(policy, prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING, letters)
+    return responses.sampled, assess(responses), states
+
+
+def in_float64(lm: TransformersLM, rollout: RolloutBatch, rounded: torch.dtype = torch.float64) -> Tensor:
+    """Logits (N, V) at the hidden states that the layers give, `rounded` as one likes."""
+    with torch.no_grad():
+        hidden = lm.hidden(rollout.layout.pack(range(len(rollout)))).double()
+        return (hidden @ lm.model.lm_head.weight.double().T).to(rounded).double()
+
+
+@pytest.mark.parametrize("shift", [-70.0, 40.0])
+def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
+    shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any, shift: float
+) -> None:
+    """Of the sampler, of the scoring pass and of a training pass."""
+    lm = TransformersLM(shifted(shift), BF16)
+    reference = frozen_lm(copy.deepcopy(lm.model), BF16, CPU)
+    sampled, rollout, _ = assessed(lm, reference, prompts_of(*TEXTS), letters)
+    rows = rollout.layout.pack(range(len(rollout)))
+    ids = rollout.response_ids[rollout.mask]
+    exact = Categorical(logits=in_float64(lm, rollout) / 0.8).log_prob(ids)
+    coarse = Categorical(logits=in_float64(lm, rollout, BF16) / 0.8).log_prob(ids)
+    assert float((coarse - exact).abs().max()) > 0.1  # what a head under autocast gives
+    training = lm.states(rows, lambda logits, _: logits.map(lambda x, at: (chosen_logprobs(x, ids[at], 0.8),))[0])
+    for result in (training.detach(), rollout.logprobs[rollout.mask], rollout.ref_logprobs[rollout.mask]):
+        assert result.dtype == torch.float32
+        assert float((result - exact).abs().max()) < 1e-3
+    # The sampler's own states differ by a rounding of theirs, its head does not.
+    assert float((sampled.logprobs[rollout.mask] - exact).abs().max()) < 0.1
+
+
+def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
+    shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any
+) -> None:
+    policy = TransformersLM(shifted(-70.0, moved=0.1), BF16)
+    reference = frozen_lm(shifted(-70.0), BF16, CPU)
+    _, rollout, states = assessed(policy, reference, prompts_of(*TEXTS), letters)
+
+    def kl(rounded: torch.dtype) -> Tensor:
+        pair = (Categorical(logits=in_float64(lm, rollout, rounded) / 0.8) for lm in (policy, reference))
+        return kl_divergence(*pair)
+
+    exact = kl(torch.float64)
+    assert 0.01 < float(exact.mean()) < 0.3
+    assert float(kl(BF16).mean()) > 1.05 * float(exact.mean())
+    again = exact_kl_now(policy, states, rollout, 0.8)
+    for result in (rollout.exact_kl, again):
+        torch.testing.assert_close(result[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shift", [0.0, -70.0, -100.0])
+def test_sampler_scoring_and_training_agree_in_float32(
+    shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any, shift: float
+) -> None:
+    lm = TransformersLM(shifted(shift))
+    reference = frozen_lm(copy.deepcopy(lm.model), torch.float32, CPU)
+    sampled, rollout, states = assessed(lm, reference, prompts_of(*TEXTS), letters)
+    torch.testing.assert_close(sampled.logprobs, rollout.logprobs, rtol=0, atol=1e-4)
+    rows = rollout.layout.pack(range(len(rollout)))
+    zeros, config = torch.zeros(rollout.mask.shape), TrainConfig.model_validate({"rollout": {"temperature": 0.8}})
+
+    def first(logits: Any, _: Tensor) -> Losses:
+        return ppo_losses(rollout, Targets(zeros, zeros, 0.0), rows, logits, None, config, states.logits)
+
+    losses = lm.states(rows, first)
+    assert float(losses.max_logratio) < 1e-3
+    assert int(losses.clipped) == 0
+
+
+def test_states_that_are_bfloat16_are_read_in_float32(shifted: Make) -> None:
+    lm = TransformersLM(shifted(-70.0), BF16)
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hidden[:, 0] = 1.0
+    with torch.no_grad(), lm.precision():
+        logits = lm.logits(hidden)(slice(None))
+        exact = hidden.double() @ lm.model.lm_head.weight.double().T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-4)
+
+
+# ---- the padding check ----
+
+
+def ignore(model: Any, name: str) -> None:
+    """Make the layers of a model blind for one of their arguments."""
+
+    def drop(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs[name] = None
+        return args, kwargs
+
+    model.base_model.register_forward_pre_hook(drop, with_kwargs=True)
+
+
+def start(policy: Any, prompts: PromptBatch, dtype: torch.dtype) -> list[str]:
+    """The checks of a run that starts from `policy`."""
+    lm, reference = TransformersLM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)
+    sampled = lm.sample(prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING)
+    stats = measure(ActorCritic(lm), ReferenceStates(reference), response_layout(prompts, sampled), 0.8)
+    float32 = dtype == torch.float32
+    return check_start(lm, reference, sampled, stats, reference_is_initial_policy=True, float32=float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("shift", [-100.0, 60.0])
+def test_a_shift_passes_the_padding_check(
+    shifted: Make, prompts_of: Callable[..., PromptBatch], shift: float, dtype: torch.dtype
+) -> None:
+    results = start(shifted(shift), prompts_of(*TEXTS), dtype)
+    assert any("padded against unpadded" in line for line in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_a_model_that_ignores_padding_is_refused(
+    shifted: Make, prompts_of: Callable[..., PromptBatch], name: str, dtype: torch.dtype
+) -> None:
+    """Loading cannot tell: without padding it computes what it should."""
+    model = shifted(-100.0)
+    ignore(model, name)
+    check_head(model, "policy.model")
+    with pytest.raises(GuardStop, match="does not honour attention_mask and position_ids"):
+        start(model, prompts_of(*TEXTS), dtype)
+
+
+def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+    sampled = TransformersLM(shifted(0.0)).sample(prompts_of(*TEXTS), uniforms(len(TEXTS), 8, 0, "x"), SAMPLING)
+    other = sampled.logprobs.clone()
+    other[1, 0] += 0.25
+    other[~sampled.mask] = 9.0
+    assert padding_gap(sampled, other) == pytest.approx(0.25)

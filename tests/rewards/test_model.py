@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.data.chat import Conversation
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import load_reward_model, load_tokenizer
+from rlhf_kl.models.value import freeze
+from rlhf_kl.rewards.model import RewardModel, TextFormat, text_format
+
+
+@pytest.fixture
+def model(tiny_reward_folder: Path) -> RewardModel:
+    folder = str(tiny_reward_folder)
+    return RewardModel(freeze(load_reward_model(folder)), load_tokenizer(folder))
+
+
+def test_a_score_is_the_classifiers_logit_at_the_eos(model: RewardModel) -> None:
+    ids = torch.tensor([[1, 3, 4, 5, 6, 2]])  # bos abcd eos
+    with torch.no_grad():
+        hidden = model.model.base_model(input_ids=ids).last_hidden_state[0, -1]
+        expected = float(model.model.score(hidden))
+    assert model(["ab"], ["cd"]) == pytest.approx([expected], abs=1e-5)
+    assert model(["ab"], ["c"]) != pytest.approx([expected], abs=1e-5)
+
+
+def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder: Path) -> None:
+    prompts = ["a", "abcd", "bb", "d", "cab"]
+    responses = ["b", "", "dcbadcba", "a", "cc"]
+    together = model(prompts, responses)
+    alone = [model([p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
+    assert together == pytest.approx(alone, abs=1e-5)
+    by_two = RewardModel(model.model, model.tokenizer, rows=2)
+    assert by_two(prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_kept_states_are_those_of_each_text_alone(model: RewardModel, rows: int) -> None:
+    """In passes of any size, with the longest text between others; keeping them changes no score."""
+    prompts, responses = ["a", "abcd", "bb", "d"], ["b", "dcbadcba", "", "a"]
+    expected = model(prompts, responses)
+    keeping = RewardModel(model.model, model.tokenizer, rows=rows)
+    keeping.keeps_states = True
+    assert keeping(prompts, responses) == pytest.approx(expected, abs=1e-5)
+    assert [text.ids for text in keeping.kept] == model.encode(prompts, responses)
+    for text in keeping.kept:
+        with torch.no_grad():
+            own = model.model.base_model(input_ids=torch.tensor([text.ids])).last_hidden_state[0]
+        torch.testing.assert_close(text.states, own, rtol=1e-4, atol=1e-5)
+    assert model.kept == []
+
+
+@pytest.mark.parametrize("pad", [None, 0, 1, 2, 3, 4])
+def test_any_token_may_be_the_pad_token_of_the_classifier(
+    model: RewardModel, tiny_reward_folder: Path, pad: int | None
+) -> None:
+    """Its own forward pass, which the head is compared with, never scores a pad token."""
+    classifier = load_reward_model(str(tiny_reward_folder))
+    classifier.config.pad_token_id = pad
+    assert RewardModel(classifier, model.tokenizer)(["ab"], ["c"]) == model(["ab"], ["c"])
+    assert classifier.config.pad_token_id == pad
+
+
+def test_a_head_that_reads_more_than_the_last_state_is_refused(model: RewardModel, tiny_reward_folder: Path) -> None:
+    classifier = load_reward_model(str(tiny_reward_folder))
+    own = classifier.score.forward
+    classifier.score.forward = lambda states: own(states) + states.numel()
+    with pytest.raises(InputError, match="GPT2ForSequenceClassification are not what its head makes"):
+        RewardModel(classifier, model.tokenizer)
+
+
+def test_the_head_of_a_bfloat16_model_computes_in_float32(model: RewardModel) -> None:
+    """Scores far from 0 have coarse steps in bfloat16; on the same states they differ by the layers alone."""
+    with torch.no_grad():
+        shifted = copy.deepcopy(model.model)
+        shifted.transformer.ln_f.weight[0], shifted.transformer.ln_f.bias[0] = 0.0, 1.0
+        shifted.score.weight[0, 0] = -70.0
+    half = RewardModel(shifted, model.tokenizer, dtype=torch.bfloat16)
+    half.keeps_states = True
+    prompts, responses = ["a", "abcd", "bb"], ["b", "dcbadcba", ""]
+    scores = half(prompts, responses)
+    last = torch.stack([text.states[-1] for text in half.kept]).double()
+    expected = (last @ shifted.score.weight.double().T).squeeze(1).tolist()
+    assert scores == pytest.approx(expected, abs=1e-4)
+    assert expected != pytest.approx(torch.tensor(expected).bfloat16().tolist(), abs=1e-2)
+
+
+def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:
+    long = "abcd" * 20
+    (row,) = model.encode([long], ["dd"])
+    assert len(row) == 32
+    assert row[-3:] == [6, 6, 2]
+    assert model([long], ["dd"]) == pytest.approx(model(["c" + long], ["dd"]), abs=1e-5)
+
+
+@pytest.mark.parametrize("stand_in", ["eos_token", "bos_token"])
+def test_a_pad_token_that_is_another_one_changes_no_score(
+    model: RewardModel, tiny_reward_folder: Path, stand_in: str
+) -> None:
+    """transformers scores the last token that is not the pad id: with pad = eos never the EOS."""
+    prompts, responses = ["a", "abcd", "bb"], ["b", "", "dcbadcba"]
+    expected = model(prompts, responses)
+    tokenizer = load_tokenizer(str(tiny_reward_folder))
+    tokenizer.pad_token = getattr(tokenizer, stand_in)
+    again = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer)
+    assert again(prompts, responses) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_classifier_may_end_on_the_text_itself(model: RewardModel, tiny_reward_folder: Path) -> None:
+    folder = str(tiny_reward_folder)
+    bare = RewardModel(load_reward_model(folder), load_tokenizer(folder), form=TextFormat(append_eos=False))
+    assert bare.encode(["ab"], ["c"]) == [[1, 3, 4, 5]]
+    with torch.no_grad():
+        hidden = model.model.base_model(input_ids=torch.tensor([[1, 3, 4, 5]])).last_hidden_state[0, -1]
+        assert bare(["ab"], ["c"]) == pytest.approx([float(model.model.score(hidden))], abs=1e-5)
+
+
+def test_the_format_is_what_is_asked_for_then_what_the_folder_says(model: RewardModel) -> None:
+    assert text_format(model.model) == TextFormat(chat=False, append_eos=True)
+    model.model.config.rlhf_kl_format = {"chat": True, "append_eos": False}
+    assert text_format(model.model) == TextFormat(chat=True, append_eos=False)
+    assert text_format(model.model, chat=False, append_eos=True) == TextFormat(chat=False, append_eos=True)
+
+
+def test_a_chat_format_reads_every_turn(tiny_reward_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_reward_folder))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    scorer = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer, form=TextFormat(chat=True))
+    said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    assert scorer.encode([said, "d"], ["ab", "a"]) == [[1, 3, 2, 4, 2, 5, 2, 3, 4, 2], [1, 6, 2, 3, 2]]
+
+
+def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, letters: Any) -> None:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=7,
+        n_embd=8,
+        n_layer=1,
+        n_head=1,
+        n_positions=32,
+        pad_token_id=0,
+        id2label={0: "bad", 1: "so", 2: "good"},
+    )
+    classifier = GPT2ForSequenceClassification(config).eval()
+    scorer = RewardModel(classifier, letters, label="good")
+    with torch.no_grad():
+        odds = classifier(input_ids=torch.tensor([[1, 3, 4, 2]])).logits[0].softmax(0)
+    assert scorer(["a"], ["b"]) == pytest.approx([float(torch.log(odds[2] / (1 - odds[2])))], abs=1e-5)
+
+
+def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:
+    """It reads its first token, and text beyond its context loses its beginning."""
+    from tokenizers import processors
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=7,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        num_labels=1,
+        max_position_embeddings=6,
+        pad_token_id=0,
+    )
+    encoder = BertForSequenceClassification(config).eval()
+    tokenizer = copy.deepcopy(letters)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    scorer = RewardModel(encoder, tokenizer)
+    assert scorer.encode(["ab", "abcd"], ["c", "abcd"]) == [[1, 3, 4, 5, 2], [1, 3, 4, 5, 6, 2]]
+    with torch.no_grad():
+        expected = float(encoder(input_ids=torch.tensor([[1, 3, 4, 5, 2]])).logits)
+    assert scorer(["ab", "abcd"], ["c", "abcd"])[0] == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
+
+
+def fit(scores: list[float], *, normalize: bool = True, **options: Any) -> ScoreShaping:
+    return ScoreShaping(**options).fit(torch.tensor(scores), normalize=normalize)
+
+
+def traits(ended: list[bool], lengths: list[int] | None = None, repeated: list[float] | None = None) -> ResponseTraits:
+    rows = len(ended)
+    return ResponseTraits(
+        torch.tensor(ended), torch.tensor(lengths or [1] * rows), torch.tensor(repeated or [0.0] * rows)
+    )
+
+
+def test_reference_samples_get_mean_zero_and_spread_one() -> None:
+    raw = [10.0, 14.0, 18.0, 22.0]
+    shaped = fit(raw)(torch.tensor(raw), traits([True] * 4))
+    assert float(shaped.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(shaped.std(correction=0)) == pytest.approx(1)
+
+
+def test_clip_and_penalty_come_after_the_scale() -> None:
+    shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
+    assert shaping(torch.tensor([5.0, 100.0, -100.0]), traits([True, True, False])).tolist() == [0.0, 2.0, -2.5]
+
+
+def test_scores_may_be_left_as_they_are() -> None:
+    shaping = fit([0.0, 10.0], normalize=False)
+    assert shaping(torch.tensor([7.0]), traits([True])).tolist() == [7.0]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("value", [0.0, 3.0, 1e6])
+def test_a_constant_score_teaches_nothing(value: float, normalize: bool) -> None:
+    with pytest.raises(InputError, match="constant"):
+        fit([value] * 5, normalize=normalize)
+
+
+def test_small_differences_are_no_constant() -> None:
+    assert fit([1e-5, 2e-5]).std == pytest.approx(5e-6, rel=1e-3)
+
+
+def test_its_state_makes_the_same_shaping() -> None:
+    shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
+    assert ScoreShaping(**shaping.state_dict()) == shaping
+
+
+def test_penalties_are_taken_off_by_name() -> None:
+    shaping = fit([0.0, 10.0], missing_eos_penalty=0.5, length_penalty=0.01, repetition_penalty=2.0)
+    result = traits([True, False], lengths=[10, 20], repeated=[0.25, 0.0])
+    terms = shaping.penalties(result)
+    assert {name: term.tolist() for name, term in terms.items()} == {
+        "missing_eos": [0.0, 0.5],
+        "length": pytest.approx([0.1, 0.2]),
+        "repetition": [0.5, 0.0],
+    }
+    assert shaping(torch.tensor([5.0, 5.0]), result).tolist() == pytest.approx([-0.6, -0.7])
+    assert fit([0.0, 10.0]).penalties(result) == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "repeated"),
+    [([1, 2, 3, 4, 5], 0.0), ([7, 7, 7, 7, 7], 2 / 3), ([1, 2, 3, 9, 1, 2, 3], 1 / 5), ([1, 2], 0.0), ([], 0.0)],
+)
+def test_a_run_of_three_tokens_that_comes_again_is_repeated(tokens: list[int], repeated: float) -> None:
+    ids = torch.tensor([[*tokens, 7, 7, 7, 7]])  # padding is no part of it
+    mask = torch.arange(ids.shape[1]).unsqueeze(0) < len(tokens)
+    result = response_traits(ids, mask, torch.tensor([True]))
+    assert result.lengths.tolist() == [len(tokens)]
+    assert float(result.repeated) == pytest.approx(repeated)
