@@ -9,12 +9,11 @@ import json
 import os
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -23,7 +22,7 @@ from rlhf_kl.errors import InputError
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `word` was most likely meant to be, or None if nothing is close."""
+    """The one of `names` that is closest to `word`, or None if nothing is close."""
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
@@ -51,13 +50,13 @@ def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
         return None
     for folder in search:
         path = folder / Path(name).expanduser()
-        if _is_file(path):
+        if os.path.isfile(path):  # unlike Path.is_file for a name that is too long
             return path.resolve()
     return None
 
 
 def load_attribute(ref: str, *, search: Sequence[Path], builtins: Mapping[str, Any] | None = None) -> Any:
-    """Find the object that `ref` names.
+    """The object that `ref` names.
 
     ref: a key of `builtins`, "module:attribute" (modules in the working directory too) or
         "file.py:attribute" (tried from each folder in `search`).
@@ -86,7 +85,7 @@ def load_attribute(ref: str, *, search: Sequence[Path], builtins: Mapping[str, A
 
 
 def check_options(obj: Callable[..., Any], options: Mapping[str, Any], *, provided: set[str], where: str) -> list[str]:
-    """Problems of calling `obj(**options)`, found from its signature alone: `obj` is never called.
+    """Problems of a call `obj(**options)`, from its signature alone: `obj` is never called.
 
     provided: parameters that the program fills in where the options do not.
     where: dotted path of the options, the beginning of every problem.
@@ -103,7 +102,7 @@ def check_options(obj: Callable[..., Any], options: Mapping[str, Any], *, provid
     problems = []
     for key, value in options.items():
         if key in named:
-            problems += _type_problem(obj, named[key], value, f"{where}.{key}")
+            problems += _type_problem(named[key], value, f"{where}.{key}")
         elif not takes_any:
             hint = suggestion(key, set(named) - (provided - set(options)), prefix=f"{where}.")
             problems.append(f"{where}.{key}: unknown option of {name}{hint}")
@@ -122,18 +121,21 @@ def accepts(obj: Callable[..., Any], name: str) -> bool:
 
 
 def _parameters(obj: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(obj).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C have none
-        return None
+    """Parameters with their annotations as types, or as texts where these name nothing that can be imported."""
+    for evaluate in (True, False):
+        try:
+            return list(inspect.signature(obj, eval_str=evaluate).parameters.values())
+        except Exception:  # an annotation is the user's code; and some callables written in C have no signature
+            continue
+    return None
 
 
-def _type_problem(obj: Callable[..., Any], parameter: inspect.Parameter, value: Any, where: str) -> list[str]:
-    adapter = _adapter(obj, parameter)
+def _type_problem(parameter: inspect.Parameter, value: Any, where: str) -> list[str]:
+    adapter = _adapter(parameter.annotation)
     if adapter is None:
         return []
     try:
-        # JSON is what YAML can say: a list may be a tuple, a text may be a path, but "1" is no number.
+        # The types of JSON are those of YAML: a list may be a tuple, a text may be a path, but "1" is no number.
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         reasons = dict.fromkeys(problem["msg"] for problem in error.errors(include_url=False))
@@ -143,40 +145,18 @@ def _type_problem(obj: Callable[..., Any], parameter: inspect.Parameter, value: 
     return []
 
 
-def _adapter(obj: Callable[..., Any], parameter: inspect.Parameter) -> TypeAdapter[Any] | None:
-    if parameter.annotation is parameter.empty:
-        return None
-    owner = SimpleNamespace(__annotations__={"value": parameter.annotation})
-    try:
-        hint = typing.get_type_hints(owner, globalns=_globals(obj), include_extras=True)["value"]
-    except Exception:  # an annotation is the user's code: whatever it raises, there is nothing to check
+def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
+    """Validates values of a type; None for one that cannot be checked."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return None
     for config in (ConfigDict(allow_inf_nan=False), None):
         try:
-            return TypeAdapter(hint, config=config)
+            return TypeAdapter(annotation, config=config)
         except PydanticUserError:  # models bring their own config; arbitrary classes have no schema
             continue
         except Exception:
             return None
     return None
-
-
-def _globals(obj: Callable[..., Any]) -> dict[str, Any]:
-    obj = getattr(obj, "func", obj)  # functools.partial
-    if inspect.isclass(obj):
-        # object's own __init__ knows no module, and neither does a __new__ written in C
-        for method in (obj.__init__, obj.__new__):
-            if hasattr(method, "__globals__"):
-                return dict(method.__globals__)
-    function = inspect.unwrap(obj if hasattr(obj, "__globals__") else getattr(obj, "__call__", obj))  # noqa: B004
-    return dict(getattr(function, "__globals__", {}))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # name too long, NUL
-        return False
 
 
 @contextmanager
@@ -227,16 +207,16 @@ def _module_file(name: str) -> str:
     return os.path.join(os.getcwd(), *name.split(".")) + ".py"
 
 
-def _import_failure(what: str, error: BaseException, file: str) -> str:
-    """One line: what was imported, the exception, and the line of `file` (else of the last file)."""
+def _import_failure(source: str, error: BaseException, file: str) -> str:
+    """One line: the source, the exception, and the line of `file` (else of the last file)."""
     reason = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     if isinstance(error, SyntaxError) and error.lineno is not None:
         place = f"line {error.lineno}" if error.filename == file else f"{error.filename}:{error.lineno}"
-        return f"{what} cannot be imported: {reason} ({place})"
+        return f"{source} cannot be imported: {reason} ({place})"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
     if own:
-        return f"{what} cannot be imported: {reason} (line {own[-1].lineno})"
+        return f"{source} cannot be imported: {reason} (line {own[-1].lineno})"
     foreign = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
     place = f" ({foreign[-1].filename}:{foreign[-1].lineno})" if foreign else ""
-    return f"{what} cannot be imported: {reason}{place}"
+    return f"{source} cannot be imported: {reason}{place}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rlhf_kl.errors import InputError
 
 PROBE_SECONDS = 10.0
-# Enough to load a model and its tokenizer; never pickles unless asked for, never other formats of the weights.
+# Enough to load a model and its tokenizer: pickles only on request, other formats of the weights never.
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 PICKLED_FILES = ["*.bin"]
 SUBFOLDERS = ["*/*"]
@@ -31,16 +31,16 @@ def hub_name(ref: str) -> HubName | None:
     return HubName(match["name"], match["subset"], match["revision"]) if match else None
 
 
-def model_folder(ref: str, what: str, *, pickled: bool = False) -> str:
+def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
     """The folder of a model: a local one as it is, a hub id (`owner/name[@revision]`) downloaded or from the cache.
 
-    Everything behind this reads local files only. Errors: InputError where there is no such model or revision.
+    Code that loads from it reads local files only. Errors: InputError where there is no such model or revision.
     """
     if Path(ref).is_dir():
         return ref
-    found = hub_name(ref)
-    if found is None or found.subset is not None:
-        raise InputError(f"{what}: {ref} is neither a folder nor a hub id (owner/name, owner/name@revision)")
+    hub = hub_name(ref)
+    if hub is None or hub.subset is not None:
+        raise InputError(f"{key}: {ref} is neither a folder nor a hub id (owner/name, owner/name@revision)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -48,36 +48,36 @@ def model_folder(ref: str, what: str, *, pickled: bool = False) -> str:
 
     def snapshot(*, local: bool) -> str:
         return snapshot_download(
-            found.name,
-            revision=found.revision,
+            hub.name,
+            revision=hub.revision,
             allow_patterns=patterns,
             ignore_patterns=SUBFOLDERS,
             local_files_only=local,
         )
 
-    pinned = found.revision is not None and _COMMIT.fullmatch(found.revision) is not None
-    if pinned:  # a commit never changes: what is there needs no look at the hub
+    pinned = hub.revision is not None and _COMMIT.fullmatch(hub.revision) is not None
+    if pinned:  # a commit never changes: its files in the cache are good without the hub
         try:
             folder = snapshot(local=True)
             if any(Path(folder).glob("*.safetensors")):
                 return folder
         except LocalEntryNotFoundError:
             pass
-    reachable = probe(found.name, found.revision, "model", f"{what}: {ref}")
+    reachable = probe(hub.name, hub.revision, "model", f"{key}: {ref}")
     try:
         return snapshot(local=not reachable)
     except LocalEntryNotFoundError as error:
         raise InputError(
-            f"{what}: {ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
+            f"{key}: {ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
         ) from error
     except Exception as error:  # the clients of the hub raise a dozen kinds
-        raise InputError(f"{what}: {ref}: cannot be downloaded: {first_line(error)}") from error
+        raise InputError(f"{key}: {ref}: cannot be downloaded: {first_line(error)}") from error
 
 
 def probe(name: str, revision: str | None, kind: str, where: str) -> bool:
-    """One short question to the hub, so that a mistyped id does not retry for minutes; whether it answered.
+    """Whether the hub can be reached: one short request, so that a mistyped id does not retry for minutes.
 
-    Errors: InputError where the hub knows no such repository or revision.
+    Errors: InputError where the hub has no such repository or revision.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -94,11 +94,11 @@ def probe(name: str, revision: str | None, kind: str, where: str) -> bool:
         if error.response is not None and error.response.status_code < 500:
             raise InputError(f"{where}: {first_line(error)}") from error
         return False
-    except Exception:  # no network, whatever the client calls it
+    except Exception:  # no network: the client raises many kinds
         return False
     return True
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text that says something."""
+    """The first line of an exception's text that is not blank."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -11,9 +11,9 @@ from rlhf_kl.errors import InputError
 
 
 def template_fields(template: str) -> list[str]:
-    """Columns that a template such as "{title}: {post}" names.
+    """Columns in a template such as "{title}: {post}".
 
-    Errors: ValueError with the reason for one that is no template: a lone brace, no column, anything but names.
+    Errors: ValueError for a lone brace, a template without columns, and anything but names in the braces.
     """
     try:
         parts = list(string.Formatter().parse(template))
@@ -32,13 +32,19 @@ def fill(template: str, row: Mapping[str, Any], where: str) -> str:
     """The template with a row's columns. Errors: InputError for a missing column or one that is no text."""
     values = {}
     for name in template_fields(template):
-        if name not in row:
-            guess = nearest(name, [str(key) for key in row])
-            hint = f"; did you mean {guess}?" if guess else f" (it has {', '.join(map(str, row)) or 'none'})"
-            raise InputError(f"{where} has no column {name!r}{hint}")
-        value = row[name]
+        value = column(row, name, where)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             kind = "null" if value is None else type(value).__name__
             raise InputError(f"{where}: {name} is {kind}, not text")
         values[name] = value
     return template.format_map(values)
+
+
+def column(row: Mapping[str, Any], name: str, where: str) -> Any:
+    """A column of a row. Errors: InputError that names the nearest column there is."""
+    if name not in row:
+        names = [str(key) for key in row]
+        close = nearest(name, names)
+        hint = f"; did you mean {close}?" if close else f" (it has {', '.join(names[:12]) or 'none'})"
+        raise InputError(f"{where} has no column {name!r}{hint}")
+    return row[name]

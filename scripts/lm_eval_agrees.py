@@ -21,7 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.data.files import read_column
+from rlhf_kl.data.files import read_rows, text_column
+from rlhf_kl.data.texts import read_texts
 from rlhf_kl.models.load import context_length, load_causal_lm, load_tokenizer
 from rlhf_kl.models.text import encode_all
 
@@ -60,7 +61,8 @@ def documents_within_context(model: str, texts: Path, column: str, limit: int | 
     if tokenizer.bos_token_id is None:
         sys.exit(f"{model}: its tokenizer has no bos: lm-eval would put the eos in front")
     context = context_length(load_causal_lm(model))
-    documents = [text for text in read_column(texts, column, "--texts") if text.strip()]
+    documents = read_texts(read_rows(texts, "--texts"), text_column(str(texts), column), None, f"--texts: {texts}")
+    documents = [text for text in documents if text.strip()]
     lengths = [len(row) for row in encode_all(tokenizer, documents)]
     return [text for text, n in zip(documents, lengths, strict=True) if context is None or n <= context][:limit]
 

@@ -45,7 +45,7 @@ def unknown_annotation(prompts: list[str], strength: "Missing") -> None:  # type
         ("org/model", False),
     ],
 )
-def test_references_are_told_from_names(text: str, expected: bool) -> None:
+def test_references_and_names(text: str, expected: bool) -> None:
     assert is_reference(text) is expected
 
 
@@ -81,7 +81,7 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
     assert load_attribute("mine.py:X", search=[tmp_path]) == 7
 
 
-def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rlhf_kl_test_module.py").write_text("def reward(): ...\n")
     monkeypatch.chdir(tmp_path)
     assert load_attribute("rlhf_kl_test_module:reward", search=[]).__name__ == "reward"
@@ -89,7 +89,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "parts"),
     [
         ("x = 1\n\ny = 1 / 0\n", ["ZeroDivisionError", "line 3"]),
         ("x = 1\ndef broken(:\n", ["SyntaxError", "line 2"]),
@@ -98,14 +98,14 @@ def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch:
         ("raise ValueError('two\\nlines')\n", ["ValueError: two lines", "line 1"]),
     ],
 )
-def test_a_file_that_raises_is_one_line_with_its_place(tmp_path: Path, source: str, said: list[str]) -> None:
+def test_a_file_that_raises_is_one_line_with_its_place(tmp_path: Path, source: str, parts: list[str]) -> None:
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError) as caught:
         load_attribute("mine.py:f", search=[tmp_path])
     [line] = caught.value.problems
     assert "\n" not in line
     assert "mine.py" in line
-    for part in said:
+    for part in parts:
         assert part in line
 
 
@@ -116,7 +116,7 @@ def test_a_module_that_raises_names_the_line(tmp_path: Path, monkeypatch: pytest
         load_attribute("rlhf_kl_test_raises:f", search=[])
 
 
-def test_what_is_missing_is_named_with_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_name_comes_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def brevity(prompts, responses): ...\n")
     with pytest.raises(InputError, match=r"no 'brevty'; did you mean brevity\?"):
         load_attribute("mine.py:brevty", search=[tmp_path])
@@ -169,5 +169,5 @@ def test_a_value_of_the_wrong_type_is_a_problem(option: str, value: object) -> N
     assert problems[0].startswith(f"c.{option}: ")
 
 
-def test_what_cannot_be_called_is_a_problem() -> None:
+def test_an_object_that_is_not_callable_is_a_problem() -> None:
     assert check_options(3, {}, provided=set(), where="c")  # type: ignore[arg-type]

@@ -50,20 +50,20 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_pinned_revision_of_the_cache_needs_no_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import HfApi
 
-    def asked(*_: Any, **__: Any) -> None:
-        raise AssertionError("the hub was asked")
+    def request(*_: Any, **__: Any) -> None:
+        raise AssertionError("a request to the hub")
 
-    monkeypatch.setattr(HfApi, "repo_info", asked)
+    monkeypatch.setattr(HfApi, "repo_info", request)
     assert Path(model_folder(f"owner/name@{COMMIT}", "policy.model")) == cached
 
 
-def test_what_was_downloaded_is_found_without_a_network(cached: Path) -> None:
+def test_downloaded_files_need_no_network(cached: Path) -> None:
     assert Path(model_folder("owner/name", "policy.model")) == cached
     with pytest.raises(InputError, match=r"policy\.model: owner/name@v2: .* its cache does not hold it"):
         model_folder("owner/name@v2", "policy.model")
 
 
 @pytest.mark.parametrize("ref", ["runs/mine/final", "owner/name:subset", "no such thing"])
-def test_what_is_neither_a_folder_nor_a_model_of_the_hub(ref: str) -> None:
+def test_a_name_of_neither_a_folder_nor_a_hub_id(ref: str) -> None:
     with pytest.raises(InputError, match="neither a folder nor a hub id"):
         model_folder(ref, "policy.model")

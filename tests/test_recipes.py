@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.config.load import load_any, load_config, shipped_configs
+from rlhf_kl.config.load import load_any, load_config
+from rlhf_kl.config.paths import shipped_configs
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.tokenizer import train_tokenizer
 

@@ -1,1 +1,1 @@
-"""The built-in world `builtin:reviews`: a grammar, what is written with it, and a scorer that knows it."""
+"""The built-in world `builtin:reviews`: a grammar, texts written with it, and a scorer that reads with it."""

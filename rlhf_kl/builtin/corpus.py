@@ -5,12 +5,13 @@ from math import exp
 from random import Random
 
 from rlhf_kl.builtin.gold import gold_score
-from rlhf_kl.builtin.grammar import openings, write_response
+from rlhf_kl.builtin.grammar import openings
+from rlhf_kl.builtin.writing import write_response
 from rlhf_kl.errors import InputError
 
 HELDOUT_SHARE = 0.1  # of the openings; every held-out part draws its prompts from these and only these
 NOISE_SCALE = 0.3  # gold units per logit of the labeller
-FLIP_SHARE = 0.03  # labels turned round whatever the scores say
+FLIP_SHARE = 0.03  # of the labels are turned round
 CORRUPTED_SHARE = 0.25  # pairs of which one response is damaged
 
 

@@ -1,8 +1,9 @@
-"""The truth of `builtin:reviews`: a scorer that knows the grammar, which a learned reward model does not."""
+"""The truth of `builtin:reviews`: a scorer that uses the grammar, unlike a learned reward model."""
 
 from math import tanh
 
-from rlhf_kl.builtin.grammar import EMPHASIS, ParsedSentence, aspects_of, closing_agrees, parse_response
+from rlhf_kl.builtin.grammar import EMPHASIS, aspects_of, closing_agrees
+from rlhf_kl.builtin.reading import ParsedSentence, parse_response
 
 CAP = 3.0  # praise and blame saturate here
 LOWEST = -4.0
@@ -20,7 +21,7 @@ def gold_score(prompt: str, response: str) -> float:
     after that, so no praise pays for them: a malformed sentence (more if it is long), an aspect or sentence
     that was there before, a closing that is missing, out of place or at odds with the body. A sentence about
     something the place in the prompt does not have earns nothing. Of intensifiers the first one counts, and
-    only where some sentence stays plain. An empty response is worth -4. Responses straight from the grammar
+    only where some sentence has none. An empty response is worth -4. Responses straight from the grammar
     have a mean of about 0 and a standard deviation of about 1.5.
     """
     sentences = parse_response(response)
@@ -55,8 +56,7 @@ def _emphasis(body: list[ParsedSentence]) -> float:
 
 def _faults(sentences: list[ParsedSentence], body: float) -> float:
     malformed = sum(max(1.0, len(s.text.split()) / WORDS_PER_FAULT) for s in sentences if not s.wellformed)
-    spoken = sum(1 for s in sentences if s.aspects)
-    repeated = spoken - len(_first_mentions(sentences))
+    repeated = sum(1 for s in sentences if s.aspects) - len(_first_mentions(sentences))
     early = sum(1 for s in sentences[:-1] if s.closing)
     last = sentences[-1]
     wrong = early + (last.closing and not closing_agrees(last.sentiment, body))

@@ -1,4 +1,4 @@
-"""Which built-in worlds there are, what they consist of, and where they are kept."""
+"""The built-in worlds: their names, sizes and settings, and the keys of their parts in the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "builtin:"
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """What a world is made of; the trainings are the shipped configs with these settings."""
+    """Sizes, seed and settings of a world; its trainings are the shipped configs with these settings."""
 
     name: str
     sizes: CorpusSizes = field(default_factory=CorpusSizes)

@@ -17,7 +17,7 @@ from rlhf_kl.run.text import safe_text
 
 app = typer.Typer(
     name="rlhf-kl",
-    help="Fine-tune a language model with PPO, and keep its KL to the reference where you want it.\n\n"
+    help="Fine-tune a language model with PPO, and hold its KL to the reference at a target.\n\n"
     "Start with `rlhf-kl train --config smoke.yaml` (seconds) or `ppo_adaptive.yaml` (minutes, CPU).",
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -34,8 +34,8 @@ app.command()(simulate.simulate)
 app.add_typer(config.app, name="config")
 
 
-def _print_version(wanted: bool) -> None:
-    if not wanted:
+def _print_version(version_flag: bool) -> None:
+    if not version_flag:
         return
     try:
         print(f"rlhf-kl {version('rlhf-kl')}")
@@ -85,7 +85,7 @@ def _command(arguments: list[str]) -> int:
     try:
         result: Any = app(arguments, prog_name="rlhf-kl", standalone_mode=False)
     except Exception as error:
-        # typer's usage errors: told by their shape, since typer brings a click of its own.
+        # typer's usage errors, recognised by a method, since typer has a click of its own.
         if not hasattr(error, "format_message"):
             raise
         path = getattr(getattr(error, "ctx", None), "command_path", None) or "rlhf-kl"

@@ -25,13 +25,13 @@ def compare(
     set_: Set = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", metavar="DIR", help="Where it goes (default: runs/NAME, or runs/compare)."),
+        typer.Option("--output-dir", metavar="DIR", help="Its folder (default: runs/NAME, or runs/compare)."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="This seed only, instead of the file's.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Runs at once, one thread each above 1.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is there (the default).")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> int:

@@ -12,22 +12,23 @@ from rlhf_kl.run.text import safe_text
 
 app = typer.Typer(help="Show, check or describe a config.")
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the name of one that comes along.")]
+File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the name of a shipped config.")]
 
 
 @app.command()
 def show(file: File, sets: Set = None) -> None:
     """Print the resolved config: every key, after `extends` and `--set`."""
-    from rlhf_kl.config import dump_config, load_any
+    from rlhf_kl.config.load import dump_config, load_any
 
     print(dump_config(load_any(file, sets or [])[1]), end="")
 
 
 @app.command()
 def validate(file: File, sets: Set = None) -> None:
-    """Check a config and list everything that is wrong with it."""
+    """Check a config and list all of its problems."""
     from rlhf_kl.config.compare import is_compare_config, load_compare
-    from rlhf_kl.config.load import find_config, load_any
+    from rlhf_kl.config.load import load_any
+    from rlhf_kl.config.paths import find_config
 
     if is_compare_config(find_config(file)):
         load_compare(file, sets or [])
@@ -44,6 +45,6 @@ def schema(
     ] = "train",
 ) -> None:
     """Print the JSON Schema, for completion and checks in an editor."""
-    from rlhf_kl.config import json_schema
+    from rlhf_kl.config.load import json_schema
 
     print(json.dumps(json_schema(kind), indent=2))

@@ -18,7 +18,7 @@ def generate(
     run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
     checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint of the run.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="What to go on from. Repeatable.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt. Repeatable.")] = None,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts.")] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompt (prompt).")] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write .jsonl there, nothing to stdout.")] = None,
@@ -26,7 +26,7 @@ def generate(
     with_reference: Annotated[
         bool, typer.Option("--with-reference", help="The reference's response beside it, and the KL of every token.")
     ] = False,
-    scores: Annotated[bool, typer.Option("--scores", help="What the run's reward function says of them.")] = False,
+    scores: Annotated[bool, typer.Option("--scores", help="Score them with the run's reward function.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: the run's.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="X", min=1e-6, help="Default: the run's.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the samples.")] = 0,
@@ -52,13 +52,13 @@ def generate(
         temperature=temperature,
         seed=seed,
     )
-    found = run_generate(request, TrainingDisplay(quiet=quiet))
+    results = run_generate(request, TrainingDisplay(quiet=quiet))
     if output is not None:
         return
     if as_json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(results, indent=2, ensure_ascii=False))
     else:
-        _show(found)
+        _show(results)
 
 
 def _show(samples: list[dict[str, Any]]) -> None:

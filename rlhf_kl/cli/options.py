@@ -14,7 +14,7 @@ Config: TypeAlias = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file; looked up here, in configs/, then among those that come along.",
+        help="YAML file; looked up here, in configs/, then among the shipped configs.",
     ),
 ]
 Set: TypeAlias = Annotated[
@@ -38,7 +38,7 @@ Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progre
 
 
 def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
-    """All that the command line changes, in the form of `--set`; the named options win."""
+    """All changes of the command line in the form of `--set`; the named options win."""
     changes = list(sets or [])
     if output_dir is not None:
         changes.append(f"run.output_dir={json.dumps(str(output_dir))}")

@@ -18,9 +18,8 @@ def reward_model(
     """Train a reward model from preference pairs (Bradley-Terry)."""
     from rlhf_kl.config.load import load_config
 
-    settings = load_config(
-        "reward-model", config, overrides(set_, output_dir, seed)
-    )  # a mistake is told before torch is imported
+    # Errors of the config come before torch is imported.
+    settings = load_config("reward-model", config, overrides(set_, output_dir, seed))
     from rlhf_kl.commands.closing import supervised_closing
     from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.reward_model import run_reward_model

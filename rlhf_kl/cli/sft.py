@@ -18,9 +18,8 @@ def sft(
     """Train a language model on texts: fine-tuning, or from scratch."""
     from rlhf_kl.config.load import load_config
 
-    settings = load_config(
-        "sft", config, overrides(set_, output_dir, seed)
-    )  # a mistake is told before torch is imported
+    # Errors of the config come before torch is imported.
+    settings = load_config("sft", config, overrides(set_, output_dir, seed))
     from rlhf_kl.commands.closing import supervised_closing
     from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.session import train_command

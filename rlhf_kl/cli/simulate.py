@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhf_kl.kl_controllers import GuardedController
     from rlhf_kl.simulate import Plant, SimulatedUpdate
 
-PLANT_NATS = 2.0  # per sequence, where a plant's target lies when it counts in nats per token
+PLANT_NATS = 2.0  # per sequence: the target of a plant whose unit is the token
 
 
 def simulate(
@@ -34,7 +34,7 @@ def simulate(
         str | None,
         typer.Option(
             metavar="LAW",
-            help="How KL answers to beta: saturating (default), gaussian, or a finished run's folder: "
+            help="How KL follows beta: saturating (default), gaussian, or a finished run's folder: "
             "the tilt of its reference samples.",
         ),
     ] = None,
@@ -157,12 +157,12 @@ def _plant(law: str, speed: float, noise: float, seed: int, setup: _Setup) -> Pl
     equilibrium, length = _law(law, setup.length)
     try:
         return Plant(equilibrium, speed=speed, noise=noise, length=length, seed=seed)
-    except InputError as error:  # it names its fields, which are the options
+    except InputError as error:  # its fields have the names of the options
         raise InputError(*(f"--{problem}" for problem in error.problems)) from None
 
 
 def _law(name: str, length: float) -> tuple[Callable[[float], float], float]:
-    """How KL per sequence answers to beta, and the tokens of a response: `length`, or those of the run it names."""
+    """KL per sequence as a function of beta, and the tokens of a response: `length`, or those of the run it names."""
     from rlhf_kl.components import suggestion
     from rlhf_kl.simulate import example_scores, gaussian_law, measured_law, tilt_law
 

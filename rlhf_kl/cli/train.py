@@ -18,9 +18,8 @@ def train(
     """Train a policy with PPO and keep its KL to the reference at the target."""
     from rlhf_kl.config.load import load_config
 
-    settings = load_config(
-        "train", config, overrides(set_, output_dir, seed)
-    )  # a mistake is told before torch is imported
+    # Errors of the config come before torch is imported.
+    settings = load_config("train", config, overrides(set_, output_dir, seed))
     from rlhf_kl.commands.closing import train_closing
     from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.session import train_command

@@ -36,7 +36,7 @@ from rlhf_kl.trainers.sft import TextObjective
 from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
 
 PACKAGE = Path(__file__).parent.parent
-CORPUS_SOURCES = [PACKAGE / "builtin" / f"{name}.py" for name in ("grammar", "gold", "corpus")]
+CORPUS_SOURCES = [PACKAGE / "builtin" / f"{name}.py" for name in ("grammar", "writing", "reading", "gold", "corpus")]
 TRAINER_SOURCES = [
     *CORPUS_SOURCES,
     *(PACKAGE / "trainers" / f"{name}.py" for name in ("supervised", "sft", "reward_model", "optim")),

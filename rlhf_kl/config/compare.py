@@ -7,18 +7,20 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.components import nearest
-from rlhf_kl.config.load import OWN_SECTIONS, config_diff, find_config, load_any, load_variant
-from rlhf_kl.config.schema import KIND_NAMES, SEEDS, Kind, TrainConfig
+from rlhf_kl.components import suggestion
+from rlhf_kl.config.load import config_diff, kinds_of, load_any, load_variant
+from rlhf_kl.config.paths import find_config
+from rlhf_kl.config.schema import SEEDS, TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 
 KEYS = ("base", "seeds", "variants")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
-# What must not differ between two runs for them to see the same prompts in the same order.
+# Equal in two runs that see the same prompts in the same order.
 PAIRED = ("data.", "rollout.batch_size", "policy.model")
 
 
@@ -42,7 +44,7 @@ class ComparePlan:
     name: str  # of the file
     folder: Path
     runs: list[PlannedRun]
-    notes: list[str]  # what a reader of the comparison must know
+    notes: list[str]  # shown with the comparison
 
 
 def is_compare_config(path: Path) -> bool:
@@ -56,12 +58,12 @@ def load_compare(
     """Read and check a comparison.
 
     overrides: `--set` for every run; they win over the variants. output_dir: default runs/NAME-OF-THE-FILE.
-    seed: one seed instead of those of the file. Raises InputError with every problem found.
+    seed: one seed instead of those of the file. Raises InputError with every problem.
     """
     path = find_config(file)
     raw = read_yaml(path)
     _require_comparison(raw, path)
-    problems = [f"{key}: unknown key{_hint(key)}" for key in raw if key not in KEYS]
+    problems = [f"{key}: unknown key{suggestion(key, KEYS)}" for key in raw if key not in KEYS]
     seeds = [seed] if seed is not None else _seeds(raw.get("seeds", [0]), problems)
     variants = _variants(raw.get("variants"), problems)
     base = raw.get("base")
@@ -94,11 +96,11 @@ def _require_comparison(raw: Mapping[str, Any], path: Path) -> None:
     """Errors: InputError for the config of another command, all of whose keys would be unknown."""
     if raw.keys() & set(KEYS):
         return
-    kind: Kind | None = next((kind for kind in KIND_NAMES if OWN_SECTIONS[kind] & raw.keys()), None)
-    if kind is None and "extends" in raw:  # what it extends tells
-        kind = load_any(path)[0]
-    if kind is not None:
-        raise InputError(f"{path} is a config for `rlhf-kl {kind}`, not for `rlhf-kl compare`")
+    kinds = kinds_of(raw)
+    if not kinds and "extends" in raw:
+        kinds = [load_any(path)[0]]
+    if kinds:
+        raise InputError(f"{path} is a config for `rlhf-kl {kinds[0]}`, not for `rlhf-kl compare`")
 
 
 def _placed(config: TrainConfig, folder: Path, variant: str, seed: int) -> TrainConfig:
@@ -127,23 +129,21 @@ def _variants(value: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
             "variants must be a mapping of names to config fragments" + (": it is missing" if value is None else "")
         )
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    variants: dict[str, dict[str, Any]] = {}
     for name, fragment in value.items():
+        fragment = {} if fragment is None else fragment
         if not isinstance(name, str) or not NAME.fullmatch(name):
             problems.append(f"variants: a name has letters, digits and ._+- only: {name!r}")
-        elif not isinstance(fragment, dict | None):
+        elif not isinstance(fragment, dict):
             problems.append(f"variants.{name} must be a config fragment (section: {{key: value}})")
-        elif isinstance(fragment, dict) and "extends" in fragment:
+        elif "extends" in fragment:
             problems.append(f"variants.{name}.extends: all variants start from `base`")
-        elif isinstance(fragment, dict) and isinstance(fragment.get("run"), dict) and _taken(fragment["run"]):
-            problems += [f"variants.{name}.run.{key}: filled in by the program" for key in _taken(fragment["run"])]
         else:
-            found[name] = fragment or {}
-    return found
-
-
-def _taken(run: Mapping[str, Any]) -> list[str]:
-    return sorted({"name", "seed", "output_dir"} & run.keys())
+            run = fragment.get("run")
+            taken = sorted({"name", "seed", "output_dir"} & run.keys()) if isinstance(run, dict) else []
+            problems += [f"variants.{name}.run.{key}: filled in by the program" for key in taken]
+            variants[name] = fragment
+    return variants
 
 
 def _base(name: str, path: Path) -> Path:
@@ -157,29 +157,23 @@ def _base(name: str, path: Path) -> Path:
 
 def _twins(variants: Mapping[str, TrainConfig]) -> list[str]:
     """Variants that are the same run, as where --set gives all of them the same controller."""
-    problems, names = [], list(variants)
-    for i, name in enumerate(names):
-        for other in names[i + 1 :]:
-            if not differences(variants[name], variants[other]):
-                problems.append(f"variants: {name} and {other} are the same run")
-    return problems
+    return [
+        f"variants: {name} and {other} are the same run"
+        for name, other in combinations(variants, 2)
+        if not differences(variants[name], variants[other])
+    ]
 
 
 def _unpaired(variants: Mapping[str, TrainConfig]) -> list[str]:
-    names = list(variants)
-    for other in names[1:]:
-        changed = [line for line in differences(variants[names[0]], variants[other]) if line.startswith(PAIRED)]
+    first, *others = variants
+    for other in others:
+        changed = [line for line in differences(variants[first], variants[other]) if line.startswith(PAIRED)]
         if changed:
-            return [f"{names[0]} and {other} do not see the same prompts in the same order ({changed[0]}): unpaired"]
+            return [f"{first} and {other} do not see the same prompts in the same order ({changed[0]}): unpaired"]
     return []
 
 
 def differences(a: TrainConfig, b: TrainConfig) -> list[str]:
-    """ "key: old -> new" of what shapes a run's figures; name, place and upkeep do not."""
-    upkeep = ("run.name", "run.output_dir", "checkpoint.", "tracking.")
-    return [line for line in config_diff(a, b) if not line.startswith(upkeep)]
-
-
-def _hint(key: str) -> str:
-    close = nearest(key, KEYS)
-    return f"; did you mean {close}?" if close else f"; valid: {', '.join(KEYS)}"
+    """ "key: old -> new" for the keys that change a run's figures."""
+    neutral = ("run.name", "run.output_dir", "checkpoint.", "tracking.")
+    return [line for line in config_diff(a, b) if not line.startswith(neutral)]

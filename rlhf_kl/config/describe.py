@@ -1,4 +1,4 @@
-"""pydantic's errors in the words of the config: "ppo.gamma must be at most 1: 1.5"."""
+"""pydantic's errors as lines that name the key: "ppo.gamma must be at most 1: 1.5"."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOUNDS = {
 
 
 def describe_errors(error: ValidationError, model: type[Section]) -> list[str]:
-    """One line per key: what it must be, and what it is."""
+    """One line per key, with the expected and the given value."""
     lines: list[str] = []
     expected: dict[str, tuple[FieldInfo | None, Any, list[tuple[bool, str]]]] = {}
     for problem in error.errors(include_url=False):
@@ -60,7 +60,7 @@ def wrong_keys(error: ValidationError, model: type[Section]) -> set[str]:
 
 
 def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, FieldInfo | None]:
-    """Dotted key of an error; pydantic goes on with the names of a union's branches."""
+    """Dotted key and field of an error; behind the key pydantic names the branches of a union."""
     parts: list[str] = []
     field: FieldInfo | None = None
     current: type[Section] | None = model
@@ -74,7 +74,7 @@ def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, Field
 
 
 def _phrase(kind: str, context: Mapping[str, Any], message: str) -> tuple[bool, str]:
-    """(whether the type was right and only the value wrong, what is expected)."""
+    """Whether only the value is wrong (and not its type), and the expected one in words."""
     if kind in TYPES:
         return False, TYPES[kind]
     if kind == "literal_error":
@@ -92,7 +92,7 @@ def _phrase(kind: str, context: Mapping[str, Any], message: str) -> tuple[bool, 
 
 
 def _bound(value: float) -> str:
-    """Every digit of a whole number: a bound such as 4.29497e+09 could not be kept to."""
+    """A bound in words, with every digit of a whole number."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 

@@ -1,4 +1,4 @@
-"""Settings that work but are worth a word at the start of a run."""
+"""Notes at the start of a run about settings that work, but perhaps not as intended."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def unused_notes(config: TrainConfig) -> list[str]:
 
 
 def start_notes(config: TrainConfig) -> list[str]:
-    """All of them."""
+    """All notes on a config."""
     return [*gradient_notes(config), *unused_notes(config)]

@@ -1,4 +1,4 @@
-"""Controllers and reward functions that a config names, and checks of their options."""
+"""The controllers and reward functions that a config names, and checks of their options."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rlhf_kl.config.schema import (
     PPOSection,
     RewardSection,
     RolloutSection,
+    ScorerSection,
     TermSection,
     TrainConfig,
 )
@@ -77,29 +78,25 @@ def construction_problems(kl: KLSection, ppo: PPOSection, rollout: RolloutSectio
 
 
 def reward_problems(section: Mapping[str, Any]) -> list[str]:
-    """Problems of a raw `reward`: functions that are not there, options that do not fit."""
-    problems: list[str] = []
-    kind, gold = section.get("kind"), section.get("gold")
-    if isinstance(kind, str) and is_reference(kind):
-        options = {k: v for k, v in section.items() if k not in RewardSection.model_fields}
-        problems += _scorer_problems(kind, options, key="reward.kind", where="reward")
-    if isinstance(gold, str) and is_reference(gold):
-        problems += _scorer_problems(gold, {}, key="reward.gold", where="reward.gold")
-    for name, term in raw_terms(section).items():
-        if isinstance(term.get("kind"), str) and is_reference(term["kind"]):
-            options = {k: v for k, v in term.items() if k not in TermSection.model_fields}
-            where = f"reward.terms.{name}"
-            problems += _scorer_problems(term["kind"], options, key=f"{where}.kind", where=where)
+    """Problems of a raw `reward`: functions that do not exist, options that do not fit."""
+    terms = section.get("terms")
+    terms = terms if isinstance(terms, dict) else {}
+    problems = _scorer_problems(section, RewardSection, "reward")
+    problems += _function_problems(section.get("gold"), {}, key="reward.gold", where="reward.gold")
+    for name, term in terms.items():
+        if isinstance(term, dict):
+            problems += _scorer_problems(term, TermSection, f"reward.terms.{name}")
     return problems
 
 
-def raw_terms(reward: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The mappings below `terms` of a raw `reward`, by name."""
-    terms = reward.get("terms")
-    return {str(k): v for k, v in terms.items() if isinstance(v, dict)} if isinstance(terms, dict) else {}
+def _scorer_problems(raw: Mapping[str, Any], section: type[ScorerSection], where: str) -> list[str]:
+    options = {key: value for key, value in raw.items() if key not in section.model_fields}
+    return _function_problems(raw.get("kind"), options, key=f"{where}.kind", where=where)
 
 
-def _scorer_problems(ref: str, options: dict[str, Any], *, key: str, where: str) -> list[str]:
+def _function_problems(ref: Any, options: dict[str, Any], *, key: str, where: str) -> list[str]:
+    if not isinstance(ref, str) or not is_reference(ref):
+        return []
     try:
         function = _callable(load_attribute(ref, search=[Path.cwd()]), ref)
     except InputError as error:

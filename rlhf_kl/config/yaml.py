@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import yaml
 
@@ -14,33 +15,30 @@ MAX_BYTES = 1_000_000
 MAX_NODES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions
 MAX_DEPTH = 50
 
-_Resolvers: TypeAlias = dict[str, list[tuple[str, re.Pattern[str]]]]
 _CORE = "tag:yaml.org,2002:"
-_PATTERNS = [
-    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
-    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
-    ("int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
-    (
-        "float",
+# Type -> pattern of its texts, and their first characters. A text that fits two types is of the first.
+_PATTERNS = {
+    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
+    "float": (
         re.compile(
             r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
             r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
         ),
         list("-+.0123456789"),
     ),
-]
-
-
-def _resolvers() -> _Resolvers:
-    table: _Resolvers = {}
-    for name, pattern, first_characters in _PATTERNS:
-        for character in first_characters:
-            table.setdefault(character, []).append((_CORE + name, pattern))
-    return table
+}
+_CONVERT: dict[str, Callable[[str], Any]] = {
+    "null": lambda _: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": int,
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _resolvers()
+    yaml_implicit_resolvers = {}  # noqa: RUF012 -- none of YAML 1.1
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -54,9 +52,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the texts that `_Loader` would take for something else."""
+    """Quotes exactly the texts that `_Loader` would read as another type."""
 
-    yaml_implicit_resolvers = _resolvers()
+    yaml_implicit_resolvers = {}  # noqa: RUF012 -- none of YAML 1.1
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -68,6 +66,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
+for _name, (_pattern, _first_characters) in _PATTERNS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_CORE + _name, _pattern, _first_characters)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -103,7 +104,8 @@ def parse_yaml(text: str, *, where: str) -> Any:
         line = text.count("\n", 0, error.position) + 1
         raise InputError(f"{where}:{line}: character {error.character!r} is not allowed") from None
     except yaml.MarkedYAMLError as error:
-        raise InputError(f"{where}{_place(error.problem_mark)}: {_reason(error)}") from None
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{where}{_place(error.problem_mark)}: not valid YAML: {reason}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{where}: {error}") from None
     if node is None:
@@ -157,25 +159,17 @@ class _Builder:
         return result
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
-        text = node.value
-        kind = node.tag.removeprefix(_CORE)
-        pattern = next((pattern for name, pattern, _ in _PATTERNS if name == kind), None)
+        text, kind = node.value, node.tag.removeprefix(_CORE)
         if kind == "str":
             return text
-        if pattern is None:
+        if kind not in _PATTERNS:
             self._problem(node, f"tag {_tag(node)} is not allowed")
-        elif not pattern.match(text) and not (kind == "float" and _PATTERNS[2][1].match(text)):
+        elif not _PATTERNS[kind][0].match(text):
             self._problem(node, f"{text[:40]!r} does not fit its tag {_tag(node)}")
-        elif kind == "null":
-            return None
-        elif kind == "bool":
-            return text.lower() == "true"
-        elif kind == "float":
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        elif len(text) > 100:  # int() itself refuses very long ones with an error of its own
+        elif kind == "int" and len(text) > 100:  # int() itself refuses very long ones with an error of its own
             self._problem(node, f"a whole number of {len(text)} digits")
         else:
-            return int(text)
+            return _CONVERT[kind](text)
         return None
 
     def _problem(self, node: yaml.Node, reason: str) -> None:
@@ -190,20 +184,6 @@ def _tag(node: yaml.Node) -> str:
     return str(node.tag).replace(_CORE, "!!")
 
 
-def _reason(error: yaml.MarkedYAMLError) -> str:
-    parts = [part for part in (error.context, error.problem) if part]
-    return "not valid YAML: " + ", ".join(parts)
-
-
 def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "a mapping",
-    }
-    return names[type(value)]
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return names.get(type(value), "null")

@@ -1,4 +1,4 @@
-"""Prompts as turns of a chat, in the words of the tokenizer's chat template."""
+"""Prompts and responses as turns of a conversation, written with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Conversation(str):
     messages: tuple[tuple[str, str], ...]  # (role, content), for chat templates
 
     def __new__(cls, messages: Sequence[tuple[str, str]]) -> Conversation:
-        made = super().__new__(cls, "\n\n".join(f"{role}: {content}" for role, content in messages))
-        made.messages = tuple(messages)
-        return made
+        conversation = super().__new__(cls, "\n\n".join(f"{role}: {content}" for role, content in messages))
+        conversation.messages = tuple(messages)
+        return conversation
 
     def __getnewargs__(self) -> tuple[Any]:
-        return (self.messages,)  # what a copy is made from
+        return (self.messages,)  # for copies
 
 
 def split_conversation(messages: Messages) -> tuple[str | None, str | None] | None:
-    """What stands before the last answer, and that answer; each None where there is none.
+    """The prompt before the last answer, and that answer; each None where there is none.
 
-    The words of a user alone stay a plain text, anything longer is a `Conversation`: a system message, perhaps,
+    A single turn of the user is a plain text, a longer prompt a `Conversation`: a system message, perhaps,
     then user and assistant in turn. None for any other shape, and for content that is no text.
     """
     turns = [(m.get("role"), m.get("content")) for m in messages]
     if not all(isinstance(role, str) and isinstance(content, str) for role, content in turns):
         return None
-    spoken = [role for role, _ in turns[turns[0][0] == "system" :]]
-    in_turn = spoken == ["user" if i % 2 == 0 else "assistant" for i in range(len(spoken))]
-    if not spoken or not (in_turn or [role for role, _ in turns] == ["assistant"]):
+    roles = [role for role, _ in turns[turns[0][0] == "system" :]]  # without a system message
+    in_turn = roles == ["user" if i % 2 == 0 else "assistant" for i in range(len(roles))]
+    if not roles or not (in_turn or [role for role, _ in turns] == ["assistant"]):
         return None
-    answer = str(turns[-1][1]) if spoken[-1] == "assistant" else None
+    answer = str(turns[-1][1]) if roles[-1] == "assistant" else None
     before = [(str(role), str(content)) for role, content in turns[: len(turns) - (answer is not None)]]
     if not before:
         return None, answer
@@ -63,7 +63,7 @@ def chat_exchange(tokenizer: Any, prompt: str, response: str, system: str | None
 
 
 def require_chat_template(tokenizer: Any, where: str) -> None:
-    """Errors: InputError where the tokenizer brings no chat template."""
+    """Errors: InputError where the tokenizer has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{where}: the tokenizer has no chat template")
 

@@ -1,7 +1,7 @@
 """Rows from .jsonl .json .csv .parquet .txt files, each problem named with its file and line.
 
-Read here and not by the datasets library: that reads an empty file as a StopIteration, lets mixed types pass,
-and knows no line numbers.
+Read here and not by the datasets library, which raises StopIteration for an empty file, accepts mixed types
+and gives no line numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.components import nearest
 from rlhf_kl.errors import InputError
 
 Row = dict[str, Any]
@@ -21,76 +20,49 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 MAX_CHARACTERS = 10_000_000  # in one text; a longer one is no document but a broken file
 
 
-def load_rows(ref: str, split: str, what: str) -> list[Row]:
+def load_rows(ref: str, split: str, key: str) -> list[Row]:
     """Rows of a local file, or of a split of a hub id or a folder with data files.
 
     `split` is not read for a file. Errors: InputError.
     """
     if is_file_name(ref):
-        return read_rows(Path(ref), what)
+        return read_rows(Path(ref), key)
     from rlhf_kl.data.hub import read_dataset
 
-    return read_dataset(ref, split, what)
+    return read_dataset(ref, split, key)
 
 
 def is_file_name(ref: str) -> bool:
-    """Whether a data reference names a local file (whether it is there or not), and no hub id or folder."""
+    """Whether a data reference names a local file, existing or not, and no hub id or folder."""
     path = Path(ref)
     return not path.is_dir() and (path.is_file() or ref.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES)
 
 
-def read_rows(path: Path, what: str) -> list[Row]:
+def read_rows(path: Path, key: str) -> list[Row]:
     """All rows of a file as mappings; a .txt file has one row per non-empty line, under `text`.
 
-    `what` names the config key in messages. Errors: InputError with file and line.
+    `key` is the config key, for messages. Errors: InputError with file and line.
     """
     if not path.is_file():
-        raise InputError(f"{what}: no such file: {path}")
+        raise InputError(f"{key}: no such file: {path}")
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError(f"{what}: {path}: unknown kind of file, one of {' '.join(SUFFIXES)}")
+        raise InputError(f"{key}: {path}: unknown kind of file, one of {' '.join(SUFFIXES)}")
     if suffix == ".parquet":
-        return _read_parquet(path, what)
+        return _read_parquet(path, key)
     try:
         text = path.read_bytes().decode("utf-8-sig")  # a spreadsheet puts a byte order mark in front
     except UnicodeDecodeError as error:
-        raise InputError(f"{what}: {path}: is not UTF-8 text (byte {error.start})") from error
+        raise InputError(f"{key}: {path}: is not UTF-8 text (byte {error.start})") from error
     except OSError as error:
-        raise InputError(f"{what}: {path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{key}: {path}: cannot be read: {error.strerror}") from error
     reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[suffix]
-    return list(reader(text, f"{what}: {path}"))
-
-
-def read_column(path: Path, column: str, what: str) -> list[str]:
-    """One text column of a file. Errors: InputError for no rows, a missing column, or an entry that is no text."""
-    return columns(read_rows(path, what), [text_column(str(path), column)], f"{what}: {path}")[0]
+    return list(reader(text, f"{key}: {path}"))
 
 
 def text_column(ref: str, column: str) -> str:
-    """The column that holds the text: that of a .txt file is called `text` whatever was asked for."""
+    """The column that holds the text: in a .txt file always `text`, else `column`."""
     return "text" if ref.lower().endswith(".txt") else column
-
-
-def columns(rows: list[Row], names: list[str], where: str) -> list[list[str]]:
-    """Text columns of rows, in the order of `names`."""
-    if not rows:
-        raise InputError(f"{where}: holds no rows")
-    found: list[list[str]] = [[] for _ in names]
-    for number, row in enumerate(rows, 1):
-        for values, name in zip(found, names, strict=True):
-            values.append(checked_text(entry(row, name, f"{where}: row {number}"), f"{where}: row {number}: {name}"))
-    return found
-
-
-def entry(row: Row, name: str, where: str) -> Any:
-    """A column of a row. Errors: InputError that names the nearest column there is."""
-    if name not in row:
-        guess = nearest(name, [str(key) for key in row])
-        shown = ", ".join(str(key) for key in list(row)[:12]) or "none"
-        raise InputError(
-            f"{where} has no column {name!r}" + (f"; did you mean {guess}?" if guess else f" (it has {shown})")
-        )
-    return row[name]
 
 
 def checked_text(value: Any, where: str) -> str:
@@ -142,7 +114,7 @@ def _txt(text: str, _where: str) -> Iterator[Row]:
             yield {"text": line.removesuffix("\r")}
 
 
-def _read_parquet(path: Path, what: str) -> list[Row]:
+def _read_parquet(path: Path, key: str) -> list[Row]:
     import datasets
 
     from rlhf_kl.data.hub import silent
@@ -151,7 +123,7 @@ def _read_parquet(path: Path, what: str) -> list[Row]:
         with silent(datasets):
             return list(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
     except Exception as error:  # pyarrow and datasets raise a dozen kinds
-        raise InputError(f"{what}: {path}: cannot be read as parquet: {error}") from error
+        raise InputError(f"{key}: {path}: cannot be read as parquet: {error}") from error
 
 
 def _parse(text: str, where: str) -> Any:

@@ -13,22 +13,22 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
 
 
-def read_dataset(ref: str, split: str, what: str) -> list[dict[str, Any]]:
+def read_dataset(ref: str, split: str, key: str) -> list[dict[str, Any]]:
     """All rows of a split, of a hub id (`owner/name[:subset][@revision]`) or a folder with data files.
 
-    `split` is what the datasets library understands: "train", "test", "train[:1000]".
+    `split` is written as for the datasets library: "train", "test", "train[:1000]".
     Errors: InputError where there is no such data set, revision, subset or split.
     """
     import datasets
 
-    where, folder = f"{what}: {ref}", Path(ref).is_dir()
-    found = HubName(ref, None, None) if folder else hub_name(ref)
-    if found is None:
+    where, folder = f"{key}: {ref}", Path(ref).is_dir()
+    name = HubName(ref, None, None) if folder else hub_name(ref)
+    if name is None:
         raise InputError(f"{where} is neither a file nor a hub id (owner/name, owner/name@revision)")
-    reachable = folder or probe(found.name, found.revision, "dataset", where)
+    reachable = folder or probe(name.name, name.revision, "dataset", where)
     with silent(datasets), _offline(datasets, not reachable):
         try:
-            data = datasets.load_dataset(found.name, found.subset, split=split, revision=found.revision)
+            data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
         except Exception as error:  # the library raises a dozen kinds
             raise InputError(f"{where}: {_reason(error, split, reachable)}") from error
     return [dict(row) for row in data]
@@ -36,6 +36,7 @@ def read_dataset(ref: str, split: str, what: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def silent(datasets: Any) -> Iterator[None]:
+    """The datasets library without messages and progress bars."""
     before, bars = datasets.utils.logging.get_verbosity(), datasets.utils.are_progress_bars_disabled()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     datasets.utils.disable_progress_bars()
@@ -48,10 +49,10 @@ def silent(datasets: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _offline(datasets: Any, wanted: bool) -> Iterator[None]:
-    """What was read before comes from the cache; without this every file is asked for again and again."""
+def _offline(datasets: Any, offline: bool) -> Iterator[None]:
+    """Where the hub cannot be reached, read from the cache, without a retry for each file."""
     before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or wanted
+    datasets.config.HF_HUB_OFFLINE = before or offline
     try:
         yield
     finally:

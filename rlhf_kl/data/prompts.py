@@ -12,7 +12,7 @@ from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.types import PromptBatch
 
-CHARACTERS_PER_TOKEN = 64  # a text with more than this per token of room is too long, whatever its tokens are
+CHARACTERS_PER_TOKEN = 64  # a text with more than this for each token of room is too long, and not encoded
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def prepare_prompts(
     full = [text for text in texts if text.strip()]
     empty = len(texts) - len(full)
     limit = None if room is None or form.first_tokens is not None else room * CHARACTERS_PER_TOKEN
-    sane = [text for text in full if limit is None or len(text) <= limit]
+    usable = [text for text in full if limit is None or len(text) <= limit]
     if form.first_tokens is not None:
-        if any(isinstance(text, Conversation) for text in sane):
+        if any(isinstance(text, Conversation) for text in usable):
             raise InputError(f"{where}: data.first_tokens cannot cut conversations of several turns")
-        sane = _beginnings(sane, tokenizer, form.first_tokens)
-    written = [chat_prompt(tokenizer, text, form.system) for text in sane] if form.chat else sane
+        usable = _beginnings(usable, tokenizer, form.first_tokens)
+    written = [chat_prompt(tokenizer, text, form.system) for text in usable] if form.chat else usable
     rows = encode_all(tokenizer, written)
     fitting = [i for i, row in enumerate(rows) if room is None or len(row) <= room]
     long = len(full) - len(fitting)
@@ -66,18 +66,18 @@ def prepare_prompts(
     if not fitting:
         raise InputError(f"{where}: none of {len(texts)} prompts can be used: {', '.join(reasons)}")
     note = f"{where}: {empty + long} of {len(texts)} prompts left out: {', '.join(reasons)}" if reasons else ""
-    return Prompts([sane[i] for i in fitting], [rows[i] for i in fitting], note)
+    return Prompts([usable[i] for i in fitting], [rows[i] for i in fitting], note)
 
 
 def _beginnings(texts: list[str], tokenizer: Any, count: int) -> list[str]:
-    # A few characters a token are enough to find the first ones: the rest of a long text is never looked at.
+    # The first tokens lie within a few characters each; a long text is not read to its end.
     rows = encode_all(tokenizer, [text[: count * CHARACTERS_PER_TOKEN] for text in texts], bos=False)
     cut: list[str] = tokenizer.batch_decode([row[:count] for row in rows], clean_up_tokenization_spaces=False)
     return cut
 
 
 class PromptStream:
-    """Tokenised prompts, shuffled anew each time all have been seen.
+    """Tokenised prompts, shuffled anew in each pass.
 
     Two runs with one seed see the same prompts in the same order, whatever else differs, and a resumed run
     goes on where it stopped: the order is a function of the step.

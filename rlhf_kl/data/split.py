@@ -1,4 +1,4 @@
-"""Keeping a part of the data apart, so that nothing of it is trained on."""
+"""Held-out data: a part that is not trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 HELDOUT_SHARE = 20  # one distinct row in so many is kept apart
 
 
-def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable], what: str) -> tuple[list[T], list[T]]:
+def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable], where: str) -> tuple[list[T], list[T]]:
     """Training rows and held-out rows: every twentieth distinct key with all of its rows apart.
 
     Rows of one key (the same text, the same prompt of several pairs) stay on one side, so nothing leaks.
@@ -19,15 +19,15 @@ def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable], what: str) ->
     """
     keys = list(dict.fromkeys(key(row) for row in rows))
     if len(keys) < HELDOUT_SHARE:
-        raise InputError(f"{what}: {len(keys)} different rows are too few to keep some apart: name held-out ones")
+        raise InputError(f"{where}: {len(keys)} different rows are too few to keep some apart: name held-out ones")
     apart = set(keys[HELDOUT_SHARE - 1 :: HELDOUT_SHARE])
     return [row for row in rows if key(row) not in apart], [row for row in rows if key(row) in apart]
 
 
-def without_leaks(rows: Sequence[T], heldout: Sequence[T], key: Callable[[T], Hashable], what: str) -> list[T]:
+def without_leaks(rows: Sequence[T], heldout: Sequence[T], key: Callable[[T], Hashable], where: str) -> list[T]:
     """The rows whose key no held-out row has. Errors: InputError where none is left."""
-    kept = {key(row) for row in heldout}
-    rest = [row for row in rows if key(row) not in kept]
+    heldout_keys = {key(row) for row in heldout}
+    rest = [row for row in rows if key(row) not in heldout_keys]
     if rows and not rest:
-        raise InputError(f"{what}: every row is among the held-out ones too")
+        raise InputError(f"{where}: every row is among the held-out ones too")
     return rest

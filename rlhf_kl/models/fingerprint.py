@@ -1,4 +1,4 @@
-"""Fingerprints of models and texts: whether something is still what it was."""
+"""Fingerprints of models and texts, to notice a change."""
 
 from __future__ import annotations
 

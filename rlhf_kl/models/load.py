@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder or the hub, with every silent failure of loading made loud."""
+"""Models and tokenizers from a folder, checked: nothing that goes wrong while loading stays silent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Model = Any  # transformers models are untyped
 
 @dataclass(frozen=True)
 class Access:
-    """What loading a model may do that can run other people's code."""
+    """Permissions of loading a model that can run other people's code."""
 
     remote_code: bool = False
     pickle: bool = False
@@ -39,22 +39,22 @@ NO_TOKENIZER = (
 CLASSIFIES = "SequenceClassification"  # in the names of architectures
 
 
-def _check_folder(ref: str, what: str, access: Access) -> None:
+def _check_folder(ref: str, key: str, access: Access) -> None:
     folder = Path(ref)
     if not folder.is_dir():
         return
     if not (folder / "config.json").is_file():
-        raise InputError(f"{what} {ref}: the folder has no config.json, so it holds no transformers model")
+        raise InputError(f"{key} {ref}: the folder has no config.json, so it holds no transformers model")
     if any(folder.glob("*.safetensors")):
         return
     pickled = any(folder.glob("*.bin"))
     if not (pickled and access.pickle):
         hint = " (pickled weights can run code: convert them, or set run.allow_pickle)" if pickled else ""
-        raise InputError(f"{what} {ref}: the folder holds no weights (*.safetensors){hint}")
+        raise InputError(f"{key} {ref}: the folder holds no weights (*.safetensors){hint}")
 
 
-def _load(cls: Any, ref: str, what: str, access: Access) -> Model:
-    _check_folder(ref, what, access)
+def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
+    _check_folder(ref, key, access)
     try:
         # float32 whatever the checkpoint's dtype: in bf16 master weights small updates round away.
         with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):
@@ -66,7 +66,7 @@ def _load(cls: Any, ref: str, what: str, access: Access) -> Model:
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise InputError(f"{what} {ref}: cannot be loaded: {_load_failure(error)}") from error
+        raise InputError(f"{key} {ref}: cannot be loaded: {_load_failure(error)}") from error
     problems = {
         "weights are missing and would be random": report["missing_keys"],
         "weights that belong to no part of the model": report["unexpected_keys"],
@@ -76,7 +76,7 @@ def _load(cls: Any, ref: str, what: str, access: Access) -> Model:
         names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise InputError(f"{what} {ref}: {problem}: {shown}")
+            raise InputError(f"{key} {ref}: {problem}: {shown}")
     switch_dropout_off(model)
     fuse_activations(model)
     return model
@@ -91,11 +91,11 @@ def _load_failure(error: Exception) -> str:
 
 
 def switch_dropout_off(model: Model) -> None:
-    """Dropout makes the log-probs of one and the same policy differ: off in every model, for good."""
+    """Dropout off in every model, for good: with it the log-probs of one policy differ from pass to pass."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Attention drops by a number it keeps, and OPT skips whole layers by one, in training mode.
+        # Attention keeps its dropout as a number, and so does OPT, which skips whole layers in training mode.
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
@@ -120,7 +120,7 @@ def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
     """
     with quiet_transformers():
         if hasattr(model, "peft_config"):
-            # The adapter alone; peft would look on the hub whether the vocabulary has grown.
+            # The adapter alone; otherwise peft compares the vocabulary with that on the hub.
             model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
             if getattr(model, "generation_config", None) is not None:  # a classifier has none
                 model.generation_config.save_pretrained(folder)
@@ -130,68 +130,68 @@ def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def load_causal_lm(ref: str, what: str = "model", access: Access = SAFE) -> Model:
+def load_causal_lm(ref: str, key: str = "model", access: Access = SAFE) -> Model:
     """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
-    model = _load(AutoModelForCausalLM, ref, what, access)
-    check_head(model, f"{what} {ref}")
+    model = _load(AutoModelForCausalLM, ref, key, access)
+    check_head(model, f"{key} {ref}")
     return model
 
 
-def load_reward_model(ref: str, what: str = "reward.model", access: Access = SAFE, label: str | None = None) -> Model:
+def load_reward_model(ref: str, key: str = "reward.model", access: Access = SAFE, label: str | None = None) -> Model:
     """A sequence classifier in float32: with one output, or of several with one that `label` names.
 
-    Errors: InputError where the head would be random (a causal LM's folder), or which output counts is not said.
+    Errors: InputError where the head would be random (a causal LM's folder), or no output is chosen.
     """
-    architectures = _architectures(ref, what)
+    architectures = _architectures(ref, key)
     if architectures and not any(CLASSIFIES in name for name in architectures):
         raise InputError(
-            f"{what} {ref}: is a {architectures[0]}, not a sequence classifier: "
+            f"{key} {ref}: is a {architectures[0]}, not a sequence classifier: "
             "its reward head would be random; train one with `rlhf-kl reward-model`"
         )
-    model = _load(AutoModelForSequenceClassification, ref, what, access)
-    check_label(model, ref, what, label)
+    model = _load(AutoModelForSequenceClassification, ref, key, access)
+    check_label(model, ref, key, label)
     return model
 
 
-def is_classifier(folder: str, what: str) -> bool:
+def is_classifier(folder: str, key: str) -> bool:
     """Whether the config of a local folder names a sequence classifier."""
-    return any(CLASSIFIES in name for name in _architectures(folder, what))
+    return any(CLASSIFIES in name for name in _architectures(folder, key))
 
 
-def _architectures(ref: str, what: str) -> list[str]:
+def _architectures(ref: str, key: str) -> list[str]:
     file = Path(ref) / "config.json"
     if not file.is_file():
         return []
     try:
         return [str(name) for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or []]
     except (ValueError, AttributeError, TypeError) as error:
-        raise InputError(f"{what} {ref}: cannot be loaded: config.json: {first_line(error)}") from error
+        raise InputError(f"{key} {ref}: cannot be loaded: config.json: {first_line(error)}") from error
 
 
-def check_label(model: Model, ref: str, what: str, label: str | None) -> None:
-    """Errors: InputError where it is not said which of several outputs counts, or said where there is one."""
+def check_label(model: Model, ref: str, key: str, label: str | None) -> None:
+    """Errors: InputError where a model has several outputs and `label` names none, or one output and a label."""
     names = [str(name) for name in model.config.id2label.values()]
     if model.config.num_labels != 1 and label not in names:
         given = "reward.label names none of them" if label is None else f"none of them is {label!r}"
-        raise InputError(f"{what} {ref}: has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
+        raise InputError(f"{key} {ref}: has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
     if model.config.num_labels == 1 and label is not None:
-        raise InputError(f"{what} {ref}: has one output, so reward.label ({label!r}) has nothing to choose")
+        raise InputError(f"{key} {ref}: has one output, so reward.label ({label!r}) has nothing to choose")
 
 
-def load_tokenizer(ref: str, what: str = "model", access: Access = SAFE) -> Any:
+def load_tokenizer(ref: str, key: str = "model", access: Access = SAFE) -> Any:
     """The tokenizer of a model, padding on the left, with a pad token. Masks never look at the pad *id*."""
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(ref, trust_remote_code=access.remote_code)
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
-        raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {_load_failure(error)}") from error
+        raise InputError(f"{key} {ref}: its tokenizer cannot be loaded: {_load_failure(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # of some models an empty one is made where there is none
-        raise InputError(f"{what} {ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
+        raise InputError(f"{key} {ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         stand_in = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
         if stand_in is None:
-            raise InputError(f"{what} {ref}: its tokenizer has no special token at all, so nothing can pad")
+            raise InputError(f"{key} {ref}: its tokenizer has no special token at all, so nothing can pad")
         tokenizer.pad_token = stand_in
     return tokenizer
 
@@ -199,7 +199,7 @@ def load_tokenizer(ref: str, what: str = "model", access: Access = SAFE) -> Any:
 def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]], where: str) -> None:
     """Errors: InputError for a token id, special or in `rows`, beyond the model's embeddings.
 
-    A tokenizer may know more tokens than the model (of images, say) as long as none of them is used.
+    A tokenizer may have more tokens than the model (of images, say) as long as none of them is used.
     """
     size = model.get_input_embeddings().weight.shape[0]
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
@@ -216,19 +216,19 @@ def eos_ids(model: Model, tokenizer: Any) -> list[int]:
 
     Errors: InputError where there is none, so that no response could end.
     """
-    found: list[int] = []
+    ids: list[int] = []
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     for item in (configured, tokenizer.eos_token_id):
         for token in item if isinstance(item, list) else [item]:
-            if token is not None and token not in found:
-                found.append(int(token))
-    if not found:
+            if token is not None and token not in ids:
+                ids.append(int(token))
+    if not ids:
         raise InputError("policy.model: neither its generation config nor its tokenizer names an end-of-text token")
-    return found
+    return ids
 
 
 def context_length(model: Model) -> int | None:
-    """Most tokens the model can take in, or None where its config does not say."""
+    """Most tokens the model can take in, or None where its config has no such number."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "n_ctx"):
         value = getattr(config, name, None)

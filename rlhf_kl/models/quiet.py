@@ -11,7 +11,7 @@ import transformers
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No load reports and progress bars: what matters of them is checked and said by us."""
+    """No load reports and progress bars; `load` checks the parts that matter."""
     before = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.CRITICAL)

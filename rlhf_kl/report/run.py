@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_kl.config.load import check_mapping, detect_kind
+from rlhf_kl.config.check import check_mapping
+from rlhf_kl.config.load import detect_kind
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError

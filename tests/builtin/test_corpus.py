@@ -9,7 +9,8 @@ import pytest
 
 from rlhf_kl.builtin.corpus import Corpus, CorpusSizes, corrupt, write_corpus
 from rlhf_kl.builtin.gold import gold_score
-from rlhf_kl.builtin.grammar import openings, parse_response, write_review
+from rlhf_kl.builtin.grammar import openings
+from rlhf_kl.builtin.reading import parse_response
 from rlhf_kl.errors import InputError
 
 SIZES = CorpusSizes(train_texts=1500, heldout_texts=100, prompts=500, heldout_prompts=64, pairs=3000, heldout_pairs=200)
@@ -96,10 +97,10 @@ def test_some_pairs_are_damaged_and_most_are_not(corpus):
     assert max(len(t.split()) for t in texts) <= 42
 
 
-def test_damage_loses_gold_on_the_whole():
+def test_damage_loses_gold_on_the_whole(write_review):
     rng = Random(1)
     reviews = [write_review(rng) for _ in range(400)]
-    losses = [gold_score(r.prompt, r.response) - gold_score(r.prompt, corrupt(rng, r.response)) for r in reviews]
+    losses = [gold_score(prompt, text) - gold_score(prompt, corrupt(rng, text)) for prompt, text in reviews]
     assert sum(losses) / len(losses) > 0.8
 
 

@@ -5,7 +5,6 @@ from statistics import mean, stdev
 import pytest
 
 from rlhf_kl.builtin.gold import gold_score
-from rlhf_kl.builtin.grammar import write_review
 
 PROMPT = "We stayed at the harbour hotel last weekend ."
 GOOD = "The room was clean and cosy . The staff were polite while the view was pretty . We will come back soon ."
@@ -96,9 +95,9 @@ def test_the_empty_response_is_the_worst():
     assert gold("wonderful") > -4
 
 
-def test_scores_of_fresh_reviews_spread_around_zero():
+def test_scores_of_fresh_reviews_spread_around_zero(write_review):
     rng = Random(3)
-    scores = [gold_score(r.prompt, r.response) for r in (write_review(rng) for _ in range(4000))]
+    scores = [gold_score(*write_review(rng)) for _ in range(4000)]
     assert abs(mean(scores)) < 0.12
     assert 1.1 < stdev(scores) < 1.6
     assert sum(s > 2 for s in scores) > 100

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_kl.builtin.grammar import (
-    MAX_WORDS,
-    MIN_WORDS,
-    aspects_of,
-    openings,
-    parse_response,
-    write_response,
-    write_review,
-)
+from rlhf_kl.builtin.grammar import aspects_of, openings
+from rlhf_kl.builtin.reading import parse_response
+from rlhf_kl.builtin.writing import MAX_WORDS, MIN_WORDS, write_response
 
 
 @given(seed=st.integers(0, 2**32), mood=st.floats(-1, 1))
@@ -38,8 +32,8 @@ def test_every_written_response_reads_as_wellformed(seed, mood):
 
 @given(seed=st.integers(0, 2**32), data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_word_from_outside_the_grammar_spoils_its_sentence(seed, data):
-    words = write_review(Random(seed)).response.split()
+def test_a_word_from_outside_the_grammar_spoils_its_sentence(write_review, seed, data):
+    words = write_review(Random(seed))[1].split()
     where = data.draw(st.sampled_from([i for i, word in enumerate(words) if word != "."]))
     words[where] = "zebra"
     spoilt = [s.text for s in parse_response(" ".join(words)) if not s.wellformed]
@@ -47,10 +41,11 @@ def test_a_word_from_outside_the_grammar_spoils_its_sentence(seed, data):
     assert "zebra" in spoilt[0]
 
 
-def test_the_same_seed_gives_the_same_reviews_in_any_process():
+def test_the_same_seed_gives_the_same_responses_in_any_process():
     code = (
-        "from random import Random; from rlhf_kl.builtin.grammar import write_review; rng = Random(7);"
-        "print([write_review(rng) for _ in range(20)])"
+        "from random import Random; from rlhf_kl.builtin.grammar import openings;"
+        "from rlhf_kl.builtin.writing import write_response; rng = Random(7);"
+        "print([write_response(rng, prompt, 0.5) for prompt in openings()[:20]])"
     )
     outs = {
         subprocess.run(
@@ -63,8 +58,7 @@ def test_the_same_seed_gives_the_same_reviews_in_any_process():
         for seed in ("1", "2", "3")
     }
     rng = Random(7)
-    assert outs == {f"{[write_review(rng) for _ in range(20)]}\n"}
-    assert write_review(Random(8)) != write_review(Random(7))
+    assert outs == {f"{[write_response(rng, prompt, 0.5) for prompt in openings()[:20]]}\n"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,6 @@ def test_sentiment_of_a_sentence(text, sentiment, aspects):
     (sentence,) = parse_response(text)
     assert sentence.wellformed
     assert (sentence.sentiment, sentence.aspects) == (sentiment, aspects)
-    assert sentence.aspect == (aspects[0] if aspects else None)
     assert sentence.closing == (not aspects)
 
 
@@ -123,7 +116,7 @@ def test_sentiment_of_a_sentence(text, sentiment, aspects):
 def test_malformed(text):
     sentences = parse_response(text)
     assert [s.wellformed for s in sentences] == [False]
-    assert (sentences[0].sentiment, sentences[0].aspect) == (0.0, None)
+    assert (sentences[0].sentiment, sentences[0].aspects) == (0.0, ())
 
 
 @pytest.mark.parametrize(
@@ -163,7 +156,7 @@ def test_openings_are_many_and_distinct():
         assert len(prompt.split()) <= 16
 
 
-def test_the_place_decides_what_one_may_speak_of():
+def test_the_place_decides_which_aspects_fit():
     assert "balcony" in {a.noun for a in aspects_of("We stayed at the lake hotel in May .")}
     assert "balcony" not in {a.noun for a in aspects_of("We ate at the lake pub in May .")}
     assert {"balcony", "chairs"} <= {a.noun for a in aspects_of("Once upon a time .")}
@@ -182,8 +175,8 @@ def test_words_follow_the_mood():
     assert abs(middle) < 0.5
 
 
-def test_the_vocabulary_is_small():
+def test_the_vocabulary_is_small(write_review):
     rng = Random(0)
     reviews = [write_review(rng) for _ in range(5000)]
-    words = {word for r in reviews for word in f"{r.prompt} {r.response}".split()}
+    words = {word for r in reviews for word in " ".join(r).split()}
     assert 200 <= len(words) <= 260

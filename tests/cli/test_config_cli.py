@@ -10,7 +10,7 @@ import typer
 
 from rlhf_kl import cli
 from rlhf_kl.cli.options import overrides
-from rlhf_kl.config import load_config
+from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop, RlhfKlError
 
 

@@ -47,7 +47,7 @@ def test_one_seed_and_another_folder_from_the_command_line(write: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ({"seed": [1]}, "seed: unknown key; did you mean seeds?"),
         ({"seeds": []}, "seeds must be a list of whole numbers"),
@@ -67,20 +67,20 @@ def test_one_seed_and_another_folder_from_the_command_line(write: Callable[..., 
         ({"variants": {"a": {}, "b": None}}, "variants: a and b are the same run"),
     ],
 )
-def test_mistakes_are_told_in_one_line_each(write: Callable[..., Path], keys: dict[str, Any], said: str) -> None:
+def test_each_mistake_is_one_line(write: Callable[..., Path], keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError) as caught:
         load_compare(write(**keys))
     assert len(caught.value.problems) == 1
-    assert said in caught.value.problems[0]
+    assert expected in caught.value.problems[0]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_that_no_run_takes_is_told_before_the_first_one(write: Callable[..., Path], seed: int) -> None:
+def test_a_seed_that_no_run_takes_is_refused_before_the_first_one(write: Callable[..., Path], seed: int) -> None:
     with pytest.raises(InputError, match=rf"^--seed must be a whole number below 4294967296: {seed}$"):
         load_compare(write(), [], seed=seed)
 
 
-def test_a_set_that_cannot_be_read_is_told_once(write: Callable[..., Path]) -> None:
+def test_a_set_that_cannot_be_read_is_one_line(write: Callable[..., Path]) -> None:
     with pytest.raises(InputError) as caught:
         load_compare(write(), ["foo"])
     assert caught.value.problems == ["--set 'foo': write section.key=value"]
@@ -97,7 +97,7 @@ def test_set_that_makes_all_variants_one_run(write: Callable[..., Path]) -> None
         load_compare(write(), ["kl.controller={kind: static, coef: 0.3}"])
 
 
-def test_runs_that_do_not_see_the_same_prompts_are_said(write: Callable[..., Path]) -> None:
+def test_runs_with_different_prompts_are_noted(write: Callable[..., Path]) -> None:
     changed = {"a": {}, "b": {"rollout": {"batch_size": 128}, "ppo": {"minibatch_size": 128}}}
     [note] = load_compare(write(variants=changed)).notes
     assert note == "a and b do not see the same prompts in the same order (rollout.batch_size: 64 -> 128): unpaired"
@@ -119,7 +119,7 @@ def test_the_config_of_another_command_is_one_line(
     file: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.yaml").write_text("extends: sft_reviews.yaml\n")  # has no section of its own to tell
+    (tmp_path / "own.yaml").write_text("extends: sft_reviews.yaml\n")  # has no section of its own
     with pytest.raises(InputError) as caught:
         load_compare(file)
     (line,) = caught.value.problems

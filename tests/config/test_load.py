@@ -12,16 +12,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_kl.config import load
-from rlhf_kl.config.load import (
-    config_diff,
-    dump_config,
-    find_config,
-    json_schema,
-    load_any,
-    load_config,
-    shipped_configs,
-)
+from rlhf_kl.config.check import all_keys
+from rlhf_kl.config.load import config_diff, dump_config, json_schema, load_any, load_config
+from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.schema import MODELS, Kind, Section, SFTConfig, TrainConfig, section_of
 from rlhf_kl.errors import InputError
 
@@ -104,7 +97,7 @@ def test_every_shipped_config_loads(path: Path) -> None:
     assert config.run.name == path.stem
 
 
-def test_the_shipped_runs_differ_where_they_say() -> None:
+def test_the_differences_of_the_shipped_runs() -> None:
     adaptive, static = (load_config("train", f"ppo_{name}.yaml") for name in ("adaptive", "static"))
     assert {line.split(":")[0] for line in config_diff(adaptive, static)} == {
         "run.name", "run.output_dir", "kl.controller.kind", "kl.controller.coef",
@@ -211,7 +204,7 @@ def test_set_reads_values_as_yaml(write: Write) -> None:
     assert config.kl.ceiling is None
 
 
-def test_a_set_that_is_none_is_named(write: Write) -> None:
+def test_a_set_that_is_none_is_listed(write: Write) -> None:
     bad = ["nonsense", "=1", "a..b=1", "kl.target=[1", ".".join(["a"] * 5000) + "=1"]
     lines = problems("run: {}\n", write, *bad)
     assert len(lines) == len(bad)
@@ -253,7 +246,7 @@ data: {prompts: missing.jsonl}
                 "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
             ],
         ),
-        # Nothing is said of a default that stands in for the wrong value.
+        # There is no line about a default that stands in for the wrong value.
         ("kl: {target: -1, ceiling: {value: 0.05}}", ["kl.target must be positive: -1"]),
         ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", ["ppo.minibatch_size must be a whole number: 'x'"]),
         ("kl: {controller: {kind: 5, coef: 0}}", ["kl.controller.kind must be text: 5"]),
@@ -261,11 +254,11 @@ data: {prompts: missing.jsonl}
         ("rollout: 5\nppo: {minibatch_size: 48}", ["rollout must be a mapping: 5"]),
     ],
 )
-def test_right_keys_that_disagree_are_told_beside_a_wrong_one(write: Write, text: str, lines: list[str]) -> None:
+def test_right_keys_that_disagree_are_listed_beside_a_wrong_one(write: Write, text: str, lines: list[str]) -> None:
     assert problems(text + "\n", write) == lines
 
 
-def test_a_set_that_cannot_be_read_is_told_with_the_rest(write: Write) -> None:
+def test_a_set_that_cannot_be_read_is_listed_with_the_rest(write: Write) -> None:
     assert problems("run: {seed: -1}\n", write, "foo", "kl.traget=1", "ppo.epochs=four") == [
         "--set 'foo': write section.key=value",
         "kl.traget: unknown key; did you mean kl.target?",
@@ -344,18 +337,26 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
             "policy: {model: builtin:review}",
             "policy.model: no built-in 'builtin:review'; did you mean builtin:reviews?",
         ),
+        (
+            "reward: {kind: sum, terms: {a: {model: builtin:review}}}",
+            "reward.terms.a.model: no built-in 'builtin:review'; did you mean builtin:reviews?",
+        ),
+        (
+            "reward: {kind: sum, label: good, terms: {a: {model: builtin:reviews}}}",
+            "reward.label is only read where reward.kind is model: 'good'",
+        ),
         ("policy: {model: ./nowhere}", "policy.model: no such file: ./nowhere"),
         ("policy: {model: ''}", "policy.model must be not empty: ''"),
     ],
 )  # fmt: skip
-def test_a_problem_names_the_key_the_value_and_what_was_expected(write: Write, text: str, line: str | None) -> None:
-    found = problems(text + "\n", write)
-    assert len(found) == 1
+def test_a_problem_names_the_key_the_value_and_the_expected_one(write: Write, text: str, line: str | None) -> None:
+    lines = problems(text + "\n", write)
+    assert len(lines) == 1
     if line is not None:
-        assert found == [line]
+        assert lines == [line]
 
 
-def test_a_config_of_another_command_says_so(write: Write) -> None:
+def test_a_config_of_another_command_is_refused(write: Write) -> None:
     with pytest.raises(InputError, match="config for `rlhf-kl train`, not for `rlhf-kl sft`"):
         load_config("sft", "ppo_adaptive.yaml")
     with pytest.raises(InputError, match="config for `rlhf-kl reward-model`"):
@@ -451,7 +452,7 @@ def test_a_parents_paths_are_its_own(write: Write, here: Path) -> None:
     assert config.kl.controller.kind == f"{here / 'sub/mine.py'}:LinearKL"
 
 
-def test_a_folder_named_like_a_kind_is_not_taken_for_it(write: Write, here: Path) -> None:
+def test_a_folder_named_like_a_kind_is_not_used(write: Write, here: Path) -> None:
     for name in ("model", "adaptive", "builtin:reviews"):
         (here / name).mkdir()
     config = load_config("train", write())
@@ -498,7 +499,7 @@ def test_a_diff_names_old_and_new(write: Write) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_json_schema_is_json_and_knows_extends(kind: Kind) -> None:
+def test_the_json_schema_is_json_with_extends(kind: Kind) -> None:
     schema = json.loads(json.dumps(json_schema(kind)))
     assert "extends" in schema["properties"]
     assert schema["additionalProperties"] is False
@@ -506,7 +507,7 @@ def test_the_json_schema_is_json_and_knows_extends(kind: Kind) -> None:
 
 # ---- whatever comes ----
 
-KEYS = sorted({part for model in MODELS.values() for key in load._all_keys(model) for part in key.split(".")})
+KEYS = sorted({part for model in MODELS.values() for key in all_keys(model) for part in key.split(".")})
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
     | st.sampled_from(["auto", "fixed", "pid", "model", "1.5x", "moderate", "builtin:reviews", "a.py:f"])
@@ -558,7 +559,7 @@ def test_every_key_refuses_what_no_key_can_be(kind: Kind, value: str, write: Wri
 def test_a_config_error_needs_no_torch(write: Write) -> None:
     file = write(text="ppo: {lerning_rate: 1}\n")
     code = (
-        "import sys\nfrom rlhf_kl.config import load_config\nfrom rlhf_kl.errors import InputError\n"
+        "import sys\nfrom rlhf_kl.config.load import load_config\nfrom rlhf_kl.errors import InputError\n"
         f"load_config('train', 'ppo_adaptive.yaml')\ntry: load_config('train', {str(file)!r})\n"
         "except InputError: pass\nelse: raise SystemExit('no error')\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules])"

@@ -49,7 +49,7 @@ def test_an_unknown_kind_names_the_nearest() -> None:
         controller_class("math:pi")
 
 
-def test_the_files_behind_a_config_are_known(tmp_path: Path) -> None:
+def test_the_plugin_files_of_a_config(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("")
     config = TrainConfig.model_validate({"reward": {"kind": f"{file}:f"}, "kl": {"controller": {"kind": "a:B"}}})

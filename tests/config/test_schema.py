@@ -9,11 +9,11 @@ from rlhf_kl.config.schema import MODELS, KLSection, Section, SFTConfig, TrainCo
 
 
 def fields(model: type[Section]) -> list[tuple[str, Any]]:
-    found = []
+    pairs = []
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        found += [(name, field)] if section is None else fields(section)
-    return found
+        pairs += [(name, field)] if section is None else fields(section)
+    return pairs
 
 
 @pytest.mark.parametrize("model", MODELS.values())
@@ -23,7 +23,7 @@ def test_every_key_is_described_and_has_a_default(model: type[Section]) -> None:
         assert not field.is_required(), name
 
 
-def test_the_defaults_are_those_that_users_were_told() -> None:
+def test_the_documented_defaults() -> None:
     config = TrainConfig()
     assert (config.kl.target, config.kl.unit, config.kl.estimator) == (0.1, "token", "k1")
     assert (config.kl.controller.kind, config.kl.controller.coef) == ("adaptive", "auto")

@@ -48,7 +48,7 @@ def test_a_quoted_number_is_text_and_nan_is_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("a: 1\nb: 2\na: 3\n", "here:3:1: key 'a' is written twice"),
         ("a: [1, 2\nb: 3\n", "here:2"),
@@ -73,12 +73,12 @@ def test_a_quoted_number_is_text_and_nan_is_a_number() -> None:
         ("a: " + "[" * 3000, "nested too deeply"),
     ],
 )
-def test_every_mistake_is_one_line_with_its_place(text: str, said: str) -> None:
+def test_every_mistake_is_one_line_with_its_place(text: str, expected: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_yaml(text, where="here")
     [line] = caught.value.problems
     assert line.startswith("here")
-    assert said in line
+    assert expected in line
 
 
 def test_all_duplicate_keys_are_listed() -> None:
@@ -95,7 +95,7 @@ def test_anchors_work_but_cannot_multiply_without_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "expected"),
     [
         (b"", "empty"),
         (b"# only a comment\n", "empty"),
@@ -106,13 +106,13 @@ def test_anchors_work_but_cannot_multiply_without_end() -> None:
         (b"a: 1\n" * 300_000, "larger than 1 MB"),
     ],
 )
-def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, data: bytes, said: str) -> None:
+def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, data: bytes, expected: str) -> None:
     file = tmp_path / "x.yaml"
     file.write_bytes(data)
     with pytest.raises(InputError) as caught:
         read_yaml(file)
     [line] = caught.value.problems
-    assert said in line
+    assert expected in line
     assert line.startswith(str(file))
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_kl.data.files import columns, read_column, read_rows
+from rlhf_kl.data.files import read_rows, text_column
+from rlhf_kl.data.texts import read_texts
 from rlhf_kl.errors import InputError
 
 ROWS = [{"prompt": "one", "text": 'a, "b"\nc'}, {"prompt": "zwölf 🙂", "text": ""}]
@@ -35,18 +36,22 @@ def write_parquet(path: Path) -> None:
     Dataset.from_list(ROWS).to_parquet(str(path))
 
 
+def read_column(path: Path, column: str = "prompt") -> list[str]:
+    return read_texts(read_rows(path, "data.prompts"), text_column(str(path), column), None, f"data.prompts: {path}")
+
+
 @pytest.mark.parametrize("write", [write_jsonl, write_json, write_csv, write_parquet])
 def test_each_kind_of_file_gives_the_same_rows(write: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / f"rows.{write.__name__.removeprefix('write_')}"
     write(path)
     assert read_rows(path, "data.prompts") == ROWS
-    assert read_column(path, "prompt", "data.prompts") == ["one", "zwölf 🙂"]
+    assert read_column(path) == ["one", "zwölf 🙂"]
 
 
 def test_a_text_file_has_a_row_per_line_whatever_the_column_is_called(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("one\n\n  two \n", encoding="utf-8")
-    assert read_column(path, "prompt", "data.prompts") == ["one", "  two "]
+    assert read_column(path) == ["one", "  two "]
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u0085", "\x0b", "\x1c"])
@@ -54,30 +59,30 @@ def test_a_line_ends_with_a_newline_only(separator: str, tmp_path: Path) -> None
     """Unicode knows more line separators; JSON and CSV may hold them inside a text."""
     text = f"one{separator}two"
     (tmp_path / "rows.csv").write_text(f"text\n{text}\n", encoding="utf-8")
-    assert read_column(tmp_path / "rows.csv", "text", "data.texts") == [text]
+    assert read_column(tmp_path / "rows.csv", "text") == [text]
     if separator in "\u2028\u0085":  # control characters are escaped in JSON
         row = json.dumps({"text": text}, ensure_ascii=False)
         (tmp_path / "rows.jsonl").write_text(row + "\n", encoding="utf-8")
-        assert read_column(tmp_path / "rows.jsonl", "text", "data.texts") == [text]
+        assert read_column(tmp_path / "rows.jsonl", "text") == [text]
 
 
 @pytest.mark.parametrize(("suffix", "body"), [("csv", "prompt\none\n"), ("jsonl", '{"prompt": "one"}\n')])
 def test_a_byte_order_mark_is_no_part_of_the_text(suffix: str, body: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows.{suffix}"
     path.write_text(body, encoding="utf-8-sig")
-    assert read_column(path, "prompt", "data.prompts") == ["one"]
+    assert read_column(path) == ["one"]
 
 
 def problem(path: Path, column: str = "prompt") -> str:
     with pytest.raises(InputError) as caught:
-        read_column(path, column, "data.prompts")
+        read_column(path, column)
     assert len(caught.value.problems) == 1
     assert str(caught.value).startswith("data.prompts: ")
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "body", "words"),
+    ("name", "body", "expected"),
     [
         ("x.jsonl", "", "holds no rows"),
         ("x.txt", "\n \n", "holds no rows"),
@@ -101,11 +106,11 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x", "", "unknown kind of file"),
     ],
 )
-def test_each_problem_is_one_line_that_says_where(name: str, body: str, words: str, tmp_path: Path) -> None:
+def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(body, encoding="utf-8")
     message = problem(path, "text" if body == "prompt,text\na,b\nc\n" else "prompt")
-    assert words in message
+    assert expected in message
     assert str(path) in message
 
 
@@ -114,8 +119,3 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     assert "no such file" in problem(tmp_path)
     (tmp_path / "latin.txt").write_bytes("gr\u00fcn".encode("latin-1"))
     assert "is not UTF-8 text (byte 2)" in problem(tmp_path / "latin.txt")
-
-
-def test_several_columns_keep_their_order() -> None:
-    rows = [{"a": "1", "b": "2"}, {"b": "4", "a": "3"}]
-    assert columns(rows, ["b", "a"], "data.pairs") == [["2", "4"], ["1", "3"]]

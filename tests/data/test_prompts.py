@@ -52,15 +52,15 @@ def problem(texts: list[str], letters: Any, room: int | None, form: PromptFormat
 
 
 def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) -> None:
-    result = prepare_prompts(["ab", "", "abcd", " \n", "abc"], letters, 4, "data.prompts")
-    assert result.texts == ["ab", "abc"]
-    assert result.rows == [[1, 3, 4], [1, 3, 4, 5]]
-    assert result.note.startswith("data.prompts: 3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
+    prompts = prepare_prompts(["ab", "", "abcd", " \n", "abc"], letters, 4, "data.prompts")
+    assert prompts.texts == ["ab", "abc"]
+    assert prompts.rows == [[1, 3, 4], [1, 3, 4, 5]]
+    assert prompts.note.startswith("data.prompts: 3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
     assert prepare_prompts(["ab", "abc"], letters, 4, "data.prompts").note == ""
     assert prepare_prompts(["ab" * 99], letters, None, "data.prompts").note == ""
 
 
-def test_where_none_is_left_the_reasons_are_said(letters: Any) -> None:
+def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
     assert "none of 3 prompts can be used: 1 empty, 2 longer" in problem(["", "abcd", "abcde"], letters, 4)
     assert "rollout.max_new_tokens" in problem(["ab"], letters, 0)
 
@@ -79,15 +79,15 @@ def test_a_text_of_a_hundred_million_letters_is_left_out_without_being_read(lett
             return letters(texts, **options)
 
     counting = Counting()
-    result = prepare_prompts(["a" * 100_000_000, "ab"], counting, 10, "data.prompts")
-    assert result.texts == ["ab"]
+    prompts = prepare_prompts(["a" * 100_000_000, "ab"], counting, 10, "data.prompts")
+    assert prompts.texts == ["ab"]
     assert counting.seen == 2
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
-    result = prepare_prompts(["abcd", "d", "dcba"], letters, 6, "data.prompts", PromptFormat(first_tokens=2))
-    assert result.texts == ["ab", "d", "dc"]
-    assert result.rows == [[1, 3, 4], [1, 6], [1, 6, 5]]
+    prompts = prepare_prompts(["abcd", "d", "dcba"], letters, 6, "data.prompts", PromptFormat(first_tokens=2))
+    assert prompts.texts == ["ab", "d", "dc"]
+    assert prompts.rows == [[1, 3, 4], [1, 6], [1, 6, 5]]
 
 
 CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}d{% endif %}"
@@ -96,9 +96,9 @@ CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_gene
 def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    result = prepare_prompts(["ab"], chatty, 10, "data.prompts", PromptFormat(chat=True, system="c"))
-    assert result.texts == ["ab"]  # what a reward function sees
-    assert result.rows == [[1, 5, 2, 3, 4, 2, 6]]  # bos, c, eos, a, b, eos, d
+    prompts = prepare_prompts(["ab"], chatty, 10, "data.prompts", PromptFormat(chat=True, system="c"))
+    assert prompts.texts == ["ab"]  # what a reward function sees
+    assert prompts.rows == [[1, 5, 2, 3, 4, 2, 6]]  # bos, c, eos, a, b, eos, d
     assert "no chat template" in problem(["ab"], letters, 10, PromptFormat(chat=True))
     chatty.chat_template = "{{ raise_exception('no system') }}"
     assert "no system" in problem(["ab"], chatty, 10, PromptFormat(chat=True))
@@ -107,16 +107,16 @@ def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
 def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    several = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
     own = Conversation([("system", "d"), ("user", "a")])
-    result = prepare_prompts([said, own], chatty, 20, "data.prompts", PromptFormat(chat=True, system="c"))
-    assert result.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
+    prompts = prepare_prompts([several, own], chatty, 20, "data.prompts", PromptFormat(chat=True, system="c"))
+    assert prompts.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
     # bos, the configured system message, three turns, the answer's beginning; then one that has its own
-    assert result.rows == [[1, 5, 2, 3, 2, 4, 2, 5, 2, 6], [1, 6, 2, 3, 2, 6]]
-    assert "first_tokens" in problem([said], chatty, 20, PromptFormat(chat=True, first_tokens=2))
+    assert prompts.rows == [[1, 5, 2, 3, 2, 4, 2, 5, 2, 6], [1, 6, 2, 3, 2, 6]]
+    assert "first_tokens" in problem([several], chatty, 20, PromptFormat(chat=True, first_tokens=2))
 
 
 def test_the_stream_takes_the_rows_it_is_given(letters: Any) -> None:
-    result = PromptStream(["ab"], letters, 1, 0, [[1, 6]]).batch(1)
-    assert result.texts == ["ab"]
-    assert result.ids.tolist() == [[1, 6]]
+    prompts = PromptStream(["ab"], letters, 1, 0, [[1, 6]]).batch(1)
+    assert prompts.texts == ["ab"]
+    assert prompts.ids.tolist() == [[1, 6]]

@@ -13,7 +13,6 @@ from rlhf_kl.data.texts import (
     Example,
     Labelled,
     Pair,
-    common_beginning,
     read_examples,
     read_labels,
     read_pairs,
@@ -43,12 +42,12 @@ def test_a_template_takes_columns_by_name() -> None:
 
 
 @pytest.mark.parametrize("template", ["plain", "{", "{}", "{0.x}", "{a[b]}", "{a!r}", "{a:>9}", "{{a}}"])
-def test_what_is_no_template(template: str) -> None:
+def test_texts_that_are_no_templates(template: str) -> None:
     with pytest.raises(ValueError, match=r"column|brace|\{"):
         template_fields(template)
 
 
-def test_a_lone_brace_is_said_of_its_key() -> None:
+def test_a_lone_brace_is_a_problem_of_its_key() -> None:
     with pytest.raises(InputError, match=r"^data\.template is no template: Single '\{'"):
         load_config("train", "smoke.yaml", ["data.template='{'"])
 
@@ -88,30 +87,30 @@ def test_texts_come_from_a_column_or_a_template() -> None:
     ],
 )
 def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str, Any]], expected: Any) -> None:
-    result = split_conversation(messages)
+    parts = split_conversation(messages)
     if expected is None or not isinstance(expected[0], list):
-        assert result == expected
-        assert result is None or not isinstance(result[0], Conversation)
+        assert parts == expected
+        assert parts is None or not isinstance(parts[0], Conversation)
         return
-    assert result is not None
-    assert isinstance(result[0], Conversation)
-    assert result[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
-    assert result[1] == expected[1]
+    assert parts is not None
+    assert isinstance(parts[0], Conversation)
+    assert parts[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
+    assert parts[1] == expected[1]
 
 
 def test_a_conversation_is_a_text_too() -> None:
-    said = Conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
-    assert said == "user: why?\n\nassistant: so.\n\nuser: no"
-    assert len({said, str(said)}) == 1
-    assert copy.deepcopy(said).messages == pickle.loads(pickle.dumps(said)).messages == said.messages
+    turns = Conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
+    assert turns == "user: why?\n\nassistant: so.\n\nuser: no"
+    assert len({turns, str(turns)}) == 1
+    assert copy.deepcopy(turns).messages == pickle.loads(pickle.dumps(turns)).messages == turns.messages
 
 
 def test_prompts_of_several_turns_need_a_chat_template() -> None:
     rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
     assert read_prompts(rows, "p", None, "data.prompts", chat=False) == (["q", "why?"], 2)
-    result, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
-    assert (len(result), skipped) == (3, 1)
-    assert isinstance(result[2], Conversation)
+    items, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
+    assert (len(items), skipped) == (3, 1)
+    assert isinstance(items[2], Conversation)
     assert "none of 2 rows can be used: several turns" in problem(
         read_prompts, rows[2:], "p", None, "data.prompts", chat=False
     )
@@ -127,9 +126,9 @@ def test_examples_of_columns_and_of_conversations() -> None:
         {"p": [USER], "r": [ASSISTANT]},
         {"r": [SYSTEM, USER, ASSISTANT]},
     ]
-    result, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
-    assert [example.response for example in result] == ["a", "so."]
-    assert (len(result[0].prompt.messages), result[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
+    items, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
+    assert [example.response for example in items] == ["a", "so."]
+    assert (len(items[0].prompt.messages), items[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
     assert read_examples(several[:2], "p", "r", None, "data.texts") == ([Example("why?", "so.")], 1)
     assert read_examples(several[2:], None, "r", None, "data.texts", chat=True)[0][0].response == "so."
 
@@ -141,21 +140,17 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
     other = {"role": "user", "content": "how?"}
     longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
-    result, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
-    assert result == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
+    items, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
+    assert items == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
     assert skipped == 0
     assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
     assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", None, "data.pairs", chat=True)
-    whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}]
-    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == [Pair("Human: why? Assistant: ", "so.", "no.")]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "result"), [("abc", "abd", "ab"), ("ab", "abc", "ab"), ("x", "y", ""), ("", "a", "")]
-)
-def test_what_two_texts_begin_with(one: str, other: str, result: str) -> None:
-    assert common_beginning(one, other) == result
+    whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}, {"c": "x", "r": "y"}]
+    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == [
+        Pair("Human: why? Assistant: ", "so.", "no."),
+        Pair("", "x", "y"),
+    ]
 
 
 def test_labels_are_numbers() -> None:

@@ -1,0 +1,109 @@
+"""Looking up config files, and the files and folders that their values name."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_kl.components import is_reference, nearest, reference_file, suggestion
+from rlhf_kl.config.schema import MODELS, Kind, Location, Section, subsections
+from rlhf_kl.errors import InputError
+
+BUILTIN = "builtin:"
+BUILTIN_NAMES = ("reviews", "reviews-small")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+def shipped_configs() -> Path:
+    """Folder of the configs that come with the package: in the wheel, else beside an editable install."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def find_config(name: str | Path, *, folder: Path | None = None, but: Path | None = None) -> Path:
+    """The config file `name`, from: `folder`, the working directory, its configs/, the shipped configs.
+
+    but: a file that is passed over (one that extends its namesake).
+    Raises InputError, naming the nearest file there is.
+    """
+    here = Path.cwd()
+    places = [*([folder] if folder else []), here, here / "configs", shipped_configs()]
+    given = Path(os.path.expanduser(name))
+    for place in places:
+        path = place / given
+        if os.path.exists(path) and not path.is_dir() and (but is None or path.resolve() != but):
+            return path.resolve()
+    if os.path.isdir(here / given):
+        raise InputError(f"{name} is a folder, not a config file")
+    known = {path.stem: path.name for place in places for path in place.glob("*.y*ml") if path.resolve() != but}
+    close = nearest(given.stem, known)  # without the ending, which all have in common
+    hint = f"; did you mean {known[close]}?" if close else f"; there are {', '.join(sorted(known.values()))}"
+    raise InputError(f"no config {str(name)!r}{hint}")
+
+
+def with_absolute_paths(raw: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
+    """A copy of `raw` in which every value that exists on disk is an absolute path; the first folder wins."""
+    raw = copy.deepcopy(raw)
+    for model in MODELS.values():  # the kind of a file that another one extends is not known yet
+        for _, mapping, name, location in _located_values(model, raw):
+            if not mapping[name].startswith(BUILTIN):
+                mapping[name] = _absolute(mapping[name], location, folders)
+    return raw
+
+
+def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
+    """Problems of values that name no file and no built-in world."""
+    problems = []
+    for key, mapping, name, location in _located_values(MODELS[kind], raw):
+        value = mapping[name]
+        if not location.path or (location.plugin and is_reference(value)):
+            continue
+        if value.startswith(BUILTIN):
+            if value.removeprefix(BUILTIN) not in BUILTIN_NAMES:
+                hint = suggestion(value.removeprefix(BUILTIN), BUILTIN_NAMES, prefix=BUILTIN)
+                problems.append(f"{key}: no built-in {value!r}{hint}")
+        elif _looks_like_path(value) and not os.path.exists(os.path.expanduser(value)):
+            problems.append(f"{key}: no such file: {value}")
+    return problems
+
+
+def _located_values(
+    model: type[Section], raw: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, dict[str, Any], str, Location]]:
+    """Dotted key, mapping, name in it and mark of every text in `raw` that may name something on disk."""
+    for name, field in model.model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Location) and isinstance(raw.get(name), str) and raw[name]:
+                yield prefix + name, raw, name, mark
+    for name, section, mapping in subsections(model, raw):
+        yield from _located_values(section, mapping, f"{prefix}{name}.")
+
+
+def _absolute(value: str, location: Location, folders: Sequence[Path]) -> str:
+    if location.plugin:
+        file = reference_file(value, folders) or _copy_of_plugin(value, folders[0])
+        if file is not None:
+            return f"{file}:{value.rpartition(':')[2]}"
+    if location.path:
+        for folder in folders:
+            path = folder / os.path.expanduser(value)
+            if os.path.exists(path):
+                return os.path.abspath(path)
+    return value
+
+
+def _copy_of_plugin(value: str, folder: Path) -> Path | None:
+    """The copy of a plugin that a run keeps beside its config, for when the file itself has gone."""
+    file = Path(value.rpartition(":")[0])
+    # Of two files of one name the second is kept under another.
+    if not file.is_absolute() or not (folder / "config.yaml").is_file() or (folder / f"{file.stem}-2.py").exists():
+        return None
+    return reference_file(f"{file.name}:{value.rpartition(':')[2]}", [folder])
+
+
+def _looks_like_path(value: str) -> bool:
+    return value.startswith((".", "/", "~")) or value.lower().endswith(DATA_SUFFIXES)

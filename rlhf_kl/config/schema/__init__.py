@@ -1,0 +1,74 @@
+"""Every key that a config may hold, with its default and its meaning."""
+
+from typing import Literal, TypeAlias
+
+from rlhf_kl.config.schema.base import (
+    SEEDS,
+    EpochsSection,
+    Location,
+    LoraSection,
+    RunSection,
+    Section,
+    section_of,
+    subsections,
+)
+from rlhf_kl.config.schema.kl import ControllerSection, KLSection
+from rlhf_kl.config.schema.reward import SUM, RewardSection, ScorerSection, TermSection
+from rlhf_kl.config.schema.supervised import (
+    ArchitectureSection,
+    PairsSection,
+    RewardModelConfig,
+    RewardModelSection,
+    SFTConfig,
+    SFTDataSection,
+    SFTSection,
+)
+from rlhf_kl.config.schema.train import (
+    EvalSection,
+    PPOSection,
+    PromptsSection,
+    RolloutSection,
+    TrainConfig,
+)
+
+Kind: TypeAlias = Literal["train", "sft", "reward-model"]
+KIND_NAMES: tuple[Kind, ...] = ("train", "sft", "reward-model")
+AnyConfig: TypeAlias = TrainConfig | SFTConfig | RewardModelConfig
+MODELS: dict[Kind, type[TrainConfig] | type[SFTConfig] | type[RewardModelConfig]] = {
+    "train": TrainConfig,
+    "sft": SFTConfig,
+    "reward-model": RewardModelConfig,
+}
+
+__all__ = [
+    "KIND_NAMES",
+    "MODELS",
+    "SEEDS",
+    "SUM",
+    "AnyConfig",
+    "ArchitectureSection",
+    "ControllerSection",
+    "EpochsSection",
+    "EvalSection",
+    "KLSection",
+    "Kind",
+    "Location",
+    "LoraSection",
+    "PPOSection",
+    "PairsSection",
+    "PromptsSection",
+    "RewardModelConfig",
+    "RewardModelSection",
+    "RewardSection",
+    "RolloutSection",
+    "RunSection",
+    "SFTConfig",
+    "SFTDataSection",
+    "SFTSection",
+    "ScorerSection",
+    "Section",
+    "TermSection",
+    "TrainConfig",
+    "section_of",
+    "subsections",
+]

@@ -1,0 +1,194 @@
+"""Types of values, what every section can do, and the sections that the training commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.templates import template_fields
+
+LARGEST = 10**12  # beyond any run, and still exact as a float
+SEEDS = 2**32  # a seed is below
+
+
+@dataclass(frozen=True)
+class Location:
+    """Marks a text that may name something on disk; loading makes it absolute."""
+
+    path: bool = False  # a file or folder
+    plugin: bool = False  # "file.py:attribute"
+
+
+def _is_template(template: str) -> str:
+    template_fields(template)
+    return template
+
+
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Unit = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+Source = Annotated[str, Field(min_length=1), Location(path=True)]
+OptionalSource = Annotated[Name | None, Location(path=True)]
+OptionalScorer = Annotated[Name | None, Location(path=True, plugin=True)]
+Plugin = Annotated[str, Field(min_length=1), Location(plugin=True)]
+Schedule = Literal["constant", "linear", "cosine"]
+Template = Annotated[str, Field(min_length=1), AfterValidator(_is_template)]
+
+
+class Section(BaseModel):
+    """A mapping of the YAML: unknown keys and wrong types are errors, 1 is accepted for 1.0."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,  # a section that is left out must agree with the others too
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def takes_options(cls, raw: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Whether keys beside the section's own are options of a plugin, in the mapping `raw`."""
+        return False
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, also where it may be null."""
+    options = (annotation, *get_args(annotation))
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+
+
+def subsections(model: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[str, type[Section], dict[str, Any]]]:
+    """Dotted name, section and mapping of everything directly below `raw` that is a section of its own."""
+    for name, field in model.model_fields.items():
+        value, section = raw.get(name), section_of(field.annotation)
+        if isinstance(value, dict) and section is not None:
+            yield name, section, value
+        elif isinstance(value, dict):
+            for option in (field.annotation, *get_args(field.annotation)):
+                item = section_of(get_args(option)[1]) if get_origin(option) is dict else None
+                if item is not None:  # a section by any name
+                    yield from ((f"{name}.{key}", item, v) for key, v in value.items() if isinstance(v, dict))
+
+
+def refuse(*problems: str) -> None:
+    """Raise InputError where there are problems."""
+    if problems:
+        raise InputError(*problems)
+
+
+def require_divides(small: str, small_value: int, large: str, large_value: int) -> None:
+    """Errors: InputError, which names both keys."""
+    if large_value % small_value:
+        raise InputError(f"{small} must divide {large} ({large_value}): {small_value}")
+
+
+def system_problems(system: str | None, chat: bool) -> list[str]:
+    """Problems of a system message."""
+    return ["data.system is only read where data.chat_template is true"] if system is not None and not chat else []
+
+
+# ---- sections ----
+
+
+class RunSection(Section):
+    name: str = "run"
+    """Name of the run; in a file without it, the file's own name."""
+    output_dir: Name = Field(default_factory=lambda data: f"runs/{data.get('name', 'run')}")
+    """Folder of the run, from the working directory; runs/NAME where not written."""
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
+    """Seed of every random choice."""
+    device: str = "auto"
+    """auto (the best there is), cpu, cuda, cuda:N or mps."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the computation; master weights stay float32."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model's weights. Read it first."""
+    allow_pickle: bool = False
+    """Load weights from pickled files where there are no safetensors: they can run code too."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_folder_name(cls, name: str) -> str:
+        if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
+            raise ValueError(f"must be a plain folder name: {name!r}")
+        return name
+
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", device):
+            raise ValueError(f"must be auto, cpu, cuda, cuda:N or mps: {device!r}")
+        return device
+
+
+class CheckpointSection(Section):
+    every: Count = 5
+    """Updates between two checkpoints."""
+    keep: Count = 2
+    """Checkpoints that stay on disk."""
+    grace: NonNegative = 30.0
+    """Seconds that the running update may take to its end after SIGINT or SIGTERM; then it is cut short."""
+
+
+class TrackingSection(Section):
+    tensorboard: bool = True
+    """Write TensorBoard files beside metrics.jsonl."""
+
+
+class OptimiserSection(Section):
+    learning_rate: Positive
+    """Peak learning rate of AdamW."""
+    lr_schedule: Schedule = "cosine"
+    """Course of the learning rate: constant, or linear or cosine down to zero."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay."""
+    max_grad_norm: Positive = 1.0
+    """The gradient is scaled down to this norm."""
+    max_skipped: Count = 3
+    """Updates in a row that may be skipped over numbers that are not finite, before the run goes back or stops."""
+
+
+class EpochsSection(OptimiserSection):
+    epochs: Positive = 1.0
+    """Passes over the data; a fraction is allowed."""
+    batch_size: Count = 32
+    """Examples per optimiser step, over all processes."""
+    microbatch_size: Count = 32
+    """Examples per forward pass; divides batch_size, changes memory and not the result."""
+    warmup: Unit = 0.05
+    """Share of the steps over which the learning rate rises."""
+
+    path: ClassVar[str]
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        small, large = f"{self.path}.microbatch_size", f"{self.path}.batch_size"
+        require_divides(small, self.microbatch_size, large, self.batch_size)
+        return self
+
+
+class LoraSection(Section):
+    r: Count = 16
+    """Rank of the adapter."""
+    alpha: Positive = 32.0
+    """The adapter's output is scaled by alpha / r."""
+    target_modules: list[Name] | None = None
+    """Names of the layers that get an adapter; null = every linear layer but the head."""
+
+
+class TunedSection(Section):
+    """A model that is trained."""
+
+    lora: LoraSection | None = None
+    """Train a low-rank adapter (and a reward model's head), not the other weights: `lora: {}` for the defaults."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: a third more time, far less memory."""

@@ -1,0 +1,118 @@
+"""The section `kl`: the penalty of a token, its controller, and the ceiling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from rlhf_kl.config.schema.base import Plugin, Positive, Section, refuse
+from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers.factory import stored_name
+
+PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats per token
+
+
+class ControllerSection(Section):
+    model_config = ConfigDict(extra="allow")
+    general: ClassVar[frozenset[str]] = frozenset()
+
+    kind: Plugin = "adaptive"
+    """A built-in controller, or a class as file.py:Class or module:Class; its options stand beside it."""
+    coef: float | Literal["auto"] = "auto"
+    """Starting beta; auto = from the scores and the KL of reference samples."""
+
+    @classmethod
+    def takes_options(cls, raw: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Every controller has options of its own."""
+        return True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the kind."""
+        return dict(self.model_extra or {})
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Options of the kind, and the starting beta where it is written."""
+        return self.options if self.coef == "auto" else {"coef": self.coef, **self.options}
+
+    @field_validator("kind")
+    @classmethod
+    def _stored_name(cls, kind: str) -> str:
+        return stored_name(kind)
+
+    @field_validator("coef")
+    @classmethod
+    def _range(cls, coef: float | str, info: ValidationInfo) -> float | str:
+        if isinstance(coef, float):
+            if coef < 0:
+                raise ValueError(f"must not be negative: {coef:g}")
+            if coef == 0 and info.data.get("kind") not in (None, "fixed"):
+                raise ValueError("must be positive: 0 (only kind fixed may hold beta at 0)")
+        return coef
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        if "target" in self.options:
+            raise InputError("kl.controller.target: unknown key; did you mean kl.target?")
+        return self
+
+
+class CeilingSection(Section):
+    value: float | str = "1.5x"
+    """The KL that must not be passed: nats in kl.unit, or a multiple of the target such as 1.5x."""
+    action: Literal["backtrack", "rollback", "stop"] = "backtrack"
+    """backtrack shortens the update, rollback goes back to a checkpoint, stop ends the run."""
+
+    @field_validator("value")
+    @classmethod
+    def _is_amount(cls, value: float | str) -> float | str:
+        if isinstance(value, str) and not re.fullmatch(r"[0-9]{0,6}\.?[0-9]{1,6}x", value):
+            raise ValueError(f"must be a number or a multiple such as 1.5x: {value!r}")
+        if not isinstance(value, str) and value <= 0:
+            raise ValueError(f"must be positive: {value:g}")
+        return value
+
+    def nats(self, target: float) -> float:
+        return target * float(self.value[:-1]) if isinstance(self.value, str) else self.value
+
+
+class KLSection(Section):
+    estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = "k1"
+    """Estimator of the KL that each token pays for."""
+    placement: Literal["reward", "loss", "rao_blackwell"] = "reward"
+    """Where the KL enters; rao_blackwell takes the exact estimator only."""
+    target: Positive | Literal["conservative", "moderate", "aggressive"] = 0.1
+    """Nats in `unit`; or conservative (0.02), moderate (0.075), aggressive (0.15), per token only."""
+    unit: Literal["token", "sequence"] = "token"
+    """Unit of the target, the ceiling and the controller: nats per token or per sequence."""
+    controller: ControllerSection = Field(default_factory=ControllerSection)
+    """The law that moves beta; a constant beta (kind fixed) only reports the target."""
+    ceiling: CeilingSection | None = Field(default_factory=CeilingSection)
+    """A bound beyond the controller; null = none."""
+
+    @property
+    def target_value(self) -> float:
+        """The target in nats, in `unit`."""
+        return PRESETS[self.target] if isinstance(self.target, str) else self.target
+
+    @property
+    def ceiling_value(self) -> float | None:
+        """The ceiling in nats, in `unit`."""
+        return None if self.ceiling is None else self.ceiling.nats(self.target_value)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        problems = []
+        if isinstance(self.target, str) and self.unit != "token":
+            problems.append(f"kl.target must be a number where kl.unit is {self.unit}: {self.target!r}")
+        if self.placement == "rao_blackwell" and self.estimator != "exact":
+            problems.append(f"kl.estimator must be 'exact' where kl.placement is rao_blackwell: {self.estimator!r}")
+        if self.ceiling is not None and self.ceiling.nats(self.target_value) <= self.target_value:
+            problems.append(f"kl.ceiling.value must be above kl.target ({self.target_value:g}): {self.ceiling.value}")
+        refuse(*problems)
+        return self

@@ -1,0 +1,114 @@
+"""The section `reward`: one scorer, or a sum of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from rlhf_kl.components import is_reference, nearest
+from rlhf_kl.config.schema.base import (
+    Name,
+    NonNegative,
+    OptionalScorer,
+    OptionalSource,
+    Plugin,
+    Positive,
+    Section,
+    refuse,
+)
+
+SUM = "sum"  # the reward that is made of several
+
+
+class ScorerSection(Section):
+    """One scorer: a model, or a function whose options stand beside its kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: Plugin = "model"
+    """model, or a function as file.py:function or module:function; its options stand beside it."""
+    model: OptionalSource = Field(
+        default_factory=lambda data: "builtin:reviews" if data.get("kind") == "model" else None
+    )
+    """Reward model, where kind is model: a local folder, a hub id (owner/name@revision), or builtin:NAME."""
+    label: Name | None = None
+    """Output of a classifier with several: its log-odds against the others are the score."""
+    chat_template: bool | None = None
+    """Write prompt and response in the reward model's chat template; null = as its folder has it, else false."""
+    append_eos: bool | None = None
+    """End the text with the reward model's EOS; null = as its folder has it, else true."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a reward function."""
+        return dict(self.model_extra or {})
+
+    @classmethod
+    def takes_options(cls, raw: Mapping[str, Any]) -> bool:
+        """A function has options of its own."""
+        return raw.get("kind", "model") not in ("model", SUM)
+
+    def unread(self, path: str) -> list[str]:
+        """Problems of a model's keys beside a kind that has none; `path` is the dotted key of this scorer."""
+        values = {key: getattr(self, key) for key in ("model", "label", "chat_template", "append_eos")}
+        return [
+            f"{path}.{key} is only read where {path}.kind is model: {value!r}"
+            for key, value in values.items()
+            if value is not None
+        ]
+
+    def problems(self, path: str, kinds: str = "model") -> list[str]:
+        """Problems of a scorer that is no sum."""
+        if self.kind == "model":
+            return [] if self.model else [f"{path}.model must be a model where {path}.kind is model: null"]
+        if is_reference(self.kind):
+            return self.unread(path)
+        hint = "; did you mean model?" if nearest(self.kind, ["model"]) else ""
+        unknown = f"{path}.kind must be {kinds}, file.py:function or module:function: {self.kind!r}{hint}"
+        return [unknown, *self.unread(path)]
+
+
+class TermSection(ScorerSection):
+    weight: float = 1.0
+    """Factor of the term's raw score."""
+
+
+class RewardSection(ScorerSection):
+    general: ClassVar[frozenset[str]] = frozenset(
+        {"normalize", "clip", "missing_eos_penalty", "length_penalty", "repetition_penalty", "time_limit", "gold"}
+    )
+
+    kind: Plugin = "model"
+    """model, a function as file.py:function or module:function with its options beside it, or sum."""
+    terms: dict[Name, TermSection] | None = None
+    """Where kind is sum: scorers by name, each with its kind and weight; their raw scores are added up."""
+    normalize: bool = True
+    """Scale scores to mean 0 and spread 1 once, on responses of the reference."""
+    clip: Positive | None = 5.0
+    """Bound on the size of a normalised score; null = none."""
+    missing_eos_penalty: NonNegative = 1.0
+    """Taken from the score of a response that was cut off."""
+    length_penalty: NonNegative = 0.0
+    """Taken from the score for every token of the response."""
+    repetition_penalty: NonNegative = 0.0
+    """Times the share of a response's runs of three tokens that it has already had, taken from its score."""
+    time_limit: Positive | None = 600.0
+    """Seconds that a reward function may take for one batch; null = any."""
+    gold: OptionalScorer = None
+    """A second scorer that is only logged; builtin:reviews brings its own."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.kind != SUM:
+            terms = ["reward.terms is only read where reward.kind is sum"] if self.terms is not None else []
+            refuse(*self.problems("reward", "model, sum"), *terms)
+            return self
+        problems = self.unread("reward")
+        if not self.terms:
+            problems.append("reward.terms must name at least one scorer where reward.kind is sum")
+        for name, term in (self.terms or {}).items():
+            problems += term.problems(f"reward.terms.{name}")
+        refuse(*problems)
+        return self

@@ -1,0 +1,185 @@
+"""The configs of `rlhf-kl sft` and `rlhf-kl reward-model`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_kl.config.schema.base import (
+    CheckpointSection,
+    Count,
+    EpochsSection,
+    Name,
+    OptionalSource,
+    Positive,
+    RunSection,
+    Section,
+    Source,
+    Template,
+    TrackingSection,
+    TunedSection,
+    refuse,
+    require_divides,
+    system_problems,
+)
+from rlhf_kl.errors import InputError
+
+
+class ArchitectureSection(Section):
+    hidden_size: Count = 144
+    """Width."""
+    layers: Count = 3
+    """Transformer blocks."""
+    heads: Count = 3
+    """Attention heads; divides hidden_size."""
+    context: Count = 128
+    """Longest text in tokens."""
+    vocab_size: Count = 1024
+    """Tokens of the tokenizer that is trained with it."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        path = "policy.architecture"
+        require_divides(f"{path}.heads", self.heads, f"{path}.hidden_size", self.hidden_size)
+        return self
+
+
+class SFTPolicySection(TunedSection):
+    model: OptionalSource = None
+    """Model to go on from; null = a new one, from scratch."""
+    architecture: ArchitectureSection = Field(default_factory=ArchitectureSection)
+    """Size of a new model."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.lora and self.model is None:
+            raise InputError("policy.lora needs a policy.model to adapt")
+        return self
+
+
+class SFTDataSection(Section):
+    texts: Source = "builtin:reviews"
+    """Texts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME."""
+    split: Name = "train"
+    """Split of a hub id or folder, such as train or train[:1000]."""
+    column: Name = "text"
+    """Column or key of the text, where there are no prompts and responses."""
+    template: Template | None = None
+    """The text, or the prompt, from several columns, such as "Title: {title}"; null = the column as it is."""
+    prompt_column: Name | None = None
+    """Column of the prompt, where the response alone is to be learned."""
+    response_column: Name | None = None
+    """Column of the response to learn: text, or a conversation that ends with it (then no prompt_column is needed)."""
+    chat_template: bool = False
+    """Write prompt and response as turns in the tokenizer's chat template."""
+    system: str | None = None
+    """System message in front, where chat_template is on."""
+    eval_texts: OptionalSource = None
+    """Held-out rows of the same columns; null = those that come with `texts`, else a part that is kept apart."""
+    eval_split: Name = "test"
+    """Split of a hub id or folder in `eval_texts`."""
+    max_documents: Count | None = None
+    """Texts that are read at most; null = all."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        problems = system_problems(self.system, self.chat_template)
+        if self.prompt_column is not None and self.response_column is None:
+            problems.append("data.prompt_column needs a data.response_column beside it")
+        if self.chat_template and self.response_column is None:
+            problems.append("data.chat_template needs data.response_column: texts have no turns")
+        refuse(*problems)
+        return self
+
+
+class SFTSection(EpochsSection):
+    path: ClassVar[str] = "sft"
+    learning_rate: Positive = 5.0e-3
+    """Peak learning rate of AdamW."""
+
+
+class SFTEvalSection(Section):
+    every: Count = 50
+    """Steps between two evaluations."""
+    max_documents: Count | None = 200
+    """Texts that are read at most; null = all."""
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning, or pre-training from scratch, of the starting policy."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    policy: SFTPolicySection = Field(default_factory=SFTPolicySection)
+    data: SFTDataSection = Field(default_factory=SFTDataSection)
+    sft: SFTSection = Field(default_factory=SFTSection)
+    eval: SFTEvalSection = Field(default_factory=SFTEvalSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+
+class TrunkSection(TunedSection):
+    model: Source = "builtin:reviews"
+    """Language model that the reward model starts from."""
+
+
+class PairsSection(Section):
+    labels: OptionalSource = None
+    """Labelled texts to train on in place of pairs: labels 0 and 1, or numbers to predict."""
+    text_column: Name = "text"
+    """Column or key of a labelled text."""
+    label_column: Name = "label"
+    """Column or key of the label."""
+    pairs: OptionalSource = Field(default_factory=lambda data: None if data.get("labels") else "builtin:reviews")
+    """Preference pairs to train on: .jsonl .json .csv .parquet, a hub id, or builtin:NAME."""
+    split: Name = "train"
+    """Split of a hub id or folder, such as train or train[:1000]."""
+    prompt_column: Name | None = "prompt"
+    """Column or key of the prompt; null = the common beginning of the responses, or the user's turn of a chat."""
+    chosen_column: Name = "chosen"
+    """Column or key of the preferred response: text, or a conversation that ends with it."""
+    rejected_column: Name = "rejected"
+    """Column or key of the other response."""
+    template: Template | None = None
+    """The prompt from several columns, such as "Title: {title}"; null = prompt_column as it is."""
+    chat_template: bool = False
+    """Write prompt and response as turns in the tokenizer's chat template; the model's folder remembers it."""
+    eval_pairs: OptionalSource = None
+    """Held-out pairs, or labelled texts; null = those that come with `pairs`, else a part that is kept apart."""
+    eval_split: Name = "test"
+    """Split of a hub id or folder in `eval_pairs`."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.labels is not None and self.pairs is not None:
+            raise InputError("data.labels and data.pairs exclude each other: train on one of them")
+        if self.labels is None and self.pairs is None:
+            raise InputError("data.pairs must be given where there are no data.labels: null")
+        if self.labels is not None and self.chat_template:
+            raise InputError("data.chat_template needs data.pairs: labelled texts have no turns")
+        return self
+
+
+class RewardModelSection(EpochsSection):
+    path: ClassVar[str] = "reward_model"
+    learning_rate: Positive = 1.0e-3
+    """Peak learning rate of AdamW."""
+
+
+class RewardModelEvalSection(Section):
+    every: Count = 50
+    """Steps between two evaluations."""
+    max_pairs: Count | None = 500
+    """Held-out pairs or labelled texts that are read at most; null = all."""
+
+
+class RewardModelConfig(Section):
+    """Reward model from preference pairs (Bradley-Terry)."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    policy: TrunkSection = Field(default_factory=TrunkSection)
+    data: PairsSection = Field(default_factory=PairsSection)
+    reward_model: RewardModelSection = Field(default_factory=RewardModelSection)
+    eval: RewardModelEvalSection = Field(default_factory=RewardModelEvalSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)

@@ -1,0 +1,191 @@
+"""The config of `rlhf-kl train`."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from rlhf_kl.config.schema.base import (
+    LARGEST,
+    CheckpointSection,
+    Count,
+    Name,
+    NonNegative,
+    OptimiserSection,
+    OptionalSource,
+    Positive,
+    RunSection,
+    Schedule,
+    Section,
+    Source,
+    Template,
+    TrackingSection,
+    TunedSection,
+    Unit,
+    refuse,
+    require_divides,
+    system_problems,
+)
+from rlhf_kl.config.schema.kl import KLSection
+from rlhf_kl.config.schema.reward import RewardSection
+
+
+class PolicySection(TunedSection):
+    model: Source = "builtin:reviews"
+    """Starting policy: a local folder, a hub id (owner/name, owner/name@revision), or builtin:NAME."""
+    value: Literal["features", "head", "separate"] = "features"
+    """Value function: a small network on hidden states of the reference and the reward model, a head on the
+    policy, or a model of its own that starts from the reward model."""
+
+
+class ReferenceSection(Section):
+    model: OptionalSource = None
+    """Model that the KL is measured to; null = a frozen copy of the starting policy."""
+
+
+class PromptsSection(Section):
+    prompts: Source = "builtin:reviews"
+    """Prompts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME."""
+    split: Name = "train"
+    """Split of a hub id or folder, such as train or train[:1000]."""
+    column: Name = "prompt"
+    """Column or key of the prompt."""
+    template: Template | None = None
+    """The prompt from several columns, such as "Title: {title}"; null = `column` as it is."""
+    first_tokens: Count | None = None
+    """Keep only so many tokens from a prompt's beginning; null = all."""
+    chat_template: bool = False
+    """Write the prompt as a turn of the user in the tokenizer's chat template."""
+    system: str | None = None
+    """System message in front, where chat_template is on."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        refuse(*system_problems(self.system, self.chat_template))
+        return self
+
+
+class RolloutSection(Section):
+    batch_size: Count = 64
+    """Responses per update, over all processes."""
+    max_new_tokens: Count = 48
+    """Length at which a response is cut off."""
+    temperature: Positive = 1.0
+    """Sampling temperature; every log-probability uses it too."""
+    reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] = 1024
+    """Responses of the reference drawn at the start, to normalise scores and to find the first beta."""
+
+
+class PPOSection(OptimiserSection):
+    total_episodes: Count = 3840
+    """Responses in the whole run, rounded up to whole batches."""
+    epochs: Count = 4
+    """Passes over each batch."""
+    minibatch_size: Count = 64
+    """Responses per optimiser step; divides rollout.batch_size."""
+    microbatch_size: Count | None = None
+    """Most responses in a training pass; divides minibatch_size, changes memory and not the result.
+
+    null = as many as a pass has room for: 96 MiB of activations on a CPU, 8 GiB on a GPU, or as much as the weights.
+    """
+    learning_rate: Positive = 2.0e-4
+    """Peak learning rate of Adam."""
+    lr_schedule: Schedule = "linear"
+    """Course of the learning rate over the run: constant, or linear or cosine down to zero."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    advantage: Literal["gae"] = "gae"
+    """How advantages are estimated: gae, generalised advantage estimation."""
+    gamma: Unit = 1.0
+    """Discount."""
+    lam: Unit = 0.95
+    """Lambda of generalised advantage estimation."""
+    critic_lam: Unit | None = None
+    """Lambda of the value function's targets; null = lam, and 1 for `features`: the rewards as they came."""
+    critic_epochs: Count = 5
+    """Passes over each batch that fit a value function on `features`."""
+    critic_learning_rate: Positive = 2.0e-3
+    """Learning rate of a value function on `features`."""
+    value_warmup: Annotated[int, Field(ge=0, le=LARGEST)] = 0
+    """Updates at the start that train the value function only."""
+    cliprange: Positive = 0.2
+    """Clip of the probability ratio."""
+    cliprange_value: Positive = 0.2
+    """Clip of the change of a value; `head` and `separate`."""
+    vf_coef: NonNegative = 0.1
+    """Weight of the value loss beside the policy's; `head` and `separate`."""
+    whiten_rewards: bool = False
+    """Scale rewards to spread 1 within a batch."""
+    max_update_kl: Positive | None = None
+    """End an update early above this KL (nats per token) of the policy to the one that sampled."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        require_divides("ppo.microbatch_size", self.microbatch_size or 1, "ppo.minibatch_size", self.minibatch_size)
+        return self
+
+
+class EvalSection(Section):
+    every: Count = 10
+    """Updates between two evaluations; there is one before the first and one after the last too."""
+    texts: Source = "builtin:reviews"
+    """Held-out texts for the perplexity."""
+    column: Name = "text"
+    """Column or key of the text."""
+    prompts: OptionalSource = None
+    """Held-out prompts to score, in columns as those of data.prompts; null = those that come with data.prompts."""
+    split: Name = "test"
+    """Split of a hub id or folder in `texts` and `prompts`."""
+    max_documents: Count | None = 200
+    """Texts that are read at most; null = all."""
+
+
+class TrainCheckpointSection(CheckpointSection):
+    best: Literal["objective/rlhf_reward", "objective/scores", "eval/scores", "eval/gold", "eval/perplexity"] | None = (
+        None
+    )
+    """Also keep the checkpoint that is best by this figure (the lowest perplexity, else the highest); null = none."""
+
+
+class TrainTrackingSection(TrackingSection):
+    samples_every: Count = 10
+    """Updates between two sets of rows in samples.jsonl."""
+
+
+class TrainConfig(Section):
+    """PPO with a KL controller."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    policy: PolicySection = Field(default_factory=PolicySection)
+    reference: ReferenceSection = Field(default_factory=ReferenceSection)
+    reward: RewardSection = Field(default_factory=RewardSection)
+    data: PromptsSection = Field(default_factory=PromptsSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    ppo: PPOSection = Field(default_factory=PPOSection)
+    kl: KLSection = Field(default_factory=KLSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
+    checkpoint: TrainCheckpointSection = Field(default_factory=TrainCheckpointSection)
+    tracking: TrainTrackingSection = Field(default_factory=TrainTrackingSection)
+
+    @property
+    def updates(self) -> int:
+        """Rollouts in the whole run."""
+        return math.ceil(self.ppo.total_episodes / self.rollout.batch_size)
+
+    @property
+    def critic_lam(self) -> float:
+        """Lambda of the value function's targets."""
+        otherwise = 1.0 if self.policy.value == "features" else self.ppo.lam
+        return otherwise if self.ppo.critic_lam is None else self.ppo.critic_lam
+
+    # On the field and not on the model, so that it runs while another section is still wrong.
+    @field_validator("ppo")
+    @classmethod
+    def _divides(cls, ppo: PPOSection, info: ValidationInfo) -> PPOSection:
+        rollout: RolloutSection | None = info.data.get("rollout")
+        if rollout is not None:
+            require_divides("ppo.minibatch_size", ppo.minibatch_size, "rollout.batch_size", rollout.batch_size)
+        return ppo
