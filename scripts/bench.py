@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 import yaml
-
 from rlhf_kl.kernels.build import library
 from rlhf_kl.kernels.logits import HeadLogits, plain_matrix
+
 from rlhf_kl.run.files import check_writable
 
 PEER_DTYPE = "float32"  # what the peer's script computes in

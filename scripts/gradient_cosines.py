@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 
 import torch
+from rlhf_kl.ops.gae import gae
 from torch import Tensor
 
-from rlhf_kl.ops.gae import gae
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards

@@ -36,17 +36,6 @@ def test_processes_that_lost_each_other(monkeypatch: pytest.MonkeyPatch, fresh_a
         make_accelerator(RunSection(device="cpu"))
 
 
-def test_only_a_run_that_came_to_its_end_is_finished(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert finished_summary(folder) is None
-    write_json(folder.summary, {"stopped_by": None, "steps": 3})
-    assert finished_summary(folder) is None  # no final model yet
-    folder.final.mkdir()
-    assert finished_summary(folder) == {"stopped_by": None, "steps": 3}
-    write_json(folder.summary, {"stopped_by": "KL above the ceiling"})
-    assert finished_summary(folder) is None
-
-
 def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run")}})
     display = TrainingDisplay(quiet=True)

@@ -90,6 +90,7 @@ def test_bad_arguments(arguments: list[str], said: str) -> None:
 @pytest.mark.usefixtures("uncompiled")  # whose operations torch cannot count
 def test_the_floor_counts_what_a_pass_over_a_rollout_computes(bench: ModuleType, world: Any) -> None:
     from rlhf_kl.models.actor_critic import read_states
+
     from rlhf_kl.models.load import load_causal_lm
 
     model = load_causal_lm(str(world.policy))
@@ -109,8 +110,9 @@ def test_the_floor_counts_what_a_pass_over_a_rollout_computes(bench: ModuleType,
 
 def test_the_floor_counts_what_prompts_share_once(bench: ModuleType, world: Any) -> None:
     from rlhf_kl.models.actor_critic import read_states
-    from rlhf_kl.models.load import load_causal_lm
     from rlhf_kl.ops.prefixes import find_prefixes
+
+    from rlhf_kl.models.load import load_causal_lm
 
     model = load_causal_lm(str(world.policy))
     rows, prompt, response = 3, 5, 4
