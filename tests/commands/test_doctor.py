@@ -158,9 +158,9 @@ def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, mon
 
 
 def test_what_fits_into_memory() -> None:
-    estimate = MemoryEstimate(models=100, per_row=10, cache=35)
-    assert [estimate.total(rows) for rows in (1, 4)] == [135, 140]
-    assert largest_microbatch(estimate, minibatch=12, room=175) == 6  # 7 fit, 6 divides
+    estimate = MemoryEstimate(models=90, states=10, per_row=8, logits=2, chunk=12, cache=35)
+    assert [estimate.total(rows) for rows in (1, 4, 10)] == [135, 140, 192]  # sampling; 4 * 10; logits of a chunk
+    assert largest_microbatch(estimate, minibatch=12, room=167) == 6  # 6 rows need 160, 7 need 168
     assert largest_microbatch(estimate, minibatch=12, room=1000) == 12
     assert largest_microbatch(estimate, minibatch=12, room=120) is None
 
@@ -175,14 +175,15 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     lm = TransformersLM(model)
     parts = SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None)
     whole = estimate_memory(config, parts, tokens=10)
-    # Policy, reference, gradients, two moments and the copy for the ceiling, in float32; the critic's 16 features.
-    features = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10) * 16
-    assert whole.models == (6 * size + features) * 4
+    # Policy, reference, gradients, two moments and the copy for the ceiling, in float32.
+    assert whole.models == 6 * size * 4
+    tokens = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10)
+    assert whole.states == tokens * (16 + 16) * 4  # the reference's states, and the critic's features made of them
     adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
     lm = TransformersLM(adapted)
     less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None), tokens=10)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert less.models == 4 * (size + trained + 4 * trained + features)
+    assert less.models == 4 * (size + trained + 4 * trained)
 
 
 @pytest.mark.parametrize(("penalty", "level"), [(1.0, "doubtful"), (0.0, "fine")])
