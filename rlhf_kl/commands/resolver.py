@@ -120,7 +120,7 @@ class Resolver:
         elif len(set(train)) >= HELDOUT_SHARE:
             train, kept = split_heldout(train, str, "data.prompts")
         else:
-            kept = train
+            return train, train
         return train, list(dict.fromkeys(kept)) or train
 
     def _prompts(self, ref: str, split: str, data: PromptsSection, key: str, part: str) -> list[str]:

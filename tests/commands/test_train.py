@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from rlhf_kl.commands.session import train_command
@@ -348,3 +349,17 @@ def test_a_run_counts_the_seconds_of_its_reward_function_as_scoring(
     train(tmp_path / "run", f"reward.kind={tmp_path}/slow.py:slow", "ppo.total_episodes=16")
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["time/score_s"] > 0.2 > row["time/rollout_s"]
+
+
+def test_a_handful_of_prompts_serves_for_training_and_evaluation(
+    rlhf_kl: Any, tmp_path: Path, tiny_settings: dict[str, Any]
+) -> None:
+    (tmp_path / "few.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    settings = tiny_settings | {"data": {"prompts": str(tmp_path / "few.jsonl")}}
+    settings["ppo"] = settings["ppo"] | {"total_episodes": 32}
+    (tmp_path / "few.yaml").write_text(yaml.safe_dump(settings))
+    outcome = rlhf_kl("train", "--config", tmp_path / "few.yaml", "--output-dir", tmp_path / "run", "--quiet")
+    assert outcome.code == 0, outcome.err
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["eval/scores"] is not None
+    assert rows[0]["policy/logratio_first_max"] < 1e-3  # though every pass shares the two prompts
