@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.kl_controllers import build_controller
 from rlhf_kl.kl_controllers.base import KLController, clip
+from rlhf_kl.report.control import time_in_band
 from rlhf_kl.simulate import (
     Plant,
     example_scores,
@@ -95,10 +96,9 @@ def judge(law: Law, plant: str, ceiling: float | None = None) -> Quality:
                     model = Plant(equilibrium, speed=speed, length=LENGTH, seed=seed, **traits)
                     limit = None if ceiling is None else ceiling * TARGET
                     rows = simulate_plant(controller, model, UPDATES, EPISODES, limit)
-                    late = rows[14:]
                     tails.append(tail_error(rows, TARGET))
                     peaks.append(peak(rows, TARGET))
-                    bands.append(sum(abs(r.kl / TARGET - 1.0) <= 0.25 for r in late) / len(late))
+                    bands.append(time_in_band([row.kl / TARGET for row in rows]) or 0.0)
     number = len(tails)
     return Quality(sum(tails) / number, max(tails), sum(peaks) / number, sum(bands) / number)
 

@@ -55,13 +55,24 @@ def is_compare_config(path: Path) -> bool:
 def load_compare(
     file: str | Path, overrides: Sequence[str] = (), output_dir: Path | None = None, seed: int | None = None
 ) -> ComparePlan:
-    """Read and check a comparison.
+    """`plan_comparison` of a file (`find_config`)."""
+    path = find_config(file)
+    return plan_comparison(read_yaml(path), path, overrides, output_dir, seed)
 
+
+def plan_comparison(
+    raw: Mapping[str, Any],
+    path: Path,
+    overrides: Sequence[str] = (),
+    output_dir: Path | None = None,
+    seed: int | None = None,
+) -> ComparePlan:
+    """Check a comparison and lay out its runs.
+
+    raw, path: the mapping, and the file that it is from, beside which the files that it names are looked for.
     overrides: `--set` for every run; they win over the variants. output_dir: default runs/NAME-OF-THE-FILE.
     seed: one seed instead of those of the file. Raises InputError with every problem.
     """
-    path = find_config(file)
-    raw = read_yaml(path)
     _require_comparison(raw, path)
     problems = [f"{key}: unknown key{suggestion(key, KEYS)}" for key in raw if key not in KEYS]
     seeds = [seed] if seed is not None else _seeds(raw.get("seeds", [0]), problems)
