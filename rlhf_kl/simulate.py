@@ -76,15 +76,6 @@ def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], floa
     return law
 
 
-def ideal_coef(law: Callable[[float], float], kl: float) -> float:
-    """The beta at which a falling `law` gives `kl` nats per sequence, by bisection in log(beta)."""
-    low, high = -12.0, 12.0
-    for _ in range(60):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if law(math.exp(middle)) > kl else (low, middle)
-    return math.exp(high)
-
-
 def example_scores(sigma: float = 1.0, number: int = 1024, seed: int = 0) -> list[float]:
     """Scores as a reward model gives them: two kinds of responses and a cap that many can reach."""
     rng = random.Random(seed)

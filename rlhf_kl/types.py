@@ -114,11 +114,6 @@ class RolloutBatch:
         """Prompt and response: (B, P + T)."""
         return torch.cat([self.prompt_ids, self.response_ids], 1)
 
-    @property
-    def attention_mask(self) -> Tensor:
-        """(B, P + T) bool."""
-        return torch.cat([self.prompt_mask, self.mask], 1)
-
     @cached_property
     def layout(self) -> Layout:
         """How to pass over the rows."""
