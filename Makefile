@@ -70,11 +70,11 @@ gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (a GPU and the hub; PYTHO
 gpu-tldr:  ## Pythia on TL;DR: SFT, reward model, PPO (the same)
 gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO (the same)
 
-bench: $(READY)  ## speed and memory here (PEER_PYTHON= and PEER_SCRIPT= add the comparison; minutes)
+bench: $(READY)  ## speed and memory here (PEER_PYTHON= and PEER_SCRIPT= add the comparison; BENCH='phases --models gpt2')
 	$(PY) scripts/bench.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
 
 bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
-	$(PY) scripts/bench.py --device cuda --out bench-gpu.json \
+	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json \
 		$(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
 
 clean:  ## remove the environment and caches, never runs

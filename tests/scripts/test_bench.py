@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import subprocess
+import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlhf_kl.config.load import load_config
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
+from rlhf_kl.models.logits import LOGIT_ELEMENTS
 
 PATH = Path(__file__).parents[2] / "scripts" / "bench.py"
+TINY = {"hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 50}
 
 
 @pytest.fixture(scope="module")
@@ -33,147 +35,112 @@ def bench() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def world(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return bench.random_world(
-        tmp_path_factory.mktemp("world"), bench.Shape(32, 2, 50), heads=2, prompt=5, response=4, prompts=8
-    )
+    place: Path = tmp_path_factory.mktemp("world")
+    return bench.random_world(place, TINY, [3, 5, 4, 4], batch=2, length=4)
 
 
-def test_the_operations_are_those_that_torch_counts(bench: ModuleType, world: Any) -> None:
-    from rlhf_kl.models.load import load_causal_lm
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["phasess"], "phasess: needs to be one of phases, growth"),
+        (["peer"], "peer: needs --peer-python and --peer-script"),
+        (["groups", "--models", "reviews"], "groups: needs gpt2 or llama among --models"),
+        (["--model-folder", "x"], "--model-folder: needs --prompts"),
+        (["--updates", "2"], "--updates: needs more than 2"),
+        (["phases", "--out", "/proc/x.json"], "--out: /proc/x.json: cannot be written: No such file"),
+    ],
+)
+def test_bad_arguments(bench: ModuleType, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.arguments(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
 
+
+def test_without_words_all_that_can_run_runs(bench: ModuleType, tmp_path: Path) -> None:
+    args = bench.arguments(["--out", str(tmp_path / "bench.json")])
+    assert args.parts == ["phases", "growth", "groups", "flat"]
+    assert args.models == ["reviews", "reviews-48", "gpt2", "llama"]
+
+
+def test_ratios_by_hand(bench: ModuleType) -> None:
+    """Three pairs: 2, 3 and 1.5 times as fast, in half, a quarter and all of the memory."""
+    runs = [((1.0, 50), (2.0, 100)), ((1.0, 25), (3.0, 100)), ((2.0, 100), (3.0, 100))]
+    pairs = []
+    for ours, peer in runs:
+        figures = [{"step_s": seconds, "peak_memory_mb": memory} for seconds, memory in (ours, peer)]
+        pairs.append({"features float32": bench.ratios(*figures)})
+    assert pairs[0] == {"features float32": {"speed": 2.0, "memory": 0.5}}
+    assert bench.median_ratios(pairs) == {"features float32": {"speed": 2.0, "memory": 0.5}}
+
+
+def test_the_order_of_a_pair_turns(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer is first, then last, then second."""
+    started: list[str] = []
+
+    def run(self: Any, label: Any, world: Any, value: str, dtype: str, seed: int) -> dict[str, float]:
+        started.append(value)
+        return {"step_s": 2.0 if value == "peer" else 1.0, "peak_memory_mb": 10.0}
+
+    monkeypatch.setattr(bench.Bench, "run", run)
+    monkeypatch.setattr(bench.Bench, "world", lambda self, name: None)
+    args = bench.arguments(["--dtypes", "float32", "--models", "gpt2"])
+    pairs = [bench.Bench(args, Path()).pair("gpt2", number) for number in range(3)]
+    first = ["peer", "features", "separate"]
+    assert started == [*first, *("features", "separate", "peer"), *("separate", "peer", "features")]
+    assert [pair["separate float32"]["speed"] for pair in pairs] == [2.0, 2.0, 2.0]
+
+
+def test_a_chunk_is_the_products_own(bench: ModuleType) -> None:
+    assert bench.CHUNK_ELEMENTS == LOGIT_ELEMENTS
+
+
+def test_the_matrices_are_those_that_torch_multiplies(bench: ModuleType, world: Any) -> None:
     model = load_causal_lm(str(world.policy))
-    model.set_attn_implementation("eager")
-    rows, length = 3, 4
+    matrices: Counter[tuple[int, int]] = bench.layer_matrices(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(input_ids=torch.ones(rows, length, dtype=torch.long))
-    attention = 2 * 2 * 2 * rows * length * length * 32  # layers x (scores and mix): what the floor leaves out
-    assert counter.get_total_flops() - attention == rows * length * (world.shape.body + world.shape.head)
-
-
-def test_the_operations_read_the_weights_once(bench: ModuleType, world: Any) -> None:
-    from rlhf_kl.models.load import load_causal_lm
-
-    matrices = [
-        p for name, p in load_causal_lm(str(world.policy)).named_parameters() if p.dim() == 2 and "wpe" not in name
-    ]
-    assert world.shape.weights == sum(p.numel() for p in matrices)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_its_configs_are_valid(bench: ModuleType, world: Any, tmp_path: Path, device: str) -> None:
-    config = bench.config_for(world, batch=12, length=4, updates=3, device=device, dtype="float32")
-    (tmp_path / "scored.py").write_text(bench.SCRIPT_REWARD)
-    (tmp_path / "bench.yaml").write_text(yaml.safe_dump(config))
-    loaded = load_config("train", str(tmp_path / "bench.yaml"), [])
-    assert loaded.kl.ceiling is None
-    assert loaded.updates == 3
-
-
-def test_a_run_is_summed_up(bench: ModuleType, world: Any, tmp_path: Path) -> None:
-    config = bench.config_for(
-        world, batch=4, length=4, updates=4, device="cpu", dtype="float32", rollout={"reference_samples": 8}
+        model.base_model(input_ids=torch.ones(3, 4, dtype=torch.long))
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(
+        count for operation, count in counts.items() if "mm" in str(operation) and "bmm" not in str(operation)
     )
-    run = bench.measured(config, tmp_path, world)
-    assert 3.0 < run.length <= 4.0  # it ends a text once in fifty tokens
-    assert run.samples_per_s == pytest.approx(4 / run.step_s)
-    assert 0 < run.rollout_s + run.score_s + run.update_s <= 1.5 * run.step_s
-    assert run.peak_memory_mb > 100
+    assert products == 3 * 4 * 2 * sum(n * k * count for (n, k), count in matrices.items())
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["phasess"], "no such part"), (["peer"], "needs --peer-python")])
-def test_bad_arguments(arguments: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, str(PATH), *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert said in done.stderr
+def test_the_floor_of_an_update(bench: ModuleType, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one operation a second: 3 products of everything in each of 2 epochs, a second trunk for `separate`."""
+    monkeypatch.setattr(bench, "product_rate", lambda *_: 1.0)
+    args = bench.arguments(["--microbatch", "2"])
+    layers, head = 2 * 2 * 12 * 16 * 16, 2 * 16 * 50  # operations: of a token in 2 layers, of a state
+    tokens, states = 2 * (4 + 4 - 1), 2 * 4
+    update = bench.floors(world, args, "features", "float32", 4.0)["update_s"]
+    assert update == 2 * 3 * (tokens * layers + states * head)
+    separate = bench.floors(world, args, "separate", "float32", 4.0)["update_s"]
+    assert separate - update == 2 * 3 * tokens * layers
+    monkeypatch.setitem(bench.CHUNK_ELEMENTS, "cpu", 7 * 50)  # a pass of 8 states has two chunks
+    assert bench.floors(world, args, "features", "float32", 4.0)["update_s"] - update == 2 * states * head
 
 
-@pytest.mark.usefixtures("uncompiled")  # whose operations torch cannot count
-def test_the_floor_counts_what_a_pass_over_a_rollout_computes(bench: ModuleType, world: Any) -> None:
-    from rlhf_kl.models.actor_critic import read_states
-
-    from rlhf_kl.models.load import load_causal_lm
-
-    model = load_causal_lm(str(world.policy))
-    model.set_attn_implementation("eager")
-    rows, prompt, response = 3, 5, 4
-    length = prompt + response - 1  # the last token is chosen but never read
-    ids = torch.ones(rows, length, dtype=torch.long)
-    states = torch.cat([torch.arange(prompt - 1, length) + row * length for row in range(rows)])
-    with FlopCounterMode(display=False) as counter:
-        read_states(model, ids, torch.ones_like(ids), states)[0].sum().backward()
-    attention = 3 * 2 * 2 * 2 * rows * length * length * 32
-    run = bench.Run(0, 0, 0, 0, 0, 0, response, prompt, rows, 1, 0, 0, 0)
-    config = bench.config_for(world, batch=rows, length=response, updates=1, device="cpu", dtype="float32")
-    found = bench.floors(run, world, config, "cpu", "float32")
-    assert found["update_s"] * found["multiply_gflops"] * 1e9 == pytest.approx(counter.get_total_flops() - attention)
-
-
-def test_the_floor_counts_what_prompts_share_once(bench: ModuleType, world: Any) -> None:
-    from rlhf_kl.models.actor_critic import read_states
-    from rlhf_kl.ops.prefixes import find_prefixes
-
-    from rlhf_kl.models.load import load_causal_lm
-
-    model = load_causal_lm(str(world.policy))
-    rows, prompt, response = 3, 5, 4
-    length = prompt + response - 1
-    ids = torch.arange(2, 2 + rows * length).view(rows, length)
-    ids[:, :3] = ids[0, :3]
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    states = torch.cat([torch.arange(prompt - 1, length) + row * length for row in range(rows)])
-    with FlopCounterMode(display=False) as counter:
-        read_states(model, ids, mask, states, find_prefixes(ids, mask))[0].sum().backward()
-    counted = counter.get_flop_counts()["Global"]
-    products = sum(counted[op] for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    run = bench.Run(0, 0, 0, 0, 0, 0, response, prompt, rows, 1, 0, 0, 0)
-    config = bench.config_for(world, batch=rows, length=response, updates=1, device="cpu", dtype="float32")
-    shared = dataclasses.replace(world, repeated=bench.repeated_share(ids[:, :prompt].tolist(), rows))
-    found = bench.floors(run, shared, config, "cpu", "float32")
-    assert found["update_s"] * found["multiply_gflops"] * 1e9 == pytest.approx(products)
-
-
-def test_what_prompts_repeat_of_each_other(bench: ModuleType) -> None:
-    """Of the nine tokens 1 and 1 2 come twice in the first batch; a 1 in the second stands alone."""
-    rows = [[1, 2, 3], [1, 2, 4], [5, 2, 3], [1]]
-    assert bench.repeated_share(rows[:3], 3) == pytest.approx(2 / 9)
-    assert bench.repeated_share(rows[:2], 64) == pytest.approx(2 / 6)
-    assert bench.repeated_share(rows, 2) == pytest.approx((2 / 6 + 0) / 2)
-
-
-def test_a_reward_model_on_a_random_trunk(bench: ModuleType, world: Any, tmp_path: Path) -> None:
-    from rlhf_kl.models.load import load_causal_lm, load_reward_model
-
-    model = load_reward_model(str(bench.random_reward(world, tmp_path)))
-    policy = load_causal_lm(str(world.policy))
-    assert model.num_labels == 1
-    torch.testing.assert_close(model.transformer.wte.weight, policy.transformer.wte.weight)
+def test_phases_of_a_folder(bench: ModuleType, world: Any, tmp_path: Path) -> None:
+    out, folder = tmp_path / "bench.json", ["--model-folder", str(world.policy), "--prompts", str(world.prompts)]
+    sizes = ["--batch", "2", "--length", "4", "--updates", "3", "--values", "features", "--dtypes", "float32"]
+    bench.main(["phases", *folder, *sizes, "--out", str(out)])
+    (run,) = json.loads(out.read_text())["phases"]
+    assert run["samples_per_s"] == pytest.approx(2 / run["step_s"])
+    assert run["peak_memory_mb"] > 100
+    assert run["share_of_update_s"] == pytest.approx(run["floor_of_update_s"] / run["update_s"])
 
 
 def test_a_policy_that_never_ends_a_text(bench: ModuleType, world: Any, tmp_path: Path) -> None:
-    """Also where it goes on from its own samples; what else it says stays as it was."""
-    from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
-
+    """Its other logits stay as they were."""
     before = load_causal_lm(str(world.policy))
     torch.nn.init.normal_(before.transformer.ln_f.bias, generator=torch.Generator().manual_seed(0))  # as training does
-    (tmp_path / "policy").mkdir()
-    save_model(before, load_tokenizer(str(world.policy)), tmp_path / "policy")
-    world = dataclasses.replace(world, policy=tmp_path / "policy")
+    save_model(before, load_tokenizer(str(world.policy)), tmp_path / "trained")
+    world = dataclasses.replace(world, policy=tmp_path / "trained")
     after = load_causal_lm(str(bench.endless(world, tmp_path).policy))
-    ids = torch.randint(2, world.shape.vocabulary, (16, 9), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(2, 50, (16, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         plain, changed = before(input_ids=ids).logits, after(input_ids=ids).logits
-    end = 1
-    assert float(changed.softmax(-1)[..., end].max()) < 1e-6
-    assert float(plain.softmax(-1)[..., end].max()) > 1e-4
-    kept = [i for i in range(world.shape.vocabulary) if i != end]
-    torch.testing.assert_close(changed[..., kept], plain[..., kept], rtol=1e-5, atol=1e-5)
-
-
-def test_a_file_that_cannot_be_written_is_told_before_measuring(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "phases", "--out", "/proc/x.json"])
-    with pytest.raises(SystemExit) as caught:
-        bench.arguments()
-    assert caught.value.code == 2
-    assert "error: --out: /proc/x.json: cannot be written: No such file" in capsys.readouterr().err
+    assert float(changed.softmax(-1)[..., 1].max()) < 1e-6
+    assert float(plain.softmax(-1)[..., 1].max()) > 1e-4
+    torch.testing.assert_close(changed[..., 2:], plain[..., 2:], rtol=1e-5, atol=1e-5)
