@@ -52,6 +52,7 @@ class Sampled(NamedTuple):
     mask: Tensor  # (B, T) bool
     ended: Tensor  # (B,) bool: the response has an EOS
     logprobs: Tensor  # (B, T) of the tokens, as they were drawn
+    states: Tensor | None = None  # (N, H) hidden states that the N tokens were drawn from, row by row, in float32 runs
 
 
 @dataclass(frozen=True)

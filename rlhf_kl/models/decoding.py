@@ -46,10 +46,11 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return ids.squeeze(1), logp.gather(1, ids).squeeze(1)
 
 
-def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Sampling) -> Sampled:
+def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
     """Responses to prompts; a response ends with its first end-of-text token.
 
-    `noise` (B, max_new_tokens) decides the tokens. Results are trimmed to the longest response.
+    `noise` (B, max_new_tokens) decides the tokens. Results are trimmed to the longest response. `keep_states`: the
+    hidden states that tokens were drawn from are kept.
     """
     device, limit = prompts.ids.device, sampling.max_new_tokens
     hidden, cache, mask = model.read_prompts(prompts)
@@ -60,6 +61,7 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
     mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
     positions = position_ids(mask)
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # a step each: rows (b,) in the batch, tokens, log-probs
+    states: list[Tensor] = []  # a step each: (b, H)
 
     def pick(x: Tensor, at: slice) -> tuple[Tensor, Tensor]:
         return pick_tokens(x, noise[at, column], sampling.temperature)
@@ -74,6 +76,8 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
             hidden, cache = model.step(tokens.unsqueeze(1), mask[:, :end], positions[:, end - 1 : end], cache)
         tokens, logprobs = model.logits(hidden).map(pick)
         drawn.append((rows, tokens, logprobs))
+        if keep_states:
+            states.append(hidden)
         if (column + 1) % test_every:
             continue
         recent = torch.stack([each for _, each, _ in drawn[-test_every:]])
@@ -87,7 +91,8 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
             rows, alive, noise, tokens, mask, positions = (
                 x.index_select(0, kept) for x in (rows, alive, noise, tokens, mask, positions)
             )
-    return _until_stop(drawn, len(prompts.copies), stops, sampling.pad_id)
+    sampled = _until_stop(drawn, len(prompts.copies), stops, sampling.pad_id)
+    return sampled._replace(states=_states_of(sampled.mask, drawn, states)) if keep_states else sampled
 
 
 def _until_stop(drawn: list[tuple[Tensor, Tensor, Tensor]], rows: int, stops: Tensor, pad_id: int) -> Sampled:
@@ -101,3 +106,11 @@ def _until_stop(drawn: list[tuple[Tensor, Tensor, Tensor]], rows: int, stops: Te
     length = int(mask.sum(1).max())
     ids, logprobs = ids.masked_fill(~mask, pad_id), logprobs.masked_fill(~mask, 0.0)
     return Sampled(ids[:, :length], mask[:, :length], stop.any(1), logprobs[:, :length])
+
+
+def _states_of(mask: Tensor, drawn: list[tuple[Tensor, Tensor, Tensor]], states: list[Tensor]) -> Tensor:
+    """The states (N, H) of the tokens that `mask` (B, T) keeps, row by row."""
+    grid = states[0].new_zeros(*mask.shape, states[0].shape[-1])
+    for column in range(mask.shape[1]):
+        grid[drawn[column][0], column] = states[column]
+    return grid[mask]

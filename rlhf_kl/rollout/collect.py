@@ -92,7 +92,8 @@ class Assessor:
         device = sampled.ids.device
         scores, terms = score_responses(self.reward, prompts.texts, texts, self.reward_name)
         traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
-        stats = measure(self.model, self.reference, response_layout(prompts, sampled), self.temperature, self.features)
+        layout = response_layout(prompts, sampled)
+        stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
         return RolloutBatch(
             prompt_ids=prompts.ids.to(device),
             prompt_mask=prompts.mask.to(device),
@@ -133,17 +134,18 @@ def measure(
     layout: Layout,
     temperature: float,
     features: StateFeatures | None = None,
+    states: Tensor | None = None,
 ) -> TokenStats:
     """Policy, reference and values at the response tokens of a batch.
 
     `features` give the values where the model has none of its own; without either they are 0. The reference's
-    states are kept for later.
+    states are kept for later. `states` (N, H): the policy's, where sampling has kept them; else they are read.
     """
     reference.read(layout)
     chosen = layout.response_ids
     stats = torch.zeros(5, *chosen.shape, device=chosen.device)
     for rows in reading_passes(layout):
-        columns = _compare(model, reference, rows, chosen.flatten()[rows.places], temperature)
+        columns = _compare(model, reference, rows, chosen.flatten()[rows.places], temperature, states)
         for row, column in zip(stats.flatten(1), columns, strict=False):
             row[rows.places] = column
     if features is not None:
@@ -154,7 +156,12 @@ def measure(
 
 
 def _compare(
-    model: ActorCritic, reference: ReferenceStates, rows: Packed, ids: Tensor, temperature: float
+    model: ActorCritic,
+    reference: ReferenceStates,
+    rows: Packed,
+    ids: Tensor,
+    temperature: float,
+    states: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The columns of `TokenStats` in one pass, (N,) each; values only where the model has some of its own."""
 
@@ -165,7 +172,10 @@ def _compare(
         values = () if model.value is None else (model.value(rows, hidden),)
         return (*logits.map(compare), *values)
 
-    return model.policy.states(rows, use)
+    if states is None:
+        return model.policy.states(rows, use)
+    hidden = states.index_select(0, rows.numbers)
+    return use(model.policy.logits(hidden), hidden)
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ def test_the_rollout_is_made_of_its_parts(parts: Parts) -> None:
     reward = WeightedSum({"x": (2.0, lengths), "y": (1.0, lambda p, r: [1.0] * len(r))})
     rollout = parts.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
     assert torch.equal(rollout.input_ids, torch.cat([prompts.ids, sampled.ids], 1))
-    assert torch.equal(rollout.attention_mask, torch.cat([prompts.mask, sampled.mask], 1))
+    assert torch.equal(torch.cat([rollout.prompt_mask, rollout.mask], 1), torch.cat([prompts.mask, sampled.mask], 1))
     assert torch.equal(rollout.ended, sampled.ended)
     assert (rollout.prompts, rollout.responses) == (list(TEXTS), texts)
     assert rollout.scores.tolist() == [2.0 * len(text) + 1.0 for text in texts]
@@ -145,7 +145,7 @@ def test_the_rollout_is_made_of_its_parts(parts: Parts) -> None:
     assert rollout.penalties["missing_eos"].tolist() == missing
     assert rollout.shaped_scores.tolist() == [len(text) - less for text, less in zip(texts, missing, strict=True)]
     for name, tensor in parts.measure()._asdict().items():
-        assert torch.equal(getattr(rollout, name), tensor)
+        torch.testing.assert_close(getattr(rollout, name), tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_a_reward_that_misbehaves_is_named(parts: Parts) -> None:

@@ -37,7 +37,8 @@ def test_its_logits_are_those_of_its_own_pass(
     world = World(new_model, prompts_of(*TEXTS), letters)
     for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
         rollout = world.rollout(noise, eos)
-        rows = [row[keep] for row, keep in zip(rollout.input_ids, rollout.attention_mask, strict=True)]
+        mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
+        rows = [row[keep] for row, keep in zip(rollout.input_ids, mask, strict=True)]
         own = [
             own_logits(world.reference.lm.model, row)[-length - 1 : -1]
             for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
