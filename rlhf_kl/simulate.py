@@ -190,6 +190,15 @@ def tail_error(rows: Sequence[SimulatedUpdate], target: float) -> float:
     return error
 
 
+def ideal_coef(law: Callable[[float], float], kl: float) -> float:
+    """The beta at which a falling `law` gives `kl` nats per sequence, by bisection in log(beta)."""
+    low, high = -12.0, 12.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if law(math.exp(middle)) > kl else (low, middle)
+    return math.exp(high)
+
+
 def peak(rows: Sequence[SimulatedUpdate], target: float) -> float:
     """Largest KL/target."""
     return max(row.kl for row in rows) / target

@@ -2,7 +2,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -15,6 +14,7 @@ from rlhf_kl.simulate import (
     Plant,
     example_scores,
     gaussian_law,
+    ideal_coef,
     measured_law,
     peak,
     simulate_plant,
@@ -25,15 +25,6 @@ from rlhf_kl.simulate import (
 
 TARGET, LENGTH = 0.1, 20.0
 SATURATING = tilt_law(example_scores())
-
-
-def ideal_coef(law: Callable[[float], float], kl: float) -> float:
-    """The beta at which a falling `law` gives `kl` nats per sequence, by bisection in log(beta)."""
-    low, high = -12.0, 12.0
-    for _ in range(60):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if law(math.exp(middle)) > kl else (low, middle)
-    return math.exp(high)
 
 
 def adaptive(coef):

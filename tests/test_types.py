@@ -50,7 +50,8 @@ def test_the_layout_is_that_of_its_rows() -> None:
     whole = batch()
     packed = whole.layout.pack([2, 0])
     for row, ids in zip((2, 0), packed.ids, strict=True):
-        read = whole.input_ids[row, whole.attention_mask[row]][:-1]  # the last token is never read
+        mask = torch.cat([whole.prompt_mask[row], whole.mask[row]])
+        read = whole.input_ids[row, mask][:-1]  # the last token is never read
         assert ids[: len(read)].tolist() == read.tolist()
     assert (
         whole.response_ids.flatten()[packed.places].tolist() == whole.response_ids[[2, 0]][whole.mask[[2, 0]]].tolist()
