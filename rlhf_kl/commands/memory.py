@@ -53,7 +53,7 @@ def estimate_memory(config: TrainConfig, parts: Parts, tokens: int) -> MemoryEst
     models = FLOAT * (weights + value + reference + scorers + copies * trained)
     layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
     response = min(config.rollout.max_new_tokens, tokens)
-    kept = sum(map(kept_per_token, _trunks(config, policy)))
+    kept = _models(config) * kept_per_token(policy)
     copies_of_logits = LOGIT_COPIES * FLOAT
     elements = LOGIT_ELEMENTS.get(parts.policy.device.type, LOGIT_ELEMENTS["cpu"])
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
@@ -90,13 +90,13 @@ def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, toke
     """Responses in a training pass, where each has `tokens` tokens with its prompt."""
     if config.ppo.microbatch_size is not None:
         return config.ppo.microbatch_size
-    room = tokens_of_a_pass(_trunks(config, policy), device, config.run.dtype)
+    room = tokens_of_a_pass(policy, device, config.run.dtype, models=_models(config))
     return max(1, min(config.ppo.minibatch_size, room // tokens))
 
 
-def _trunks(config: TrainConfig, policy: Any) -> list[Any]:
+def _models(config: TrainConfig) -> int:
     """Models that a training pass goes through; a separate value function is about as large as the policy."""
-    return [policy] * (2 if config.policy.value == "separate" else 1)
+    return 2 if config.policy.value == "separate" else 1
 
 
 def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,10 +24,11 @@ def kept_per_token(model: Any) -> int:
     return layers * hidden * KEPT_PER_LAYER
 
 
-def tokens_of_a_pass(trunks: Sequence[Any], device: torch.device, dtype: str) -> int:
-    """Tokens that one pass through all these models, with float32 weights, has room for; at least 1.
+def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: int = 1) -> int:
+    """Tokens that one training pass has room for, with float32 weights; at least 1.
 
-    Weights, gradients and Adam's moments take four times the weights; activations of another one make little more.
+    `models` of this size take part: two where the value function has a model of its own. Weights, gradients and Adam's
+    moments take four times the weights; activations of another one make little more.
     """
-    room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * sum(map(parameter_count, trunks)))
-    return max(1, room // (sum(map(kept_per_token, trunks)) * (2 if dtype == "bfloat16" else 4)))
+    room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * models * parameter_count(model))
+    return max(1, room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))

@@ -177,10 +177,8 @@ class PPOTrainer:
         """The rows of a minibatch in microbatches of at most `size` rows and near-equal length."""
         device, most = rollout.mask.device, 1 << 40
         if self.config.ppo.microbatch_size is None:
-            trunks = [self.model.policy.module]
-            if self.config.policy.value == "separate":
-                trunks *= 2
-            most = tokens_of_a_pass(trunks, device, self.config.run.dtype)
+            models = 2 if self.config.policy.value == "separate" else 1  # the value function is about as large
+            most = tokens_of_a_pass(self.model.policy.module, device, self.config.run.dtype, models=models)
         # Layers that compute their activations again keep no keys and values that rows could share.
         share = not self.config.policy.gradient_checkpointing
         return rollout.layout.passes(rows.tolist(), most_rows=size, most_tokens=most, share=share)

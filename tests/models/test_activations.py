@@ -53,9 +53,10 @@ def test_a_pass_has_the_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(activations, "kept_per_token", lambda kept_and_weights: kept_and_weights[0])
     monkeypatch.setattr(activations, "parameter_count", lambda kept_and_weights: kept_and_weights[1])
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert tokens_of_a_pass([(100, 0)], cpu, "float32") == 10
-    assert tokens_of_a_pass([(100, 0)], cpu, "bfloat16") == 20
-    assert tokens_of_a_pass([(100, 0)], gpu, "bfloat16") == 40
-    assert tokens_of_a_pass([(100, 2000)], cpu, "float32") == 20
-    assert tokens_of_a_pass([(60, 500), (40, 1500)], cpu, "float32") == 20
-    assert tokens_of_a_pass([(10**6, 2000)], cpu, "float32") == 1
+    assert tokens_of_a_pass((100, 0), cpu, "float32") == 10
+    assert tokens_of_a_pass((100, 0), cpu, "bfloat16") == 20
+    assert tokens_of_a_pass((100, 0), gpu, "bfloat16") == 40
+    assert tokens_of_a_pass((100, 2000), cpu, "float32") == 20
+    assert tokens_of_a_pass((100, 0), cpu, "float32", models=2) == 5
+    assert tokens_of_a_pass((50, 1000), cpu, "float32", models=2) == 20
+    assert tokens_of_a_pass((10**6, 2000), cpu, "float32") == 1
