@@ -106,9 +106,10 @@ def _setup(
         run = load_config("train", config, sets)
         section = run.kl.controller
         if kind is None or stored_name(kind) == section.kind:
-            kind, options = section.kind, section.options
+            kind, options = section.kind, section.arguments
         if coef is None and not isinstance(section.coef, str):
             coef = section.coef
+        options.pop("coef", None)
         target = run.kl.target_value if target is None else target
         per_sequence = run.kl.unit == "sequence"
         if episodes is None and updates is None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_kl.commands.parts import Parts
 from rlhf_kl.commands.training import Training
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import GuardStop
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.types import RolloutBatch
 
 ROLLBACK_RAISE = 2.0
+ROLLBACKS = 5  # in a run; the next one would be one too many
+PATIENCE = 10  # updates in a row that may measure above a ceiling that shortens them
+FALLING = 0.9  # of the first of them: the KL is on its way down
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,27 @@ class StepResult:
 
 
 class RunGuards:
-    """Looks at every update before its row is written.
+    """Looks at every update before its row is written."""
 
-    Its state is empty whenever a checkpoint is written, so a resumed run has nothing to take over.
-    """
-
-    def __init__(self, config: TrainConfig, parts: Parts, training: Training, folder: RunFolder) -> None:
-        self.config, self.parts, self.training, self.folder = config, parts, training, folder
+    def __init__(self, config: TrainConfig, training: Training, folder: RunFolder) -> None:
+        self.config, self.training, self.folder = config, training, folder
+        # Both are 0 and False whenever a checkpoint is written.
         self.skipped = 0  # in a row
         self.turned_back = False  # and no update has gone well since
+        self.rollbacks = 0
+        self.above: list[float] = []  # KLs above a ceiling that shortens updates, in a row
 
     def watch(self, update: StepResult) -> str | None:
-        """Turns the policy back where it must be, with an alert in the row; or the reason why the run must end.
+        """Turns the policy back where it must be, with an alert in the row; or the reason why the run must end."""
+        return self._watch_ceiling(update.row) or self._watch_numbers(update)
 
-        Errors: GuardStop where there is nothing to turn back to.
-        """
-        turned = self._roll_back_above_ceiling(update.row)
-        return turned or self._watch_numbers(update) or self._stop_above_ceiling(update.row)
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know."""
+        return {"rollbacks": self.rollbacks, "above": list(self.above)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.rollbacks, self.above = state["rollbacks"], list(state["above"])
 
     # ---- numbers that are not finite
 
@@ -74,52 +78,51 @@ class RunGuards:
 
     # ---- the ceiling
 
-    def _roll_back_above_ceiling(self, row: dict[str, Any]) -> str | None:
-        """The ceiling's `rollback`: back to the newest policy that measured below it, with beta raised.
-
-        Where beta cannot be raised (it is 0, or at its bound) the same would happen again: the reason to end.
-        """
-        limit, measured = self._ceiling("rollback"), self._kl(row)
-        if limit is None or not measured > limit:
+    def _watch_ceiling(self, row: dict[str, Any]) -> str | None:
+        ceiling, limit = self.config.kl.ceiling, self.config.kl.ceiling_value
+        value = row[f"kl/{self.config.kl.unit}"]
+        if ceiling is None or limit is None or value is None or not value > limit:
+            self.above = []
             return None
+        where = f"KL {value:.4g} nats per {self.config.kl.unit} is above the ceiling {limit:.4g}"
+        if ceiling.action == "stop":
+            return f"{where} in update {row['step']}"
+        return self._roll_back(row, where, limit) if ceiling.action == "rollback" else self._lose_patience(value, where)
+
+    def _roll_back(self, row: dict[str, Any], where: str, limit: float) -> str | None:
+        """Back to all that the newest checkpoint knew whose policy measured below the ceiling, with beta doubled.
+
+        Beta is doubled once more at every further rollback. Where it cannot be raised (it is 0, or at its bound), or
+        doubling it has not helped, the same would happen again: the reason to end.
+        """
         control = self.training.trainer.controller
-        before = control.coef
-        control.raise_coef(ROLLBACK_RAISE)
-        if not control.coef > before:
-            return f"KL {measured:.4g} is above the ceiling {limit:.4g}, and beta {before:.4g} cannot be raised"
+        if self.rollbacks == ROLLBACKS:
+            return f"{where} again, after {ROLLBACKS} rollbacks, each of which doubled beta"
         # A checkpoint of update k holds the policy that row k + 1 measured.
         key = f"kl/{self.config.kl.unit}"
         past = {old["step"]: old[key] for old in read_jsonl(self.folder.metrics) if old.get(key) is not None}
         good = [c for c in self._regular_checkpoints() if past.get(c.step + 1, limit) < limit]
-        if good:
-            self.training.load(good[-1])
-        elif self.parts.reference_is_initial_policy:
-            self.parts.policy.load_state_dict(self.parts.reference.state_dict())
-        else:
-            raise GuardStop(f"KL {measured:.4g} is above the ceiling {limit:.4g}, and there is nothing to roll back to")
+        if not good:
+            return f"{where}, and so was the policy of every checkpoint: there is nothing to roll back to"
+        raised = control.raised
+        self.training.go_back(good[-1])
+        if not control.raise_coef(ROLLBACK_RAISE * raised / control.raised):
+            return f"{where}, and beta {control.coef:.4g} cannot be raised"
+        self.rollbacks += 1
         row["kl/coef_next"] = control.coef
-        where = f"update {good[-1].step}" if good else "the start"
         row["alerts"].append(
-            f"rolled-back: KL {measured:.4g} is above the ceiling {limit:.4g}; back to the policy of {where}, "
-            f"beta is {control.coef:.4g} now"
+            f"rolled-back: {where}; back to the policy, its optimizer and its controller of "
+            f"{f'update {good[-1].step}' if good[-1].step else 'the start'}, beta is {control.coef:.4g} now "
+            f"(rollback {self.rollbacks} of at most {ROLLBACKS})"
         )
         return None
 
-    def _stop_above_ceiling(self, row: dict[str, Any]) -> str | None:
-        limit, measured = self._ceiling("stop"), self._kl(row)
-        if limit is None or not measured > limit:
+    def _lose_patience(self, value: float, where: str) -> str | None:
+        """The reason to end where updates are shortened in vain: the KL stays above the ceiling and does not fall."""
+        self.above = [*self.above, value][-PATIENCE:]
+        if len(self.above) < PATIENCE or value < FALLING * self.above[0]:
             return None
-        return (
-            f"KL {measured:.4g} nats per {self.config.kl.unit} is above the ceiling {limit:.4g} in update {row['step']}"
-        )
-
-    def _ceiling(self, action: str) -> float | None:
-        ceiling = self.config.kl.ceiling
-        return self.config.kl.ceiling_value if ceiling is not None and ceiling.action == action else None
-
-    def _kl(self, row: dict[str, Any]) -> float:
-        value = row[f"kl/{self.config.kl.unit}"]
-        return math.nan if value is None else float(value)
+        return f"{where}, and so it was in {PATIENCE} updates in a row, although each was shortened"
 
     # ---- checkpoints
 

@@ -65,9 +65,10 @@ class TrainRun:
         self.best_checkpoint: dict[str, Any] | None = None
         self.alerts = kl_alerts(config, training)
         self.signs = ExploitationSigns()
-        self.guards = RunGuards(config, parts, training, recorder.folder)
+        self.guards = RunGuards(config, training, recorder.folder)
         if recorder.checkpoint is not None:
             self.alerts.load_state_dict(recorder.state["alerts"])
+            self.guards.load_state_dict(recorder.state["guards"])
             self.best, self.best_checkpoint = recorder.state["best"], recorder.state["best_checkpoint"]
             for row in read_jsonl(recorder.folder.metrics):
                 if row.get("step", training.next_step) < training.next_step:
@@ -82,6 +83,8 @@ class TrainRun:
         self.announce()
         with stopping_on_signals(config.checkpoint.grace) as stop, self.display:
             began, due = time.perf_counter(), False
+            if self.rolls_back and self.recorder.checkpoint is None:
+                self.save(0)  # the start is a place to go back to
             for step in range(self.training.next_step, total + 1):
                 evaluated = evaluate_policy(config, self.parts) if (step - 1) % config.eval.every == 0 else {}
                 result = self.step(step)
@@ -168,17 +171,23 @@ class TrainRun:
             self.recorder.sample(row)
         result.row["kl/top_tokens"] = top_tokens(result.rollout, self.parts.tokenizer)
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a KL above the ceiling turns the run back."""
+        return self.config.kl.ceiling is not None and self.config.kl.ceiling.action == "rollback"
+
     def save(self, step: int) -> None:
         """A checkpoint of everything that a resumed run needs."""
         state = {
             **self.training.state_dict(),
             "alerts": self.alerts.state_dict(),
+            "guards": self.guards.state_dict(),
             "best": self.best,
             "best_checkpoint": self.best_checkpoint,
+            "spared": [0] * self.rolls_back + ([self.best_checkpoint["step"]] if self.best_checkpoint else []),
         }
-        spared = [self.best_checkpoint["step"]] if self.best_checkpoint else []
         trainer = self.trainer
-        self.recorder.save(step, checkpointed(trainer.model.modules), trainer.optimizer, state, spared)
+        self.recorder.save(step, checkpointed(trainer.model.modules), trainer.optimizer, state)
 
     # ---- the beginning and the end
 

@@ -60,6 +60,12 @@ class Training:
             self.trainer.load_state_dict(state["trainer"])
             self.next_step = checkpoint.step + 1
 
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """All that has learned, as it was at a checkpoint; the updates are counted on."""
+        step = self.next_step
+        self.load(checkpoint, checkpoint.state())
+        self.next_step = step
+
 
 def prepare_training(
     config: TrainConfig,

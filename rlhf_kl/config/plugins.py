@@ -41,7 +41,8 @@ def configured_controller(
         kl.controller.arguments,
         target=kl.target_value,
         coef=coef,
-        total_episodes=ppo.total_episodes,
+        # While the value function warms up alone the controller stands still.
+        total_episodes=max(1, ppo.total_episodes - ppo.value_warmup * rollout.batch_size),
         batch_size=rollout.batch_size,
     )
 

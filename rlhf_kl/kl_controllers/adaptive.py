@@ -60,8 +60,8 @@ class AdaptiveKL(KLController):
         coef_power: float = 0.9,
         down: float = 1.2,
         up: float = 1.8,
-        min_coef: float = 1e-4,
-        max_coef: float = 10.0,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
     ) -> None:
         """`momentum`, `distance_power` and `coef_power` are m, s and r."""
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)

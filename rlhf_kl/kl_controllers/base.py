@@ -8,6 +8,8 @@ import math
 from collections import deque
 from typing import Any, ClassVar
 
+COEF_SPAN = (1e-3, 1e3)  # bounds of beta over its start, where none are written
+
 
 def require_number(name: str, value: object) -> float:
     """`value` as a finite float; ValueError otherwise (None, NaN, text and booleans included)."""
@@ -32,6 +34,22 @@ def require_fraction(name: str, value: object) -> float:
     return number
 
 
+def resolve_bounds(coef: float, low: float | None, high: float | None) -> tuple[float, float]:
+    """The bounds of a beta that starts at `coef`; None = COEF_SPAN times it. A constant 0 has none.
+
+    Raises ValueError where they are not above 0, in the wrong order, or leave `coef` outside.
+    """
+    if coef == 0.0:
+        return 0.0, math.inf
+    low = COEF_SPAN[0] * coef if low is None else require_positive("min_coef", low)
+    high = COEF_SPAN[1] * coef if high is None else require_positive("max_coef", high)
+    if low > high:
+        raise ValueError(f"min_coef {low:g} is above max_coef {high:g}")
+    if not low <= coef <= high:
+        raise ValueError(f"coef {coef:g} is outside [min_coef, max_coef] = [{low:g}, {high:g}]")
+    return low, high
+
+
 def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
@@ -47,16 +65,10 @@ class KLController:
     state_names: ClassVar[tuple[str, ...] | None] = None  # None: every attribute that JSON can hold
     adjusts: ClassVar[bool] = True  # False: beta does not depend on the KL, so it cannot be too slow
 
-    def __init__(self, *, coef: float = 0.1, min_coef: float = 1e-4, max_coef: float = 10.0) -> None:
+    def __init__(self, *, coef: float = 0.1, min_coef: float | None = None, max_coef: float | None = None) -> None:
+        """`min_coef` and `max_coef` bound beta; None = COEF_SPAN times the starting `coef`."""
         self.coef = require_positive("coef", coef)
-        self.min_coef = require_positive("min_coef", min_coef)
-        self.max_coef = require_positive("max_coef", max_coef)
-        if self.min_coef > self.max_coef:
-            raise ValueError(f"min_coef {self.min_coef:g} is above max_coef {self.max_coef:g}")
-        if not self.min_coef <= self.coef <= self.max_coef:
-            raise ValueError(
-                f"coef {self.coef:g} is outside [min_coef, max_coef] = [{self.min_coef:g}, {self.max_coef:g}]"
-            )
+        self.min_coef, self.max_coef = resolve_bounds(self.coef, min_coef, max_coef)
 
     def update(self, kl: float, episodes: int) -> None:
         """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats."""
@@ -76,8 +88,10 @@ class KLController:
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest coef that `updates` updates of `batch_size` episodes can arrive at."""
         fall, rise = (min(step * updates, 700.0) if updates else 0.0 for step in self.log_steps(batch_size))
-        low, high = bounds_of(self)
-        return max(low, self.coef * math.exp(-fall)), min(high, self.coef * math.exp(rise))
+        return (
+            max(self.min_coef, self.coef * math.exp(-fall)),
+            min(self.max_coef, self.coef * math.exp(rise)),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return saved_attributes(self, self.state_names)
@@ -91,12 +105,6 @@ class KLController:
     def _move(self, log_step: float) -> None:
         """coef *= exp(log_step), inside the bounds and without overflow."""
         self._set_coef(self.coef * math.exp(clip(log_step, -50.0, 50.0)))
-
-
-def bounds_of(controller: Any) -> tuple[float, float]:
-    """The controller's own (min_coef, max_coef); 0 and infinity where it has none."""
-    low, high = getattr(controller, "min_coef", None), getattr(controller, "max_coef", None)
-    return (0.0 if low is None else float(low)), (math.inf if high is None else float(high))
 
 
 def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:

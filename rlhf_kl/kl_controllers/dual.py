@@ -22,8 +22,8 @@ class DualKL(KLController):
         coef: float = 0.1,
         target: float = 0.1,
         lr: float = 0.02,
-        min_coef: float = 1e-4,
-        max_coef: float = 10.0,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
     ) -> None:
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
         self.target = require_positive("target", target)

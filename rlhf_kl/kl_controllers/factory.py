@@ -35,6 +35,7 @@ RENAMED = {"proportional": "ziegler"}
 
 # Options that the program fills in where a class takes them and the user writes none.
 CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size"}
+BOUNDS = {"min_coef", "max_coef"}  # of beta; the program keeps them for every class
 COEF_WITHOUT_SCORES = 0.1  # `coef: auto` where no scores are known
 
 
@@ -50,7 +51,8 @@ def build_controller(
     """The controller `kind(**options)`, guarded.
 
     kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
-    options: those that the user wrote. A `coef` among them is the starting beta and must lie inside the bounds.
+    options: those that the user wrote. A `coef` among them is the starting beta and must lie inside the bounds,
+    `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
     The other arguments are passed on where the class takes them and the options leave them out; None = not known.
     `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit.
     Raises ValueError and TypeError: no such kind, or values that the class refuses.
@@ -64,10 +66,11 @@ def build_controller(
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
     low, high = bound("min_coef"), bound("max_coef")
-    coef = clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
+    wanted, coef = coef, clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
     provided = {"target": target, "coef": coef, "total_episodes": total_episodes, "batch_size": batch_size}
     filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
-    return GuardedController(cls(**{**filled, **options}), low, high)
+    taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
+    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted)
 
 
 def builtin_controller(name: str) -> type[KLController]:

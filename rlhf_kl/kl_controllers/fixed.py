@@ -14,7 +14,10 @@ class FixedKL(KLController):
     def __init__(self, *, coef: float = 0.1) -> None:
         if require_number("coef", coef) < 0.0:
             raise ValueError(f"coef must not be negative, got {coef!r}")
-        self.coef = self.min_coef = self.max_coef = float(coef)
+        self.coef = float(coef)
 
     def update(self, kl: float, episodes: int) -> None:
         """Nothing moves."""
+
+    def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
+        return self.coef, self.coef

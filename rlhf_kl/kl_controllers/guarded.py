@@ -9,9 +9,9 @@ from typing import Any
 
 from rlhf_kl.kl_controllers.base import (
     KLController,
-    bounds_of,
     clip,
     require_number,
+    resolve_bounds,
     restore_attributes,
     saved_attributes,
 )
@@ -21,25 +21,31 @@ class GuardedController:
     """A controller whose beta no measurement and no plugin can break; the trainer uses it through this class.
 
     A missing or non-finite KL moves nothing. Where an update makes coef non-finite, zero or negative, coef and
-    the controller's state go back to what they were. Bounds: the narrower of those given and the controller's own.
+    the controller's state go back to what they were. Bounds: the narrower of those given and the controller's own;
+    without either they are relative to the starting coef (`base.COEF_SPAN`).
+
+    `raised` is a factor on top of the law, whose own coef it leaves alone: a law that computes its beta from the
+    number of episodes alone would forget a raise of its coef at its next update.
     """
 
-    def __init__(self, controller: Any, min_coef: float | None = None, max_coef: float | None = None) -> None:
+    def __init__(
+        self,
+        controller: Any,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
+        wanted: float | None = None,
+    ) -> None:
+        """`wanted`: the coef that was found for the start, where the bounds have moved it."""
         if not hasattr(controller, "coef") or not callable(getattr(controller, "update", None)):
             raise ValueError(f"{type(controller).__name__} needs `coef` and `update(kl, episodes)`")
-        own_low, own_high = bounds_of(controller)
-        self.controller = controller
-        self.min_coef = own_low if min_coef is None else max(own_low, require_number("min_coef", min_coef))
-        self.max_coef = own_high if max_coef is None else min(own_high, require_number("max_coef", max_coef))
-        if self.min_coef > self.max_coef:
-            raise ValueError(f"min_coef {self.min_coef:g} is above max_coef {self.max_coef:g}")
+        self.controller, self.wanted, self.raised = controller, wanted, 1.0
         self._coef = require_number("coef", float(controller.coef))
         if self._coef < 0.0:
             raise ValueError(f"coef must not be negative, got {self._coef:g}")
         self._starts_at_zero = self._coef == 0.0
-        if not self._starts_at_zero and not self.min_coef <= self._coef <= self.max_coef:
-            bounds = f"[{self.min_coef:g}, {self.max_coef:g}]"
-            raise ValueError(f"coef {self._coef:g} is outside [min_coef, max_coef] = {bounds}")
+        low = [require_number("min_coef", x) for x in (min_coef, _own(controller, "min_coef")) if x is not None]
+        high = [require_number("max_coef", x) for x in (max_coef, _own(controller, "max_coef")) if x is not None]
+        self.min_coef, self.max_coef = resolve_bounds(self._coef, max(low, default=None), min(high, default=None))
 
     @property
     def coef(self) -> float:
@@ -47,9 +53,14 @@ class GuardedController:
         return self._coef
 
     @property
+    def adjusts(self) -> bool:
+        """Whether beta answers to the KL: not where it is 0, constant or scheduled."""
+        return bool(getattr(self.controller, "adjusts", True)) and self._coef > 0.0
+
+    @property
     def at_bound(self) -> bool:
-        """Whether coef lies at one of its bounds; False for a constant one."""
-        if self.min_coef == self.max_coef or self._coef == 0.0:
+        """Whether coef lies at one of its bounds; False for one that does not answer to the KL."""
+        if not self.adjusts:
             return False
         return self._coef <= self.min_coef * (1 + 1e-9) or self._coef >= self.max_coef * (1 - 1e-9)
 
@@ -63,7 +74,7 @@ class GuardedController:
         before = copy.deepcopy(self._controller_state())
         try:
             self.controller.update(float(kl), int(episodes))
-            coef = float(self.controller.coef)
+            coef = self.raised * float(self.controller.coef)
         except ArithmeticError as error:
             coef, reason = math.nan, f"{type(error).__name__}: {error}"
         else:
@@ -77,12 +88,12 @@ class GuardedController:
             self._write_coef(self._coef)
         return []
 
-    def raise_coef(self, factor: float) -> None:
-        """Multiply coef by `factor` from outside the law (a rollback), inside the bounds; a constant one moves too."""
-        if self.min_coef == self.max_coef:
-            self.min_coef = self.max_coef = self._coef * factor
-        self._coef = clip(self._coef * factor, self.min_coef, self.max_coef)
-        self._write_coef(self._coef)
+    def raise_coef(self, factor: float) -> bool:
+        """Multiply coef by `factor` (a rollback) for the rest of the run, inside the bounds; whether it moved."""
+        before, self._coef = self._coef, min(self._coef * factor, self.max_coef)
+        if self._coef > before:
+            self.raised *= self._coef / before
+        return self._coef > before
 
     @property
     def needs_update_kl(self) -> bool:
@@ -99,14 +110,19 @@ class GuardedController:
         """Lowest and highest coef this run can arrive at, as far as the controller knows."""
         reach = getattr(self.controller, "reach", None)
         low, high = reach(updates, batch_size) if callable(reach) else (0.0, math.inf)
-        return clip(low, self.min_coef, self.max_coef), clip(high, self.min_coef, self.max_coef)
+        low, high = (clip(self.raised * coef, self.min_coef, self.max_coef) for coef in (low, high))
+        return low, high
 
     def start_warnings(self, updates: int, batch_size: int) -> list[str]:
         """Warnings before the run: a horizon or gain that cannot move beta in it, state that is not saved."""
         warnings = []
         low, high = self.reach(updates, batch_size)
-        adjusts = getattr(self.controller, "adjusts", True) and self._coef > 0.0
-        if adjusts and low * 2 > self._coef and high < 2 * self._coef:
+        if self.wanted is not None and self.wanted != self._coef:
+            warnings.append(
+                f"coef-moved: auto found beta {self.wanted:.4g}, and kl.controller.min_coef and max_coef allow "
+                f"{self.min_coef:.4g} to {self.max_coef:.4g}: it starts at {self._coef:.4g}"
+            )
+        if self.adjusts and low * 2 > self._coef and high < 2 * self._coef:
             warnings.append(
                 f"controller-too-slow: in {updates} updates of {batch_size} episodes "
                 f"{type(self.controller).__name__} can move beta only from {self._coef:.4g} "
@@ -127,6 +143,7 @@ class GuardedController:
         return {
             "kind": type(self.controller).__name__,
             "coef": self._coef,
+            "raised": self.raised,
             "controller": copy.deepcopy(self._controller_state()),
         }
 
@@ -136,9 +153,7 @@ class GuardedController:
         if state.get("kind") != kind:
             raise ValueError(f"the saved controller is {state.get('kind')}, the config's is {kind}")
         self._load_controller(copy.deepcopy(state["controller"]))
-        self._coef = float(state["coef"])
-        if self.min_coef == self.max_coef:  # a constant one that a rollback raised
-            self.min_coef = self.max_coef = self._coef
+        self._coef, self.raised = float(state["coef"]), float(state["raised"])
         self._write_coef(self._coef)
 
     def _controller_state(self) -> dict[str, Any]:
@@ -155,4 +170,10 @@ class GuardedController:
 
     def _write_coef(self, coef: float) -> None:
         with contextlib.suppress(AttributeError):  # a plugin's coef may be a read-only property
-            self.controller.coef = coef
+            self.controller.coef = coef / self.raised
+
+
+def _own(controller: Any, name: str) -> Any:
+    """A bound that the controller has itself; None where it has none, or an infinite one."""
+    value = getattr(controller, name, None)
+    return None if value is None or math.isinf(float(value)) else value

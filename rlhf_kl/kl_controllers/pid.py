@@ -30,8 +30,8 @@ class PIDKL(KLController):
         smoothing: float = 0.0,
         rate: float = 0.5,
         hold: int = 3,
-        min_coef: float = 1e-4,
-        max_coef: float = 10.0,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
     ) -> None:
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
         self.target = require_positive("target", target)

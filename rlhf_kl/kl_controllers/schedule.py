@@ -36,11 +36,13 @@ class ScheduledKL(KLController):
             self.end_coef = self.start_coef
         self.total_episodes = require_positive("total_episodes", total_episodes)
         self.episodes_seen = 0
-        low, high = sorted((self.start_coef, self.end_coef))
-        super().__init__(coef=coef, min_coef=low, max_coef=high)
+        self.coef = self.start_coef
 
     def update(self, kl: float, episodes: int) -> None:
         self.episodes_seen += episodes
         progress = min(1.0, self.episodes_seen / self.total_episodes)
         share = progress if self.shape == "linear" else (1.0 - math.cos(math.pi * progress)) / 2.0
-        self._set_coef(self.start_coef + (self.end_coef - self.start_coef) * share)
+        self.coef = self.start_coef + (self.end_coef - self.start_coef) * share
+
+    def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
+        return min(self.start_coef, self.end_coef), max(self.start_coef, self.end_coef)

@@ -25,8 +25,8 @@ class ThresholdKL(KLController):
         high: float = 1.5,
         low: float = 0.5,
         factor: float = 1.5,
-        min_coef: float = 0.01,
-        max_coef: float = 1.0,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
     ) -> None:
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
         self.target = require_positive("target", target)

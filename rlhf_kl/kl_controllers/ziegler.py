@@ -28,8 +28,8 @@ class ZieglerKL(KLController):
         clip_error: float = 0.2,
         total_episodes: int | None = None,
         batch_size: int = 1,
-        min_coef: float = 1e-4,
-        max_coef: float = 10.0,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
     ) -> None:
         super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
         self.target = require_positive("target", target)

@@ -8,7 +8,7 @@ stand far from 0 (GPT-2's at -70), where bfloat16 has steps of 0.5. Logits exist
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -44,6 +44,10 @@ class Trunk(Protocol):
 
 class LM(Trunk, Protocol):
     """A causal language model: the policy, the reference, or the policy with its adapter switched off."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Its tensors by name."""
+        ...
 
     def sample(self, prompts: PromptBatch, noise: Tensor, sampling: Sampling) -> Sampled:
         """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.models.critic import FeatureCritic
-from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
+from rlhf_kl.models.lm import LM, TransformersLM, TransformersTrunk
 from rlhf_kl.ops.packing import Packed
 
 
@@ -101,3 +101,12 @@ def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:
     """Names of trainable tensors whose memory the reference uses as well."""
     frozen = {parameter.data_ptr() for parameter in reference.parameters()}
     return [name for name, p in trained.named_parameters() if p.requires_grad and p.data_ptr() in frozen]
+
+
+def values_in(reference: LM, policy: nn.Module) -> list[Tensor] | None:
+    """The reference's values of the policy's trained parameters; None where it is another kind of model."""
+    there = reference.state_dict()
+    trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+    if any(name not in there or there[name].shape != p.shape for name, p in trained):
+        return None
+    return [there[name] for name, _ in trained]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ class Recorder:
         if self.checkpoint:
             load_library_state(self.state["libraries"])
             # The process may have died between writing this checkpoint and dropping an older one.
-            best, section = self.state.get("best_checkpoint"), config.checkpoint
-            prune(folder.checkpoints, section.keep, every=section.every, spared=[best["step"]] if best else [])
+            section = config.checkpoint
+            prune(folder.checkpoints, section.keep, every=section.every, spared=self.state.get("spared", ()))
 
     def _sweep(self) -> None:
         """Remove what processes that were killed left half written."""
@@ -120,9 +120,11 @@ class Recorder:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
-        spared: Collection[int] = (),
     ) -> None:
-        """Checkpoint `step`: the model, the optimizer, `state`, and all that is the same for every command."""
+        """Checkpoint `step`: the model, the optimizer, `state`, and all that is the same for every command.
+
+        `state["spared"]`, where it is there: steps of checkpoints that must stay.
+        """
         self.folder.check_there()
         lengths = {}
         for writer in (self.rows, self.samples):
@@ -145,7 +147,7 @@ class Recorder:
             },
             section.keep,
             every=section.every,
-            spared=spared,
+            spared=state.get("spared", ()),
         )
 
     def sample(self, sample: dict[str, Any]) -> None:

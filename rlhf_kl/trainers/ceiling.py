@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from rlhf_kl.types import RolloutBatch
 
 LINE_SEARCH_STEPS = 6
-DESCENT_STEPS = 8
-DESCENT_SHRINK = 0.5
+CLOSE_ENOUGH = 0.97  # of the limit: no further halving
+FORGETTING = 0.9  # weight of past updates in the forecast, per update
+PRIOR_CHANGE = 0.1  # of the limit: what the forecast's prior weighs as much as, a change of the KL of this size
+GAIN_BOUNDS = (1.0, 3.0)
+
+
+class KLReading(NamedTuple):
+    """The mean KL at a rollout's states, in nats of the target's unit."""
+
+    mean: float
+    stderr: float  # between responses
 
 
 @dataclass(frozen=True)
@@ -28,34 +37,45 @@ class CeilingResult:
     kl_before: float
     kl_after: float  # NaN where nothing needed it
     kl_uncut: float  # after the update as it came
-    descended: bool = False  # the KL itself had to be stepped down
+    pulled_back: bool = False  # the policy went back towards its reference
 
 
 class KLForecast:
-    """How much higher the next rollout's KL reads than the KL at this rollout's states.
+    """What the next rollout will measure, from the KL at the states of this one.
 
-    The new policy visits states of its own, where it lies further from the reference. The ratio of the two
-    readings is averaged over the updates so far.
+    A policy that moved away visits other states, where it lies further from its reference than at the old ones: its
+    KL changes `gain` times as much as it does there. The gain is fitted to the updates so far by least squares, each
+    less by FORGETTING than the next; a policy that did not move keeps the KL that it has.
     """
 
-    def __init__(self, rate: float = 0.2) -> None:
-        self.rate, self.ratio = rate, 1.0
-        self.predicted: float | None = None
+    def __init__(self, limit: float) -> None:
+        prior = (PRIOR_CHANGE * limit) ** 2
+        self.product = self.square = prior  # of changes: expected times measured, expected squared
+        self.made: tuple[float, float] | None = None  # the KL that the last rollout measured, and after its update
+
+    @property
+    def gain(self) -> float:
+        return min(max(self.product / self.square, GAIN_BOUNDS[0]), GAIN_BOUNDS[1])
+
+    def __call__(self, before: float, after: float) -> float:
+        """The KL of the next rollout, where this one measured `before` and its states have `after` now."""
+        return before + self.gain * (after - before) if after > before else after
 
     def observe(self, measured: float) -> None:
-        """The KL of a new rollout, of which `predicted` was the reading at the old states."""
-        if self.predicted is not None and self.predicted > 1e-4 and measured > 0:
-            ratio = min(2.0, max(0.5, measured / self.predicted))
-            self.ratio += self.rate * (ratio - self.ratio)
+        """The KL of a new rollout."""
+        if self.made is not None:
+            before, after = self.made
+            self.product = FORGETTING * self.product + (after - before) * (measured - before)
+            self.square = FORGETTING * self.square + (after - before) ** 2
 
-    def state_dict(self) -> dict[str, float | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Everything that the next forecast depends on."""
-        return {"ratio": self.ratio, "predicted": self.predicted}
+        return {"product": self.product, "square": self.square, "made": self.made}
 
-    def load_state_dict(self, state: dict[str, float | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
-        self.ratio = float(state["ratio"] or 1.0)
-        self.predicted = state["predicted"]
+        self.product, self.square = float(state["product"]), float(state["square"])
+        self.made = None if state["made"] is None else (state["made"][0], state["made"][1])
 
 
 class Ceiling:
@@ -64,41 +84,96 @@ class Ceiling:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        kl_now: Callable[[RolloutBatch], float],
-        descend: Callable[[RolloutBatch], None],
+        reference: Sequence[Tensor] | None,
+        read_kl: Callable[[RolloutBatch], KLReading],
         *,
         limit: float | None,
         measures: bool,
     ) -> None:
-        """`kl_now` measures the policy as it is at a rollout's states; `descend` takes a step down its KL there.
+        """`read_kl` measures the policy as it is at a rollout's states.
 
-        `limit` in nats of the target's unit, None = no update is shortened; then the KL after an update is measured
-        where `measures`.
+        `reference`: values of the parameters at which the KL is 0; None = there are none, as where the reference has
+        another architecture. `limit` in nats of the target's unit, None = no update is shortened; then the KL after
+        an update is measured where `measures`.
         """
-        self.parameters, self.kl_now, self.descend = list(parameters), kl_now, descend
-        self.limit, self.measures = limit, measures
-        self.forecast = KLForecast()
+        self.parameters, self.reference = list(parameters), reference
+        self.read_kl, self.limit, self.measures = read_kl, limit, measures
+        self.forecast = KLForecast(limit or 1.0)
 
     def snapshot(self) -> list[Tensor]:
         """The parameters before an update, where it may be shortened."""
-        return [p.detach().clone() for p in self.parameters] if self.limit is not None else []
+        return _copies(self.parameters) if self.limit is not None else []
 
-    def hold(self, rollout: RolloutBatch, before: list[Tensor], kl_before: float) -> CeilingResult:
-        """After an update that began at `before`, with `kl_before` measured by the rollout."""
-        self.forecast.observe(kl_before)
+    def hold(self, rollout: RolloutBatch, before: list[Tensor], measured: KLReading) -> CeilingResult:
+        """After an update that began at `before`; `measured` is the rollout's own KL.
+
+        The limit holds for the forecast of the next rollout's KL plus one standard error. An update that would cross
+        it is shortened along its own direction (the line search of TRPO, Schulman et al. 2015, appendix C). Where
+        the policy stood above it already, it goes back on the line to its reference: near the reference the KL is
+        quadratic, and that line is its natural gradient (Amari 1998). Without a reference on that line, the update or
+        its undoing is kept, whichever has the lower KL.
+        """
         if self.limit is None:
-            kl = self.kl_now(rollout) if self.measures else math.nan
-            return CeilingResult(1.0, kl_before, kl, kl)
-        result = shorten_update(
-            self.parameters,
-            before,
-            lambda: self.kl_now(rollout),
-            kl_before,
-            self.limit / self.forecast.ratio,
-            lambda: self.descend(rollout),
-        )
-        self.forecast.predicted = result.kl_after
+            kl = self.read_kl(rollout).mean if self.measures else math.nan
+            return CeilingResult(1.0, measured.mean, kl, kl)
+        self.forecast.observe(measured.mean)
+        result = self._shorten(rollout, before, measured, self.limit)
+        self.forecast.made = (measured.mean, result.kl_after)
         return result
+
+    def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: KLReading, limit: float) -> CeilingResult:
+        start = measured.mean
+
+        def excess(kl: KLReading) -> float:
+            """How far above the limit; 0 and less is allowed. Infinite for a KL that is not finite."""
+            value = self.forecast(start, kl.mean) + kl.stderr - limit
+            return value if math.isfinite(value) else math.inf
+
+        uncut = self.read_kl(rollout)
+        if excess(uncut) <= 0:
+            return CeilingResult(1.0, start, uncut.mean, uncut.mean)
+        after = _copies(self.parameters)
+        if excess(measured) <= 0:
+            factor, kl = self._furthest(rollout, before, after, excess, limit)
+            return CeilingResult(factor, start, start if kl is None else kl, uncut.mean)
+        lower, kl_lower, factor = (after, uncut.mean, 1.0) if uncut.mean < start else (before, start, 0.0)
+        if self.reference is None:
+            self._place(lower, lower, 0.0)
+            return CeilingResult(factor, start, kl_lower, uncut.mean)
+        _, kl = self._furthest(rollout, self.reference, lower, excess, limit)
+        return CeilingResult(0.0, start, 0.0 if kl is None else kl, uncut.mean, pulled_back=True)
+
+    def _furthest(
+        self,
+        rollout: RolloutBatch,
+        inside: Sequence[Tensor],
+        outside: Sequence[Tensor],
+        excess: Callable[[KLReading], float],
+        limit: float,
+    ) -> tuple[float, float | None]:
+        """Go as far from `inside`, which is allowed, towards `outside` as is allowed, by bisection.
+
+        Returns the share of the way, and the KL there; None at `inside` itself.
+        """
+        low, high, kept = 0.0, 1.0, None
+        for _ in range(LINE_SEARCH_STEPS):
+            middle = (low + high) / 2
+            self._place(inside, outside, middle)
+            kl = self.read_kl(rollout)
+            over = excess(kl)
+            if over <= 0:
+                low, kept = middle, kl.mean
+                if over > (CLOSE_ENOUGH - 1) * limit:
+                    break
+            else:
+                high = middle
+        self._place(inside, outside, low)
+        return low, kept
+
+    @torch.no_grad()
+    def _place(self, start: Sequence[Tensor], end: Sequence[Tensor], share: float) -> None:
+        for p, a, b in zip(self.parameters, start, end, strict=True):
+            p.copy_(torch.lerp(a.to(p), b.to(p), share))
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
@@ -109,56 +184,5 @@ class Ceiling:
         self.forecast.load_state_dict(state)
 
 
-def shorten_update(
-    parameters: list[nn.Parameter],
-    before: list[Tensor],
-    kl_at: Callable[[], float],
-    kl_start: float,
-    ceiling: float,
-    descend: Callable[[], None],
-) -> CeilingResult:
-    """Keep as much of the update `before` -> `parameters` as the ceiling allows; always ends.
-
-    `kl_at()` measures the KL (nats, the ceiling's unit) of the parameters as they are; `kl_start` is that of
-    `before`. From below the ceiling: bisection along the update's own direction for the longest part that
-    stays below (the line search of TRPO, Schulman et al. 2015, appendix C). From above it: the update is
-    kept where it lowers the KL; otherwise it is undone and `descend()` (one gradient step on the KL itself)
-    is taken instead, shortened until it lowers the KL. A KL that is not finite counts as one above the ceiling.
-    """
-    after = [p.detach().clone() for p in parameters]
-    kl_uncut = kl_at()
-    if kl_uncut <= ceiling or kl_uncut < kl_start:
-        return CeilingResult(1.0, kl_start, kl_uncut, kl_uncut)
-
-    def place(start: list[Tensor], end: list[Tensor], factor: float) -> None:
-        with torch.no_grad():
-            for p, a, b in zip(parameters, start, end, strict=True):
-                p.copy_(torch.lerp(a, b, factor))
-
-    if kl_start <= ceiling:
-        low, high, kept = 0.0, 1.0, kl_start
-        for _ in range(LINE_SEARCH_STEPS):
-            middle = (low + high) / 2
-            place(before, after, middle)
-            kl = kl_at()
-            if kl <= ceiling:
-                low, kept = middle, kl
-                if kl > 0.97 * ceiling:
-                    break
-            else:
-                high = middle
-        place(before, after, low)
-        return CeilingResult(low, kl_start, kept, kl_uncut)
-
-    place(before, after, 0.0)
-    descend()
-    stepped = [p.detach().clone() for p in parameters]
-    factor, kl = 1.0, kl_at()
-    for _ in range(DESCENT_STEPS):
-        if kl < kl_start:
-            return CeilingResult(0.0, kl_start, kl, kl_uncut, descended=True)
-        factor *= DESCENT_SHRINK
-        place(before, stepped, factor)
-        kl = kl_at()
-    place(before, after, 0.0)
-    return CeilingResult(0.0, kl_start, kl_start, kl_uncut)
+def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.detach().clone() for p in parameters]

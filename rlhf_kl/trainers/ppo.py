@@ -14,15 +14,15 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.logits import Logits
-from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.models.value import ActorCritic, values_in
 from rlhf_kl.ops.masked import masked_mean
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.processes import Processes
-from rlhf_kl.rollout.collect import exact_kl_now, exact_kl_of
+from rlhf_kl.rollout.collect import exact_kl_now
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import shuffled
-from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
+from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLReading
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.guards import Microbatch, NonFiniteRollout, non_finite_figure
 from rlhf_kl.trainers.objectives import Losses, Targets, ppo_losses, ppo_targets
@@ -66,9 +66,9 @@ class PPOTrainer:
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.ppo.minibatch_size)
         section = config.kl.ceiling
         self.ceiling = Ceiling(
-            model.trained,
+            [p for p in model.policy.parameters() if p.requires_grad],
+            values_in(reference.lm, model.policy),
             self.kl_now,
-            self.descend_kl,
             limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
             measures=controller.needs_update_kl,
         )
@@ -84,8 +84,10 @@ class PPOTrainer:
         losses, skipped = self.optimize(rollout, targets, step)  # 4. clipped epochs
         kl = self.mean_kl(rollout.exact_kl, rollout.mask)
         result = self.ceiling.hold(rollout, before, kl)
-        self.controller.observe_update(result.kl_before, result.kl_after, result.kl_uncut)
-        alerts = self.controller.update(kl, self.config.rollout.batch_size)  # 5. move beta toward the target
+        alerts = []
+        if step > self.config.ppo.value_warmup:  # while the policy is frozen its KL tells nothing about beta
+            self.controller.observe_update(result.kl_before, result.kl_after, result.kl_uncut)
+            alerts = self.controller.update(kl.mean, self.config.rollout.batch_size)  # 5. move beta toward the target
         return Update(rollout, coef, self.controller.coef, losses, result, alerts + self.microbatch.alerts(), skipped)
 
     # ---- epochs
@@ -97,22 +99,19 @@ class PPOTrainer:
             self.optimizer, cfg.learning_rate * lr_factor(cfg.lr_schedule, (step - 1) / self.config.updates)
         )
         totals = dict.fromkeys((*LOSSES, "grad_norm", "steps", "tokens"), 0.0)
-        first_max, skipped, epochs = math.nan, None, 0
+        first_max, skipped, done = math.nan, None, 0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
-        for epoch in range(cfg.epochs if learning else 0):
-            epochs, epoch_kl = epoch + 1, 0.0
-            order = shuffled(len(rollout), self.config.run.seed, "minibatches", step, epoch)
-            for number, rows in enumerate(order.split(cfg.minibatch_size // self.processes.count)):
-                sums, largest, norm = self.minibatch(rollout, targets, rows, step)
-                first_max = largest if epoch == number == 0 else first_max
-                if not math.isfinite(norm):
-                    skipped = "a gradient"
-                    continue
-                epoch_kl = sums["approx_kl"] / sums["tokens"]
-                for name, value in {**sums, "grad_norm": norm, "steps": 1.0}.items():
-                    totals[name] += value
-            if cfg.max_update_kl is not None and epoch_kl > cfg.max_update_kl:
+        for rows in self.minibatches(len(rollout), step) if learning else ():
+            sums, largest, norm = self.minibatch(rollout, targets, rows, step)
+            if norm is None:
                 break
+            first_max = largest if done == 0 else first_max
+            done += 1
+            if not math.isfinite(norm):
+                skipped = "a gradient"
+                continue
+            for name, value in {**sums, "grad_norm": norm, "steps": 1.0}.items():
+                totals[name] += value
         means = {name: totals[name] / totals["tokens"] if totals["tokens"] else math.nan for name in LOSSES}
         if self.features is not None:
             means["value_loss"], finite = self.fit_critic(self.features, rollout, targets, step)
@@ -124,17 +123,24 @@ class PPOTrainer:
             "policy/logratio_first_max": first_max,
             "policy/grad_norm": totals["grad_norm"] / totals["steps"] if totals["steps"] else math.nan,
             "policy/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "policy/epochs": epochs,
+            "policy/epochs": done * cfg.minibatch_size / self.config.rollout.batch_size,
             "value/loss": means["value_loss"],
             "value/explained_variance": self.explained_variance(rollout, targets),
         }, skipped
 
+    def minibatches(self, rows: int, step: int) -> Iterator[Tensor]:
+        """The rows of every minibatch of an update, epoch after epoch, each in an order of its own."""
+        for epoch in range(self.config.ppo.epochs):
+            order = shuffled(rows, self.config.run.seed, "minibatches", step, epoch)
+            yield from order.split(self.config.ppo.minibatch_size // self.processes.count)
+
     def minibatch(
         self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int
-    ) -> tuple[dict[str, float], float, float]:
+    ) -> tuple[dict[str, float], float, float | None]:
         """One optimizer step: sums over the global minibatch, the largest |log ratio|, and the gradient's norm.
 
-        A step whose gradient is not finite is left out.
+        A step whose gradient is not finite is left out; so is one from where the policy is further than
+        `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
         cfg, device = self.config.ppo, rollout.mask.device
         tokens = float(self.processes.sum(rollout.mask[rows].sum().double()))
@@ -153,6 +159,11 @@ class PPOTrainer:
             return sums, largest
 
         sums, largest = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
+        figures = {**dict(zip(LOSSES, self.processes.sum(sums).tolist(), strict=True)), "tokens": tokens}
+        largest_ratio = float(self.processes.max(largest))
+        if cfg.max_update_kl is not None and figures["approx_kl"] > cfg.max_update_kl * tokens:
+            self.optimizer.zero_grad()
+            return figures, largest_ratio, None
         if step <= cfg.value_warmup:  # a value head's gradient goes through the policy
             for parameter in self.model.policy.parameters():
                 parameter.grad = None
@@ -160,8 +171,7 @@ class PPOTrainer:
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        figures = dict(zip(LOSSES, self.processes.sum(sums).tolist(), strict=True))
-        return {**figures, "tokens": tokens}, float(self.processes.max(largest)), norm
+        return figures, largest_ratio, norm
 
     def losses(self, rollout: RolloutBatch, targets: Targets, rows: Packed) -> Losses:
         """Losses of one microbatch, summed over its tokens: one forward pass of the policy."""
@@ -209,31 +219,23 @@ class PPOTrainer:
 
     # ---- KL
 
-    def mean_kl(self, kl: Tensor, mask: Tensor) -> float:
-        """Mean of exact KL (B, T) in the target's unit, over the global batch: nats per token, or per response."""
-        count = mask.sum() if self.config.kl.unit == "token" else mask.any(1).sum()
-        total, count = self.processes.sum(torch.stack([kl.double().sum(), count.double()])).tolist()
-        return float(total / count)
+    def mean_kl(self, kl: Tensor, mask: Tensor) -> KLReading:
+        """Mean of exact KL (B, T) in the target's unit, over the global batch: nats per token, or per response.
 
-    def kl_now(self, rollout: RolloutBatch) -> float:
+        A ratio estimator: responses are the independent draws, so the standard error is taken between them.
+        """
+        sums = torch.where(mask, kl, 0.0).double().sum(1)
+        sizes = mask.double().sum(1) if self.config.kl.unit == "token" else mask.any(1).double()
+        terms = [sums, sizes, sums * sums, sums * sizes, sizes * sizes, torch.ones_like(sums)]
+        total, size, square, product, size_square, rows = self.processes.sum(torch.stack(terms).sum(1)).tolist()
+        mean = total / size
+        residual = max(0.0, square - 2 * mean * product + mean**2 * size_square) * rows / max(1.0, rows - 1)
+        return KLReading(mean, math.sqrt(residual) / size)
+
+    def kl_now(self, rollout: RolloutBatch) -> KLReading:
         """Mean KL of the policy as it is now, at the rollout's states."""
         kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature)
         return self.mean_kl(kl, rollout.mask)
-
-    def descend_kl(self, rollout: RolloutBatch) -> None:
-        """One gradient step on the exact KL at the rollout's states, of the length of a usual update."""
-        tokens = float(self.processes.sum(rollout.mask.sum().double()))
-        temperature = self.config.rollout.temperature
-        for rows in self.training_passes(rollout, torch.arange(len(rollout)), self.microbatch.rows):
-            (exact_kl_of(self.model.policy, self.reference, rows, temperature).sum() / tokens).backward()
-        gradients = [(p, p.grad) for p in self.model.trained if p.grad is not None]
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for _, gradient in gradients))
-        size = math.sqrt(sum(p.numel() for p in self.model.trained))
-        rate = 4 * self.config.ppo.epochs * self.config.ppo.learning_rate * size / max(norm, 1e-12)
-        with torch.no_grad():
-            for p, gradient in gradients:
-                p.sub_(rate * gradient)
-        self.optimizer.zero_grad()
 
     # ---- state
 

@@ -18,6 +18,7 @@ from rlhf_kl.rollout import collect
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
 from rlhf_kl.trainers.ppo import PPOTrainer
 
 Train = Callable[..., dict[str, Any]]
@@ -219,3 +220,73 @@ def test_the_lowest_perplexity_is_the_best(train: Train, tmp_path: Path) -> None
     best = min(measured, key=lambda step: measured[step])
     assert summary["best_checkpoint"]["step"] == best
     assert best in [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")]
+
+
+# ---- the ceiling that rolls back ----
+
+ROLLBACK = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
+
+
+def test_a_rollback_to_the_start_forgets_what_was_learned_since(train: Train, tmp_path: Path) -> None:
+    """Policy, Adam's moments, critic and controller: the checkpoint of the crossing holds none of it."""
+    settings = (*ROLLBACK, "policy.value=features", "kl.controller={kind: pid, coef: 0.1}", "checkpoint.every=2")
+    train(tmp_path / "run", *settings)
+    first = next(row["step"] for row in rows(tmp_path / "run") if alerts(row, "rolled-back"))
+    assert first == 2  # of updates 1 and 2 nothing is left
+    start, turned = (tmp_path / "run" / "checkpoints" / f"step-{step:06d}" for step in (0, 2))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        before, after = load_file(start / file), load_file(turned / file)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    before, after = (json.loads((c / "state.json").read_text())["trainer"]["controller"] for c in (start, turned))
+    assert after == before | {"coef": 2 * before["coef"], "raised": 2.0}
+
+
+@pytest.mark.parametrize("controller", ["{kind: schedule, coef: 0.1, end_coef: 0.11}", "{kind: fixed, coef: 0.1}"])
+def test_a_raised_beta_stays_raised(train: Train, tmp_path: Path, controller: str) -> None:
+    train(tmp_path / "run", *ROLLBACK, f"kl.controller={controller}")
+    found = rows(tmp_path / "run")[:-1]
+    times = 0
+    for row in found:
+        assert row["kl/coef"] / 2**times == pytest.approx(0.105, abs=0.006)
+        times += len(alerts(row, "rolled-back"))
+    assert times > 1
+
+
+def test_a_run_with_rollbacks_resumes_exactly(train: Train, tmp_path: Path) -> None:
+    settings = (*ROLLBACK, "kl.controller={kind: schedule, coef: 0.1}", "checkpoint={every: 2, keep: 10}")
+    train(tmp_path / "whole", *settings)
+    assert sum(len(alerts(row, "rolled-back")) for row in rows(tmp_path / "whole")[:-1]) > 1
+    for kept in (0, 2, 4):
+        crashed = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"crashed-{kept}"))
+        (crashed / "summary.json").unlink()
+        shutil.rmtree(crashed / "final")
+        for checkpoint in checkpoints(crashed / "checkpoints"):
+            if checkpoint.step > kept:
+                shutil.rmtree(checkpoint.path)
+        train(crashed, *settings, resume=True)
+        assert rows(crashed) == rows(tmp_path / "whole")
+
+
+def test_the_start_stays_to_go_back_to(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run", *ROLLBACK, "kl.controller={kind: fixed, coef: 0.1}", "checkpoint={every: 2, keep: 1}")
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [0, 6]
+
+
+def test_rollbacks_that_do_not_help_end_the_run(train: Train, tmp_path: Path) -> None:
+    settings = ("kl.target=1e-6", "kl.ceiling={value: 2e-6, action: rollback}", "ppo.learning_rate=1e-2")
+    with pytest.raises(GuardStop, match=r"above the ceiling 2e-06 again, after 5 rollbacks, each of which doubled"):
+        train(tmp_path / "run", *settings, "kl.controller={kind: fixed, coef: 1e-3}", "ppo.total_episodes=240")
+    turned = [row for row in rows(tmp_path / "run") if alerts(row, "rolled-back")]
+    assert [row["kl/coef_next"] for row in turned] == pytest.approx([1e-3 * 2**times for times in range(1, 6)])
+
+
+def test_a_ceiling_that_shortens_in_vain_ends_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where nothing lies between the policy and a reference of another kind: here shortening does nothing."""
+    monkeypatch.setattr(Ceiling, "_shorten", lambda *_: CeilingResult(1.0, 1.0, 1.0, 1.0))
+    settings = ("kl.target=1e-6", "kl.ceiling.value=2e-6", "kl.controller={kind: fixed, coef: 1e-3}")
+    with pytest.raises(GuardStop, match=r"above the ceiling 2e-06, and so it was in 10 updates in a row") as caught:
+        train(tmp_path / "run", *settings, "ppo.learning_rate=1e-2", "ppo.total_episodes=240")
+    assert caught.value.exit_code == 3

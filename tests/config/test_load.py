@@ -400,7 +400,7 @@ def test_a_controllers_options_are_checked_against_its_signature(write: Write) -
         ("{kind: pid, kp: fast}", "kl.controller.kp"),
         ("{kind: pid, kp: .nan}", "kl.controller.kp"),
         ("{kind: pid, kp: -1}", "kl.controller"),
-        ("{kind: pid, coef: 50}", "kl.controller"),
+        ("{kind: pid, coef: 50, max_coef: 10}", "kl.controller"),
         ("{kind: schedule, shape: round}", "kl.controller"),
     ],
 )

@@ -59,7 +59,8 @@ def test_written_options_win_and_unknown_values_are_left_out():
         (Recorder, {}, 4.0),
         (Recorder, {"max_coef": 6}, 6.0),
         (Recorder, {"max_coef": math.inf}, 9.0),
-        ("threshold", {}, 1.0),
+        ("threshold", {}, 9.0),
+        ("threshold", {"max_coef": 1.0}, 1.0),
         ("threshold", {"max_coef": 20.0, "min_coef": 15.0}, 15.0),
         ("fixed", {}, 9.0),
     ],
@@ -69,9 +70,28 @@ def test_an_automatic_coef_is_moved_inside_the_bounds(kind, options, started):
 
 
 def test_a_written_coef_outside_of_the_bounds_is_refused():
-    for kind in ("threshold", Recorder):
+    for kind, options in (("threshold", {"max_coef": 4}), (Recorder, {})):
         with pytest.raises(ValueError, match=r"coef 9 is outside \[min_coef, max_coef\]"):
-            build_controller(kind, {"coef": 9.0}, **RUN)
+            build_controller(kind, {"coef": 9.0} | options, **RUN)
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "ziegler", "threshold", "exponential", "dual", "pid", CountsEpisodes])
+@pytest.mark.parametrize("start", [0.002, 40.0])
+def test_bounds_are_relative_to_the_start_unless_they_are_written(kind, start):
+    """Scores a hundred times larger take a beta a hundred times larger."""
+    start = 0.1 if kind is CountsEpisodes else start
+    guarded = build_controller(kind, {}, **RUN | {"coef": start})
+    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 1e3 * start))
+    guarded = build_controller(kind, {"max_coef": 2 * start}, **RUN | {"coef": start})
+    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 2 * start))
+
+
+def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
+    for kind in ("adaptive", "fixed"):
+        [note] = build_controller(kind, {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64)
+        assert note.startswith("coef-moved: auto found beta 9, ")
+        assert note.endswith("0.004 to 4: it starts at 4")
+    assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64) == []
 
 
 def test_bounds_of_a_signature_hold_for_a_plugin_that_ignores_them():

@@ -199,11 +199,42 @@ def test_a_rollback_raises_a_constant_beta_too_and_for_good():
     assert resumed.reach(60, 64) == (0.2, 0.2)
 
 
+def test_a_rollback_raises_a_schedule_for_good():
+    """Linear from 0.1 to 0.3 over 640 episodes; doubled after the first of ten updates."""
+    guarded, plain = built("schedule"), built("schedule")
+    for law in (guarded, plain):
+        law.update(0.1, 64)
+    assert guarded.raise_coef(2.0)
+    resumed = built("schedule")
+    resumed.load_state_dict(json.loads(json.dumps(guarded.state_dict())))
+    for updates in range(2, 11):
+        for law in (guarded, plain, resumed):
+            law.update(0.1, 64)
+        assert guarded.coef == resumed.coef == pytest.approx(2.0 * (0.1 + 0.02 * updates))
+        assert plain.coef == pytest.approx(0.1 + 0.02 * updates)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_raised_law_goes_on_in_its_own_scale(kind):
+    """Its factor is kept: what the law makes of the same KLs is twice as much."""
+    raised, plain = built(kind), built(kind)
+    for kl in (0.02, 0.08, 0.2):
+        raised.update(kl, 64)
+        plain.update(kl, 64)
+    raised.raise_coef(2.0)
+    for kl in (0.2, 0.15, 0.1):
+        raised.update(kl, 64)
+        plain.update(kl, 64)
+        assert raised.coef == pytest.approx(2.0 * plain.coef)
+
+
 def test_a_rollback_raises_within_the_bounds():
     guarded = built("adaptive")
-    for _ in range(20):
-        guarded.raise_coef(2.0)
-    assert guarded.coef == guarded.max_coef
+    assert all(guarded.raise_coef(2.0) for _ in range(10))
+    assert not guarded.raise_coef(2.0)
+    assert guarded.coef == guarded.max_coef == pytest.approx(100.0)
+    guarded.update(0.1, 64)
+    assert guarded.coef <= guarded.max_coef
 
 
 def test_beta_zero_is_for_constant_controllers():
@@ -252,4 +283,4 @@ def test_a_law_that_cannot_move_beta_in_this_run_is_named_at_the_start(kind, opt
 
 
 def test_reach_of_a_plugin_is_unknown_but_bounded():
-    assert GuardedController(Scripted(), max_coef=2.0).reach(60, 64) == (0.0, 2.0)
+    assert GuardedController(Scripted(), max_coef=2.0).reach(60, 64) == (pytest.approx(1e-4), 2.0)

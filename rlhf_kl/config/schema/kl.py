@@ -24,6 +24,10 @@ class ControllerSection(Section):
     """A built-in controller, or a class as file.py:Class or module:Class; its options stand beside it."""
     coef: float | Literal["auto"] = "auto"
     """Starting beta; auto = from the scores and the KL of reference samples."""
+    min_coef: Positive | None = None
+    """Lower bound of beta; null = 1e-3 times its start."""
+    max_coef: Positive | None = None
+    """Upper bound of beta; null = 1e3 times its start."""
 
     @classmethod
     def takes_options(cls, raw: Mapping[str, Any]) -> bool:  # noqa: ARG003
@@ -37,8 +41,14 @@ class ControllerSection(Section):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Options of the kind, and the starting beta where it is written."""
-        return self.options if self.coef == "auto" else {"coef": self.coef, **self.options}
+        """Options of the kind, and the starting beta and its bounds where they are written."""
+        written = {"coef": None if self.coef == "auto" else self.coef, **self.bounds}
+        return {name: value for name, value in written.items() if value is not None} | self.options
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        """The bounds of beta as they are written."""
+        return {"min_coef": self.min_coef, "max_coef": self.max_coef}
 
     @field_validator("kind")
     @classmethod
