@@ -193,7 +193,7 @@ def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> 
     training = prepare_training(config, parts, display)
     setup = time.perf_counter() - began
     yield Finding("fine", "start", "policy and reference agree, padding changes nothing, no tensor is shared")
-    yield from _scores(config, training)
+    yield from _scores(training)
     yield from _beta(config, training)
     try:
         result = training.trainer.update(1)
@@ -220,19 +220,17 @@ def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> 
     )
 
 
-def _scores(config: TrainConfig, training: Training) -> Iterator[Finding]:
+def _scores(training: Training) -> Iterator[Finding]:
     shaped = torch.tensor(training.reference_scores.shaped)
     shown = histogram({"all": shaped})
     bars = f"{shaped.min():.2f} [{sketch(shown['all'])}] {shaped.max():.2f}"
     words = f"shaped scores of {len(shaped)} reference samples {bars}"
-    clip = config.reward.clip
-    clipped = float((shaped.abs() >= clip).float().mean()) if clip is not None else 0.0
     different = len(set(training.reference_scores.shaped))
-    if clipped > 0.02:
-        yield Finding("doubtful", "scores", f"{words}; {clipped:.0%} lie at the clip", "a larger reward.clip")
-    elif different < len(shaped) / 20:
+    for warning in training.reference_scores.start_warnings():
+        yield Finding("doubtful", "scores", f"{words}; {warning}")
+    if different < len(shaped) / 20:
         yield Finding("doubtful", "scores", f"{words}; only {different} different ones: a coarse score teaches slowly")
-    else:
+    elif not training.reference_scores.start_warnings():
         yield Finding("fine", "scores", words)
 
 

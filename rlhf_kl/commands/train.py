@@ -214,7 +214,8 @@ class TrainRun:
             + f"; {kl.controller.kind} controller: beta starts at {control.coef:.4g}"
             + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
         )
-        for warning in [*control.start_warnings(updates, batch), *start_notes(config)]:
+        scores = self.training.reference_scores
+        for warning in [*scores.start_warnings(), *control.start_warnings(updates, batch), *start_notes(config)]:
             self.display.alert(warning)
 
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:

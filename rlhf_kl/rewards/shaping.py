@@ -61,12 +61,19 @@ class ScoreShaping:
 
     def __call__(self, scores: Tensor, traits: ResponseTraits) -> Tensor:
         """Raw scores (B,) of responses with these traits -> shaped scores (B,)."""
-        shaped = (scores - self.mean) / self.std
+        shaped = self._scaled(scores)
         if self.clip is not None:
             shaped = shaped.clamp(-self.clip, self.clip)
         for penalty in self.penalties(traits).values():
             shaped = shaped - penalty.to(shaped)
         return shaped
+
+    def clipped(self, scores: Tensor) -> float:
+        """Share of raw scores (B,) that the clip cuts off."""
+        return 0.0 if self.clip is None else float((self._scaled(scores).abs() > self.clip).float().mean())
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        return (scores - self.mean) / self.std
 
     def penalties(self, traits: ResponseTraits) -> dict[str, Tensor]:
         """Each penalty that is on, by its name: (B,), never negative."""

@@ -25,6 +25,7 @@ from rlhf_kl.types import RewardFn, Sampling
 MIN_ESS = 10.0
 CURVE_POINTS = 24
 PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy can use is within prompts
+MUCH_CLIPPED = 0.02  # of normal scores that were normalised, a clip of 5 cuts off less than one in a million
 LEAST_KL = 1e-3  # nats per sequence, where the curve of the tilt begins
 
 
@@ -36,6 +37,16 @@ class ReferenceScores:
     groups: list[int]
     length: float  # mean tokens of a response
     gold: list[float] | None = None
+    clipped: float = 0.0  # share that reward.clip cuts off
+
+    def start_warnings(self) -> list[str]:
+        """What a run should know of its scores before it starts."""
+        if self.clipped <= MUCH_CLIPPED:
+            return []
+        return [
+            f"scores-clipped: reward.clip cuts off {self.clipped:.0%} of the reference samples' scores, so the policy "
+            "cannot tell them apart: set reward.normalize=true, or a larger reward.clip"
+        ]
 
     def solve(self, sequence_kl: float) -> tuple[float, str]:
         """The beta at which tilting has this KL, and a note where it had to be extrapolated.
@@ -117,7 +128,8 @@ class ReferenceSamples:
                 f"{float(shaped[0]):g}: set reward.normalize, or a wider reward.clip"
             )
         length = float(self.traits.lengths.double().mean())
-        return ReferenceScores(shaped.tolist(), self.groups, length, self.gold), fitted
+        clipped = fitted.clipped(self.scores)
+        return ReferenceScores(shaped.tolist(), self.groups, length, self.gold, clipped), fitted
 
 
 def sample_prompts(prompts: int, samples: int, seed: int) -> list[int]:

@@ -196,6 +196,17 @@ def test_scores_that_are_all_cut_off_are_an_error(train: Train, tmp_path: Path) 
         train(tmp_path / "run", f"reward={{kind: '{tmp_path}/high.py:score', normalize: false}}")
 
 
+def test_scores_that_the_clip_cuts_off_are_told_at_the_start(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Raw scores of 0 to 24, one in four below the clip of 5."""
+    (tmp_path / "raw.py").write_text("def score(prompts, responses):\n    return [4.0 * len(r) for r in responses]\n")
+    train(tmp_path / "run", f"reward={{kind: '{tmp_path}/raw.py:score', normalize: false}}", "ppo.total_episodes=16")
+    assert "alert: scores-clipped: reward.clip cuts off " in capfd.readouterr().err
+    train(tmp_path / "scaled", f"reward={{kind: '{tmp_path}/raw.py:score'}}", "ppo.total_episodes=16")
+    assert "scores-clipped" not in capfd.readouterr().err
+
+
 def test_scores_that_the_prompt_alone_decides_say_nothing_of_beta(train: Train, tmp_path: Path) -> None:
     (tmp_path / "asked.py").write_text("def score(prompts, responses):\n    return [float(p < 'b') for p in prompts]\n")
     reward = f"reward={{kind: '{tmp_path}/asked.py:score', missing_eos_penalty: 0}}"

@@ -76,3 +76,10 @@ def test_a_run_of_three_tokens_that_comes_again_is_repeated(tokens: list[int], r
     result = response_traits(ids, mask, torch.tensor([True]))
     assert result.lengths.tolist() == [len(tokens)]
     assert float(result.repeated) == pytest.approx(repeated)
+
+
+def test_the_share_that_the_clip_cuts_off() -> None:
+    raw = torch.tensor([0.0, 2.0, -2.5, 7.0, 40.0])
+    assert ScoreShaping(clip=5.0).clipped(raw) == pytest.approx(0.4)
+    assert ScoreShaping(mean=2.0, std=10.0, clip=3.0).clipped(raw) == pytest.approx(0.2)
+    assert ScoreShaping().clipped(raw) == 0.0
