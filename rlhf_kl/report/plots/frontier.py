@@ -92,12 +92,12 @@ def _curves(comparison: Comparison, ends: Mapping[str, Sequence[End]]) -> dict[s
     gains = [0.0, *(gain for seeds in ends.values() for _, gain, _ in seeds)]
     curves = {}
     for family, members in comparison.families.items():
-        names = [variant.name for variant in members if variant.name in ends and family in used]
+        names = [variant.name for variant in members if variant.name in ends]
+        if family not in used or len(names) < 2:
+            continue
         curve = ScoreCurve([(fmean(x for x, _, _ in ends[name]), fmean(y for _, y, _ in ends[name])) for name in names])
         xs = [curve.last * i / STEPS for i in range(STEPS + 1)]
-        readings = [(x, *reading) for x in xs if (reading := curve.at(x)) is not None]
-        if len(readings) < 2:
-            continue
+        readings = [(x, *reading) for x in xs if (reading := curve.at(x)) is not None]  # of ends at one KL: the last
         x, *ys = (list(column) for column in zip(*readings, strict=True))
         curves[names[0]] = [x, *([min(max(y, min(gains)), max(gains)) for y in column] for column in ys)]
     return curves
