@@ -73,6 +73,7 @@ class TrainRun:
             for row in read_jsonl(recorder.folder.metrics):
                 if row.get("step", training.next_step) < training.next_step:
                     self.signs(row)
+                    display.remember(row)
 
     # ---- the loop
 

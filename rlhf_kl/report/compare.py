@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from rlhf_kl.config.load import config_diff
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.equal_kl import EqualKL, compare_families
+from rlhf_kl.report.equal_kl import EqualKL, compare_groups
 from rlhf_kl.report.run import RunResult, read_run
 from rlhf_kl.report.variant import Variant
 
@@ -34,6 +35,12 @@ class Comparison:
         for variant in self.variants:
             families.setdefault(variant.family, []).append(variant)
         return families
+
+    @property
+    def groups(self) -> dict[str, list[Variant]]:
+        """What is compared with one another: the families; of a single one its variants."""
+        families = self.families
+        return families if len(families) > 1 else {variant.name: [variant] for variant in self.variants}
 
     @property
     def unit(self) -> str:
@@ -61,13 +68,12 @@ class Comparison:
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
-        """Every variant, and every family as a whole, against every family that spans more KL."""
+        """Each pair of groups: the variants of one, and it as a whole, against the one that spans more KL."""
         return [
             entry
-            for curve, members in self.families.items()
-            for points, variants in self.families.items()
-            if points != curve and not _scale_diff(members[0], variants[0])
-            for entry in compare_families(points, variants, members)
+            for (first, members), (second, others) in combinations(self.groups.items(), 2)
+            if not _scale_diff(members[0], others[0])
+            for entry in compare_groups(members, others, (first, second))
         ]
 
     def to_json(self, verdict: Sequence[str]) -> dict[str, Any]:
@@ -88,7 +94,7 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         str(seed): asdict(run.figures) | {"run": str(run.path), "status": run.status}
         for seed, run in variant.runs.items()
     }
-    names = [name for name in asdict(next(iter(variant.figures.values()))) if name != "settled"]
+    names = [name for name in asdict(next(iter(variant.figures.values()))) if name not in ("held", "settled")]
     return {
         "family": variant.family,
         "seeds": by_seed,

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 BAND = 0.25  # within so much of the target a KL is in band
 BAND_FROM = 15  # the update from which time in band counts: a KL that starts at 0 is on its way before
+HELD_ERROR = BAND / 2  # of a run that held its target: at most this tail error,
+HELD_SHARE = 0.9  # and at least this share of its updates in band
 END = 10  # updates that closing figures are averaged over
 
 Item = TypeVar("Item")
@@ -47,6 +49,12 @@ def time_in_band(values: Sequence[float]) -> float | None:
     """Share of the updates from number 15 on within 25 % of the target; None of a shorter run."""
     late = values[BAND_FROM - 1 :]
     return fmean(abs(value - 1.0) <= BAND for value in late) if late else None
+
+
+def held(values: Sequence[float]) -> bool | None:
+    """Whether a run held its target, by tail error and time in band; None of a run too short for the latter."""
+    error, share = tail_error(values), time_in_band(values)
+    return None if error is None or share is None else error <= HELD_ERROR and share >= HELD_SHARE
 
 
 def peak(values: Sequence[float]) -> float | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
+from scipy.special import stdtrit
+
+from rlhf_kl.report.run import RunFigures
+from rlhf_kl.report.score_curve import Point, Reading, ScoreCurve
 from rlhf_kl.report.variant import Variant
 
 INTERVAL_FROM = 5  # seeds: fewer are shown as points only
+GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure -> its gain over the reference
 
 
 @dataclass(frozen=True)
@@ -21,17 +25,36 @@ class EqualKL:
     points: str  # a variant, or a family: then means over its variants
     curve: str  # a family
     measure: str  # scores_shaped | gold
-    differences: dict[int, float]
-    left_out: int  # pairs whose KL lies outside of the curve: nothing is extrapolated
+    readings: Mapping[int, Reading]  # the difference, and the least and the most that it can be
+    left_out: int  # pairs whose KL no run of the curve tells of: nothing is extrapolated
+    direct: bool  # runs that ended at the same KL: there is no curve between them
+
+    @property
+    def differences(self) -> dict[int, float]:
+        """By seed."""
+        return {seed: reading.gain for seed, reading in self.readings.items()}
 
     @property
     def mean(self) -> float | None:
-        return fmean(self.differences.values()) if self.differences else None
+        return fmean(self.differences.values()) if self.readings else None
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The least and the most that the mean difference can be, by what the gaps of the curve leave open."""
+        readings = self.readings.values()
+        return (fmean(r.low for r in readings), fmean(r.high for r in readings)) if readings else None
+
+    @property
+    def spread(self) -> float | None:
+        """Half of the 95 % interval that the spread over seeds alone makes, from five seeds on."""
+        return interval_half(list(self.differences.values()))
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean difference, from five seeds on."""
-        return mean_interval(list(self.differences.values()))
+        """95 % interval of the mean difference, from five seeds on: the bounds, widened by the spread over seeds."""
+        if self.bounds is None or self.spread is None:
+            return None
+        return self.bounds[0] - self.spread, self.bounds[1] + self.spread
 
     def to_json(self) -> dict[str, Any]:
         """The entry in compare.json."""
@@ -39,89 +62,76 @@ class EqualKL:
             "points": self.points,
             "curve": self.curve,
             "measure": self.measure,
-            "comparable": bool(self.differences),
+            "comparable": bool(self.readings),
+            "direct": self.direct,
             "differences": {str(seed): value for seed, value in self.differences.items()},
             "mean": self.mean,
+            "bounds": self.bounds,
             "interval": self.interval,
             "left_out": self.left_out,
         }
 
 
-def compare_families(points: str, variants: Sequence[Variant], curve: Sequence[Variant]) -> list[EqualKL]:
-    """Each variant of the family `points`, and the family as a whole, against the curve of another family.
+def compare_groups(first: Sequence[Variant], second: Sequence[Variant], names: tuple[str, str]) -> list[EqualKL]:
+    """Each variant of the group that spans less KL, and that group as a whole, against the curve of the other one.
 
-    Empty where that spans no more KL, or is a single point.
+    Two single variants are compared where they ended at the same KL; elsewhere there is nothing to say of them.
     """
-    if len(curve) < 2 or _kl_span(variants) >= _kl_span(curve):
-        return []
+    groups = [(names[1], second), (names[0], first)]
+    (points, variants), (curve, members) = sorted(groups, key=lambda group: _kl_span(group[1]))
     entries = []
-    for measure in ("scores_shaped", "gold"):
-        each = [compare_variant(variant, curve, measure) for variant in variants]
+    for measure in GAINS:
+        each = [compare_variant(variant, members, curve, measure) for variant in variants]
         entries += [*each, _mean_entry(points, each)] if len(each) > 1 else [_mean_entry(points, each)]
-    return [entry for entry in entries if entry.differences or entry.left_out]
+    return [entry for entry in entries if entry.readings or (entry.left_out and not entry.direct)]
 
 
-def compare_variant(variant: Variant, curve: Sequence[Variant], measure: str) -> EqualKL:
-    """The variant's score less that of the curve at its KL, seed by seed, linear between the curve's points.
-
-    The curve runs over sqrt(KL), against which scores rise almost straight (Gao et al. 2022).
-    """
-    differences, left_out = {}, 0
+def compare_variant(variant: Variant, members: Sequence[Variant], curve: str, measure: str) -> EqualKL:
+    """The variant's gain less that of the members' curve at its KL, seed by seed."""
+    readings, left_out = {}, 0
     for seed, figures in variant.figures.items():
-        points = [
-            (math.sqrt(other.kl_sequence), getattr(other, measure))
-            for member in curve
-            if (other := member.figures.get(seed)) is not None
-            and other.kl_sequence is not None
-            and getattr(other, measure) is not None
-        ]
-        score, kl = getattr(figures, measure), figures.kl_sequence
-        if score is None or kl is None or len(points) < 2:
+        end = run_end(figures, measure)
+        score_curve = curve_of(members, seed, measure)
+        if end is None or score_curve is None:
             continue
-        score_of_curve = interpolate(points, math.sqrt(kl))
-        if score_of_curve is None:
+        if (reading := score_curve.at(end[0])) is None:
             left_out += 1
         else:
-            differences[seed] = score - score_of_curve
-    return EqualKL(variant.name, curve[0].family, measure, differences, left_out)
+            readings[seed] = Reading(end[1] - reading.gain, end[1] - reading.high, end[1] - reading.low)
+    return EqualKL(variant.name, curve, measure, readings, left_out, len(members) == 1)
 
 
-def _kl_span(family: Sequence[Variant]) -> float:
-    kls = [kl for variant in family if (kl := variant.mean("kl_sequence")) is not None]
+def curve_of(members: Sequence[Variant], seed: int, measure: str) -> ScoreCurve | None:
+    """The curve through the ends of one seed's runs; None of none."""
+    figures = [member.figures[seed] for member in members if seed in member.figures]
+    ends = [end for one in figures if (end := run_end(one, measure)) is not None]
+    return ScoreCurve(ends) if ends else None
+
+
+def run_end(figures: RunFigures, measure: str) -> Point | None:
+    """sqrt(KL) and gain at the end of a run."""
+    gain, kl = getattr(figures, GAINS[measure]), figures.kl_sequence
+    return None if gain is None or kl is None else (math.sqrt(max(0.0, kl)), gain)
+
+
+def _kl_span(group: Sequence[Variant]) -> float:
+    kls = [kl for variant in group if (kl := variant.mean("kl_sequence")) is not None]
     return max(kls) - min(kls) if kls else 0.0
 
 
 def _mean_entry(name: str, entries: Sequence[EqualKL]) -> EqualKL:
     """Means over the variants of a family, seed by seed, where all of them are comparable."""
-    seeds = set.intersection(*(set(entry.differences) for entry in entries))
-    differences = {seed: fmean(entry.differences[seed] for entry in entries) for seed in sorted(seeds)}
-    return EqualKL(name, entries[0].curve, entries[0].measure, differences, sum(entry.left_out for entry in entries))
+    first, seeds = entries[0], set.intersection(*(set(entry.readings) for entry in entries))
+    readings = {
+        seed: Reading(*map(fmean, zip(*(entry.readings[seed] for entry in entries), strict=True)))
+        for seed in sorted(seeds)
+    }
+    left_out = sum(entry.left_out for entry in entries)
+    return EqualKL(name, first.curve, first.measure, readings, left_out, first.direct)
 
 
-def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
-    """y at x on the straight lines between the points; None outside of them."""
-    for (x0, y0), (x1, y1) in pairwise(sorted(points)):
-        if x0 <= x <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return None
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Student's 95 % interval of the mean; None of fewer than five values."""
+def interval_half(values: Sequence[float]) -> float | None:
+    """Half of Student's 95 % interval of the mean; None of fewer than five values."""
     if len(values) < INTERVAL_FROM:
         return None
-    half = student_t(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return fmean(values) - half, fmean(values) + half
-
-
-def student_t(p: float, freedom: int) -> float:
-    """Quantile of Student's t by the expansion in 1/freedom (Abramowitz and Stegun 26.7.5); good from 4 on."""
-    z = NormalDist().inv_cdf(p)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+    return float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))

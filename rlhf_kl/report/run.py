@@ -31,6 +31,7 @@ class RunFigures:
 
     tail_error: float | None
     time_in_band: float | None
+    held: bool | None  # the target, as `control.held` defines it
     peak: float | None
     cut: float | None  # share of the second half's updates that the ceiling shortened
     kl: float | None  # at the end, nats in the target's unit
@@ -132,6 +133,7 @@ class RunResult:
         return RunFigures(
             tail_error=control.tail_error(self.ratios),
             time_in_band=control.time_in_band(self.ratios),
+            held=control.held(self.ratios),
             peak=control.peak(self.ratios),
             cut=_mean(float(row["kl/backtrack_factor"] < 1.0) for row in control.tail(self.updates)),
             kl=self.end(f"kl/{self.unit}"),

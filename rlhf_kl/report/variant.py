@@ -9,6 +9,7 @@ from functools import cached_property
 from statistics import fmean, stdev
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.kl_controllers import CONTROLLERS
 from rlhf_kl.report.run import RunFigures, RunResult, Series
 
 
@@ -44,6 +45,24 @@ class Variant:
         if len(values) < 2 or len(values) < len(self.runs):
             return None
         return stdev(values) if all(map(math.isfinite, values)) else None
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the KL of every seed stayed at its target; None where a run is too short to tell."""
+        verdicts = [figures.held for figures in self.figures.values()]
+        return None if None in verdicts else all(verdicts)
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether beta depends on the KL. A law that is not built in is taken to read it."""
+        law = CONTROLLERS.get(self.config.kl.controller.kind)
+        return law is None or law.adjusts
+
+    @property
+    def ceiling(self) -> tuple[float, str] | None:
+        """In nats, and what happens there."""
+        kl = self.config.kl
+        return None if kl.ceiling is None or kl.ceiling_value is None else (kl.ceiling_value, kl.ceiling.action)
 
     @property
     def constant_coef(self) -> float | None:

@@ -147,6 +147,10 @@ class TrainingDisplay:
 
     # ---- the run
 
+    def remember(self, row: Mapping[str, Any]) -> None:
+        """Take a row that an earlier part of a resumed run has shown."""
+        self._status.remember(row)
+
     def update(self, row: Mapping[str, Any]) -> None:
         """Show a row of `metrics.jsonl`."""
         self._status.update(row)

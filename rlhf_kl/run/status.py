@@ -41,13 +41,17 @@ class RunStatus:
     def update(self, row: Mapping[str, Any]) -> None:
         """Take a row of `metrics.jsonl`."""
         self._row = row
+        self.remember(row)
+        if (seconds := self._number("time/step_s")) is not None:
+            self._seconds.append(seconds)
+
+    def remember(self, row: Mapping[str, Any]) -> None:
+        """Take from a row what later ones are shown beside; of a resumed run the earlier rows come here only."""
         for key in COMPARED:
             if (value := read_number(row, key)) is not None:
                 self._first.setdefault(key, value)
-        if (perplexity := self._number("eval/perplexity")) is not None:
+        if (perplexity := read_number(row, "eval/perplexity")) is not None:
             self._perplexity = perplexity
-        if (seconds := self._number("time/step_s")) is not None:
-            self._seconds.append(seconds)
 
     def _number(self, key: str) -> float | None:
         return read_number(self._row, key)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +20,11 @@ def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))
 
-    def run(folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+    def run(
+        folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False, console: Console | None = None
+    ) -> dict[str, Any]:
         config = load_config("train", file, [*overrides, f"run.output_dir='{folder}'"])
-        display = TrainingDisplay(quiet=True)
+        display = TrainingDisplay(quiet=console is None, console=console)
         return train_command(run_train, config, resume=resume, overwrite=overwrite, display=display)
 
     return run

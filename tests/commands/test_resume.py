@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import signal
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.figures import format_number
 from rlhf_kl.run.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
@@ -85,6 +88,18 @@ def test_the_summary_of_a_resumed_run_is_that_of_the_whole(
     train(crashed, resume=True)
     assert_same_run(tiny_run, crashed)
     assert_same_summary(tiny_run, crashed)
+
+
+def test_the_display_of_a_resumed_run_starts_where_the_run_did(train: Train, tiny_run: Path, tmp_path: Path) -> None:
+    crashed = crash(tiny_run, tmp_path, 4)
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
+    train(crashed, resume=True, console=terminal)
+    first, *_, last = [
+        row["eval/perplexity"] for row in rows(tiny_run) if "objective/scores" in row and "eval/perplexity" in row
+    ]
+    shown = terminal.file.getvalue()
+    assert last != first
+    assert f"{format_number(last)} held-out, {format_number(first)} at the start" in shown
 
 
 SIGNALLING = """

@@ -109,6 +109,7 @@ def test_the_shipped_comparisons(name: str, runs: int, tmp_path: Path, monkeypat
     plan = load_compare(name)
     assert len(plan.runs) == runs
     assert plan.notes == []
+    assert len({run.config.kl.ceiling_value for run in plan.runs}) == 1  # or the KL of one side is kept by it
 
 
 @pytest.mark.parametrize(

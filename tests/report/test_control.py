@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rlhf_kl.report.control import end, is_update, peak, ratios, settled, tail, tail_error, time_in_band
+from rlhf_kl.report.control import end, held, is_update, peak, ratios, settled, tail, tail_error, time_in_band
 
 
 def test_figures_counted_by_hand() -> None:
@@ -32,6 +32,13 @@ def test_short_runs() -> None:
     assert list(tail([1, 2, 3])) == [2, 3]
     assert list(end(list(range(30)))) == list(range(20, 30))
     assert list(end([1, 2, 3])) == [2, 3]
+
+
+def test_held_takes_the_tail_error_and_the_time_in_band() -> None:
+    assert held([1.0] * 60) is True
+    assert held([1.0] * 45 + [1.3] * 10 + [1.0] * 5) is False  # tail error 0.1, but 36 of 46 updates in band
+    assert held([1.2] * 60) is False  # always in band, but never at the target
+    assert held([1.0] * 14) is None
 
 
 def test_settled() -> None:

@@ -1,22 +1,95 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from statistics import fmean
+
 import pytest
 
-from rlhf_kl.report.equal_kl import interpolate, mean_interval, student_t
+from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.equal_kl import interval_half
+
+Grid = Callable[..., Comparison]
+
+# Ends of `static` far apart, those of `adaptive` inside its gaps: sqrt(KL per response) of 0.4, 3.5 and of 0.9 to 2.
+SAME_CURVE = {
+    "adaptive-1x": ("adaptive", 0.2, 0.04),
+    "adaptive-10x": ("adaptive", 2.0, 0.2),
+    "static-0.1x": ("fixed", 0.02, 0.6),
+    "static-10x": ("fixed", 2.0, 0.01),
+}
 
 
-def test_nothing_is_extrapolated() -> None:
-    assert interpolate([(3.0, 6.0), (1.0, 2.0)], 1.5) == pytest.approx(3.0)
-    assert interpolate([(1.0, 2.0), (3.0, 6.0)], 3.1) is None
-    assert interpolate([(1.0, 2.0)], 1.0) is None
+def saturating(x: float) -> float:
+    return 2.5 * (1.0 - math.exp(-0.9 * x))
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (5, 2.571), (9, 2.262), (29, 2.045), (1000, 1.962)])
-def test_student_t_against_a_printed_table(freedom: int, quantile: float) -> None:
-    assert student_t(0.975, freedom) == pytest.approx(quantile, abs=2e-3)
+def turning(x: float) -> float:
+    return x * (1.2 - 0.3 * x)
 
 
-def test_an_interval_from_five_values_on() -> None:
-    assert mean_interval([1.0, 2.0, 3.0, 4.0]) is None
-    low, high = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0]) or (0.0, 0.0)
-    assert (low, high) == pytest.approx((3 - 1.963, 3 + 1.963), abs=2e-3)  # 2.776 * sqrt(2.5) / sqrt(5)
+@pytest.mark.parametrize("truth", [saturating, turning])
+def test_families_on_one_curve_do_not_differ(grid: Grid, truth: Callable[[float], float]) -> None:
+    """What the gaps between runs make of one and the same curve lies within the interval that is reported."""
+    entries = grid(SAME_CURVE, gain=truth).equal_kl
+    assert {entry.curve for entry in entries} == {"static"}
+    assert len(entries) == 6  # two variants and their family, score and gold
+    for entry in entries:
+        assert entry.interval is not None
+        assert entry.mean is not None
+        assert entry.interval[0] <= 0 <= entry.interval[1], entry
+        assert entry.interval[0] < entry.mean < entry.interval[1]
+
+
+def test_straight_lines_favoured_the_family_inside_the_gaps(grid: Grid) -> None:
+    """The false difference that they made, and what is left of it."""
+    names = ("static-0.1x", "static-10x", "adaptive-10x")
+    entries = grid({name: SAME_CURVE[name] for name in names}, gain=saturating).equal_kl
+    entry = next(entry for entry in entries if entry.measure == "scores_shaped")
+    x0, x, x1 = (math.sqrt(20 * kl) for kl in (0.01, 0.2, 0.6))
+    straight = saturating(x0) + (saturating(x1) - saturating(x0)) * (x - x0) / (x1 - x0)
+    assert saturating(x) - straight == pytest.approx(0.455, abs=0.005)
+    assert entry.mean == pytest.approx(0.10, abs=0.01)
+    assert entry.spread == pytest.approx(0.0, abs=0.02)
+
+
+def test_runs_that_ended_at_one_kl_are_compared_directly(grid: Grid) -> None:
+    ends = {"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.1), "c": ("dual", 0.2, 0.102)}
+    entries = grid(ends, seeds=1, extra={"a": -1.4, "b": -0.86, "c": -0.4}).equal_kl
+    found = {(e.points, e.curve): e for e in entries if e.measure == "scores_shaped"}
+    gains = {"a": 2.0 - 1.4, "b": 2.0 - 0.86, "c": math.sqrt(2 * 20 * 0.102) - 0.4}
+    assert set(found) == {("b", "a"), ("c", "a"), ("c", "b")}
+    for (points, curve), entry in found.items():
+        assert entry.direct
+        assert entry.mean == pytest.approx(gains[points] - gains[curve])
+        assert entry.interval is None
+    assert found["b", "a"].bounds == pytest.approx((0.54, 0.54))
+    # One percent of sqrt(KL), along the line from the reference to the run.
+    low, high = found["c", "b"].bounds or (0.0, 0.0)
+    assert (high - low) / 2 == pytest.approx(gains["b"] * (math.sqrt(1.02) - 1))
+
+
+def test_runs_of_one_family_are_compared_with_one_another(grid: Grid) -> None:
+    """Three starting betas are one family: without another one to compare with, its runs are compared."""
+    ends = {f"adaptive-{i}x": ("adaptive", 0.1 * i, 0.1) for i in (1, 2, 3)}
+    comparison = grid(ends, seeds=2, extra={"adaptive-3x": 0.5})
+    assert len(comparison.families) == 1
+    means = {(e.points, e.curve): e.mean for e in comparison.equal_kl if e.measure == "scores_shaped"}
+    assert means == {
+        ("adaptive-2x", "adaptive-1x"): pytest.approx(0.0),
+        ("adaptive-3x", "adaptive-1x"): pytest.approx(0.5),
+        ("adaptive-3x", "adaptive-2x"): pytest.approx(0.5),
+    }
+
+
+def test_single_runs_at_different_kls_are_not_compared(grid: Grid) -> None:
+    assert grid({"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.13)}, seeds=1).equal_kl == []
+
+
+@pytest.mark.parametrize(("count", "quantile"), [(5, 2.776), (6, 2.571), (10, 2.262), (30, 2.045)])
+def test_the_interval_of_student(count: int, quantile: float) -> None:
+    """Quantiles of a printed table."""
+    values = [float(i) for i in range(count)]
+    sd = math.sqrt(sum((v - fmean(values)) ** 2 for v in values) / (count - 1))
+    assert interval_half(values) == pytest.approx(quantile * sd / math.sqrt(count), rel=2e-4)
+    assert interval_half([1.0, 2.0, 3.0, 4.0]) is None

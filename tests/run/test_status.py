@@ -31,6 +31,17 @@ def test_a_terminal_without_utf_8_gets_ascii() -> None:
         assert part in text
 
 
+def test_after_a_resume_the_start_is_that_of_the_run() -> None:
+    status = RunStatus(10, 0.1, "token")
+    status.remember({"step": 1, "objective/scores": 1.0, "eval/perplexity": 2.5, "time/step_s": 60.0})
+    assert not status  # nothing of this part of the run yet
+    status.update({"step": 5, "objective/scores": 4.0, "time/step_s": 2.0})
+    text = _shown(status, unicode=False)
+    assert "4.00 up +3.00" in text
+    assert "2.50 held-out, 2.50 at the start" in text
+    assert "10 s left" in text  # at the speed of now
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1:00"), (72, "1:12"), (7384, "2:03:04")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

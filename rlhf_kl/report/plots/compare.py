@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rlhf_kl.report.compare import Comparison
-from rlhf_kl.report.control import BAND
 from rlhf_kl.report.plots.chart import (
     UPDATE,
     Axes,
@@ -14,7 +13,6 @@ from rlhf_kl.report.plots.chart import (
 )
 from rlhf_kl.report.plots.variants import variant_styles
 from rlhf_kl.report.variant import Variant
-from rlhf_kl.report.verdict import held_target
 from rlhf_kl.run.figures import format_number, format_percent
 
 TOP = 3.0  # of a KL/target axis: a higher peak is in the subtitle
@@ -81,9 +79,10 @@ def _held_chart(variant: Variant, slug: str, tint: str) -> Chart:
         for _, x, y in curves:
             plot_line(axes, x, y, tint, linewidth=1.1)
 
-    good = sum(error <= BAND for error in variant.values("tail_error"))
-    missed = f": held in {good} of {len(variant.runs)} seeds" if good else ": missed"
-    title = variant.name + {None: "", True: ": held", False: missed}[held_target(variant)]
+    good = sum(figures.held is True for figures in variant.figures.values())
+    words = ("held", "missed") if variant.is_controlled else ("at the target", "off the target")
+    missed = f"{words[0]} in {good} of {len(variant.runs)} seeds" if good else words[1]
+    title = variant.name + {None: "", True: f": {words[0]}", False: f": {missed}"}[variant.held]
     highest = max((ratio for run in variant.runs.values() for ratio in run.ratios), default=0.0)
     subtitle = f"tail error {format_number(variant.mean('tail_error'), 2)}"
     subtitle += f", up to {format_number(highest, 2)}x" if highest > TOP else ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from rlhf_kl.report.compare import Comparison
@@ -11,11 +12,15 @@ from rlhf_kl.report.plots.chart import Axes, Chart, Place, add_legend, columns, 
 from rlhf_kl.report.plots.style import DASHES
 from rlhf_kl.report.plots.variants import variant_styles
 from rlhf_kl.report.run import RunResult
+from rlhf_kl.report.score_curve import ScoreCurve
 from rlhf_kl.report.variant import Variant
 from rlhf_kl.run.figures import format_number, read_number
 
 ROOT_KL = "√KL, nats per response"
 LARGEST_BETA = 1.0  # of the total-reward lines
+STEPS = 80  # of a drawn curve
+
+End = tuple[float, float, int]  # sqrt(KL), gain, seed
 
 
 def frontier_charts(comparison: Comparison) -> list[Chart]:
@@ -30,7 +35,7 @@ def frontier_charts(comparison: Comparison) -> list[Chart]:
 
 
 def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit: str) -> Chart | None:
-    points = {}
+    points: dict[str, list[End]] = {}
     for variant in comparison.variants:
         ends = [
             (math.sqrt(figures.kl_sequence), getattr(figures, measure), seed)
@@ -47,8 +52,12 @@ def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit:
     best = [(math.sqrt(p["kl_bound"]), p[key], p["n"]) for p in first.reference_figures.get("best_of_n") or []
             if p.get(key) is not None]  # fmt: skip
 
+    curves = _curves(comparison, points)
+
     def draw(axes: Axes) -> None:
         axes.set(xlabel=ROOT_KL, ylabel=unit)
+        for name, line in curves.items():
+            plot_line(axes, line[0], line[1], styles[name].tint, *line[2:], marker="", linewidth=1.0)
         for name, ends in points.items():
             style = styles[name]
             plot_points(axes, *_columns_of(ends), style.tint, marker=style.marker, label=name)
@@ -60,6 +69,9 @@ def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit:
         add_legend(axes)
 
     caption = "Every seed's end is a point."
+    if curves:
+        caption += " Thin: the curve that others are compared with at equal KL (here through means over seeds), shaded "
+        caption += "as far as the gaps between its ends leave it open."
     if tilt:
         caption += " Solid: the most score that a KL can buy (the reference's samples, tilted by exp(score/beta))."
     if best:
@@ -72,6 +84,23 @@ def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit:
     ]
     places += [Place(x, y, f"best of {n}: √KL at most {format_number(x)}, gain {format_number(y)}") for x, y, n in best]
     return Chart(slug, title, draw, places, caption)
+
+
+def _curves(comparison: Comparison, ends: Mapping[str, Sequence[End]]) -> dict[str, list[list[float]]]:
+    """x, gain, least and most of the curves that others are compared with; by the first member of the family."""
+    used = {entry.curve for entry in comparison.equal_kl if entry.readings and not entry.direct}
+    gains = [0.0, *(gain for seeds in ends.values() for _, gain, _ in seeds)]
+    curves = {}
+    for family, members in comparison.families.items():
+        names = [variant.name for variant in members if variant.name in ends]
+        if family not in used or len(names) < 2:
+            continue
+        curve = ScoreCurve([(fmean(x for x, _, _ in ends[name]), fmean(y for _, y, _ in ends[name])) for name in names])
+        xs = [curve.last * i / STEPS for i in range(STEPS + 1)]
+        readings = [(x, *reading) for x in xs if (reading := curve.at(x)) is not None]  # of ends at one KL: the last
+        x, *ys = (list(column) for column in zip(*readings, strict=True))
+        curves[names[0]] = [x, *([min(max(y, min(gains)), max(gains)) for y in column] for column in ys)]
+    return curves
 
 
 def _kl_against_beta(comparison: Comparison) -> Chart | None:

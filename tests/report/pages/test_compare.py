@@ -43,7 +43,7 @@ def test_in_a_real_browser(browser: Browser, page: Path) -> None:
     assert browser.evaluate("document.title") == "my <i>comparison</i>: comparison"
     assert browser.evaluate("document.querySelectorAll('main b, main i, main script').length") == 0
     text = browser.evaluate("document.body.textContent")
-    assert "$<b>static<b>$-0.1x: missed" in text
+    assert "$<b>static<b>$-0.1x: off the target" in text
     assert "adaptive held the target of 0.1 nats per token" in text
     assert browser.evaluate("document.querySelectorAll('svg.chart').length") == 13
     tips = browser.evaluate("[...document.querySelectorAll('.hit')].map(hit => hit.dataset.tip)")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.report.compare import Comparison, read_comparison
+
+LENGTH = 60
+
+
+@pytest.fixture
+def grid(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., list[dict[str, Any]]]
+) -> Callable[..., Comparison]:
+    """`grid({"static-1x": ("fixed", 0.2, 0.1)}, seeds=5)`: runs that climb to a KL and stay there.
+
+    kind, beta, and the KL per token at the end; each seed ends one percent higher than the one before. The score
+    gained, and gold, are `gain` of sqrt(KL per response) (default: those of `metrics_rows`), the score plus `extra`
+    by variant. ceiling: by variant.
+    """
+
+    def make(
+        variants: dict[str, tuple[str, float, float]],
+        seeds: int = 5,
+        extra: dict[str, float] | None = None,
+        updates: dict[int, int] | None = None,
+        gain: Callable[[float], float] | None = None,
+        ceiling: dict[str, dict[str, Any] | None] | None = None,
+    ) -> Comparison:
+        paths = []
+        for name, (kind, coef, kl) in variants.items():
+            for seed in range(seeds):
+                length = (updates or {}).get(seed, LENGTH)
+                last = kl * (1 + 0.01 * seed)
+                rows = metrics_rows([last * min(1, step / 10) for step in range(length)], coef=coef)
+                for row in rows[:length]:
+                    if gain is not None:
+                        row["objective/scores_shaped"] = gain(math.sqrt(row["kl/sequence"]))
+                        row["objective/gold"] = row["objective/scores_shaped"]
+                    # Noise of the seed, the same for all variants: pairs take it away.
+                    row["objective/scores_shaped"] += 0.3 * math.sin(seed) + (extra or {}).get(name, 0.0)
+                config = {
+                    "run": {"seed": seed},
+                    "kl": {"controller": {"kind": kind, "coef": coef}, "ceiling": (ceiling or {}).get(name)},
+                    "ppo": {"total_episodes": 64 * LENGTH},
+                }
+                noise = {"scores_shaped": 0.3 * math.sin(seed), "scores_spread": 1.0, "gold": 0.0}
+                paths.append(write_run(f"{name}-s{seed}", rows, config=config, summary={"reference": noise}))
+        return read_comparison(paths)
+
+    return make
