@@ -121,10 +121,13 @@ class ReferenceSamples:
 
 
 def sample_prompts(prompts: int, samples: int, seed: int) -> list[int]:
-    """Prompt numbers for `samples` reference samples: up to 32 of each of some prompts drawn without repetition."""
-    each = min(PER_PROMPT, samples)
-    chosen = shuffled(prompts, seed, "reference prompts")[: max(1, samples // each)].tolist()
-    return [prompt for prompt in chosen for _ in range(each)]
+    """Prompt numbers for `samples` reference samples: about 32 of each of some prompts drawn without repetition.
+
+    Where there are too few prompts for that, each has more, so that there are always as many as were asked for.
+    """
+    chosen = shuffled(prompts, seed, "reference prompts")[: max(1, samples // PER_PROMPT)].tolist()
+    each, more = divmod(samples, len(chosen))
+    return [prompt for i, prompt in enumerate(chosen) for _ in range(each + (i < more))]
 
 
 def reference_responses(
