@@ -12,7 +12,7 @@ import torch
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import context_length
-from rlhf_kl.models.text import encode_all
+from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
 from rlhf_kl.rollout.collect import measure, respond, response_layout
@@ -33,7 +33,7 @@ class Perplexity:
     nats_per_token: float
     bits_per_byte: float  # UTF-8 bytes
     tokens: int  # scored ones
-    bytes: int
+    bytes: int  # of the scored tokens
     documents: int
 
 
@@ -68,7 +68,9 @@ def perplexity(
     rows: int = ROWS,
     advance: Callable[[int], None] | None = None,
 ) -> Perplexity:
-    """exp(total nll / total scored tokens) at temperature 1; bos in front, eos not scored.
+    """exp(total nll / total scored tokens) at temperature 1; bos in front where there is one, eos not scored.
+
+    Without a bos a document's first token has nothing in front of it: neither its nats nor its bytes count.
 
     `window`: most tokens in one row (default: the model's context); `rows` in one pass; `advance(n)` is called after
     every n windows. Errors: InputError where nothing can be scored.
@@ -85,7 +87,7 @@ def perplexity(
         total, count = total + float(loss), count + tokens
         if advance:
             advance(len(group))
-    size = sum(len(text.encode()) for text in texts)
+    size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
     nats = total / count
     return Perplexity(
         perplexity=math.exp(nats) if nats < 700 else math.inf,
