@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,7 @@ def score_reference(
                 yield batch
                 advance(len(batch.prompts))
 
-        samples = score_samples(batches(), groups, parts.reward, section.kind, parts.gold)
+        samples = score_samples(batches(), groups, parts.reward, section.kind, parts.gold, display.alert)
     return samples.shaped(shaping, normalize=section.normalize)
 
 
@@ -186,8 +187,11 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     return prints
 
 
-def evaluate_policy(config: TrainConfig, parts: Parts) -> dict[str, Any]:
-    """The `eval/*` figures of the policy as it is: held-out perplexity, and scores on held-out prompts."""
+def evaluate_policy(config: TrainConfig, parts: Parts, report: Callable[[str], None]) -> dict[str, Any]:
+    """The `eval/*` figures of the policy as it is: held-out perplexity, and scores on held-out prompts.
+
+    `report` is told of scores that had to be left out.
+    """
     with library_state_kept():
         text = perplexity(parts.policy, parts.tokenizer, parts.texts)
         figures = policy_figures(
@@ -200,6 +204,7 @@ def evaluate_policy(config: TrainConfig, parts: Parts) -> dict[str, Any]:
             parts.reward,
             parts.gold,
             batch_size=config.rollout.batch_size,
+            report=report,
         )
     return {
         "eval/perplexity": text.perplexity,

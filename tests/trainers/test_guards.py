@@ -88,6 +88,7 @@ def rollout() -> RolloutBatch:
         ("ref_logprobs", "log-prob of the reference"),
         ("exact_kl", "KL"),
         ("values", "value"),
+        ("scores", "score"),  # a clip may hide it in the shaped ones
         ("shaped_scores", "score"),
     ],
 )
