@@ -12,9 +12,9 @@ import torch
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import context_length
-from rlhf_kl.models.text import encode_all
+from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
+from rlhf_kl.rewards.functions import GOLD_FAILED, GoldScorer, gold_scores_of, score_responses
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
@@ -33,7 +33,7 @@ class Perplexity:
     nats_per_token: float
     bits_per_byte: float  # UTF-8 bytes
     tokens: int  # scored ones
-    bytes: int
+    bytes: int  # of the scored tokens
     documents: int
 
 
@@ -68,7 +68,9 @@ def perplexity(
     rows: int = ROWS,
     advance: Callable[[int], None] | None = None,
 ) -> Perplexity:
-    """exp(total nll / total scored tokens) at temperature 1; bos in front, eos not scored.
+    """exp(total nll / total scored tokens) at temperature 1; bos in front where there is one, eos not scored.
+
+    Without a bos a document's first token has nothing in front of it: neither its nats nor its bytes count.
 
     `window`: most tokens in one row (default: the model's context); `rows` in one pass; `advance(n)` is called after
     every n windows. Errors: InputError where nothing can be scored.
@@ -85,7 +87,7 @@ def perplexity(
         total, count = total + float(loss), count + tokens
         if advance:
             advance(len(group))
-    size = sum(len(text.encode()) for text in texts)
+    size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
     nats = total / count
     return Perplexity(
         perplexity=math.exp(nats) if nats < 700 else math.inf,
@@ -126,8 +128,13 @@ def policy_figures(
     reward: RewardFn | None = None,
     gold: GoldScorer | None = None,
     batch_size: int = ROWS,
+    report: Callable[[str], None] = lambda _: None,
 ) -> PolicyFigures:
-    """Sample one response to each prompt, `batch_size` at a time, and measure; `seed` fixes the samples."""
+    """Sample one response to each prompt, `batch_size` at a time, and measure; `seed` fixes the samples.
+
+    A figure is None where a reward model's score is not finite; `report` is told so. Errors: InputError where a
+    function misbehaves.
+    """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")
     model, states = ActorCritic(policy), ReferenceStates(reference)
     kl, lengths, ended, texts, scores, golds = [], [], [], [], [], []
@@ -140,8 +147,15 @@ def policy_figures(
         ended.append(sampled.ended)
         texts += responses
         if reward is not None:
-            scores.append(checked_scores(reward, batch.texts, responses, "function"))
-        golds += gold_scores_of(gold, batch.texts, responses) or []
+            scores.append(score_responses(reward, batch.texts, responses, "function")[0].cpu())
+        checked, failure = gold_scores_of(gold, batch.texts, responses)
+        golds += checked or []
+        if failure is not None:
+            report(f"{GOLD_FAILED}: {failure}: left out")
+            gold, golds = None, []
+    if scores and not bool(torch.isfinite(torch.cat(scores)).all()):
+        report("eval-scores: a score of the reward model was not finite: left out")
+        scores = []
     per_response, tokens = torch.cat(kl), torch.cat(lengths).double()
     return PolicyFigures(
         kl_token=float(per_response.sum() / tokens.sum()),

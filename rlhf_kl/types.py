@@ -67,6 +67,8 @@ class RolloutBatch:
     ref_logprobs: Tensor  # (B, T)
     exact_kl: Tensor  # (B, T) nats, over the whole vocabulary
     entropy: Tensor  # (B, T) nats
+    k1_variance: Tensor  # (B, T) nats squared, of log pi - log ref over the vocabulary
+    logprob_variance: Tensor  # (B, T) the same of log pi
     values: Tensor  # (B, T) of the state before each token
     scores: Tensor  # (B,) raw
     shaped_scores: Tensor  # (B,) normalised, clipped, penalties taken off

@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 
 import torch
-from rlhf_kl.ops.gae import gae
 from torch import Tensor
 
+from rlhf_kl.ops.advantages import gae
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
@@ -51,7 +51,7 @@ def penalty(model: Tensor, reference: Tensor, placement: str, estimator: str) ->
     if placement in ("reward", "rao_blackwell"):
         paid = per_token.detach()
         if placement == "rao_blackwell":
-            paid = kl_of_next_states(paid, MASK)
+            paid = kl_of_next_states(paid, MASK, 1.0)
         rewards = shape_rewards(torch.zeros(len(paid)), paid, MASK, 1.0)
         advantages, _ = gae(rewards, torch.zeros_like(rewards), MASK, gamma=1.0, lam=1.0)
         total = total - advantages * logprobs

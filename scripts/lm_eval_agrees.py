@@ -7,8 +7,8 @@ lm-eval brings its own dependencies, so it lives in an environment of its own:
 
 Both score every token of a document behind one bos. lm-eval puts that in front itself, so its tokenizer must not do
 it a second time (`add_bos_token`): it would then score a bos behind a bos too, once a document. A tokenizer without a
-bos is refused here, since lm-eval then puts the eos in front. Exit 1 where the figures differ by more than 1e-4 of
-their size.
+bos is refused here: lm-eval then puts the eos in front, and `rlhf-kl eval` leaves out the first token. Exit 1 where
+the figures differ by more than 1e-4 of their size.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ THROUGH = {
     "kl.ceiling.value": ("kl", "ceiling_value"),
     "ppo.total_episodes": ("config", "updates"),
     "ppo.critic_lam": ("config", "critic_lam"),
+    "kl.controller.min_coef": ("section", "arguments"),
+    "kl.controller.max_coef": ("section", "arguments"),
 }
 READ = reads(but="config")
 

@@ -46,6 +46,69 @@ def test_bytes_are_those_of_utf8(new_model: Make, letters: Any) -> None:
     assert perplexity(TransformersLM(new_model()), letters, ["aé🙂"]).bytes == 1 + 2 + 4
 
 
+def byte_level(**special: str) -> Any:
+    """A tokenizer of the 256 bytes without merges, and what is special beside them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from tokenizers.decoders import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor, tokenizer.decoder = processors.ByteLevel(trim_offsets=True), ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.mark.parametrize("bos", [{}, {"bos_token": "<bos>"}], ids=["no bos", "bos"])
+@pytest.mark.parametrize(
+    "texts",
+    [["abcd"], ["hello world", " leading", "  x", "\n"], ["é", "🙂🙂", "naïve"], ["a", "bc"], ["", "ab"]],
+    ids=["letters", "spaces", "characters of several bytes", "a single one", "an empty one"],
+)
+def test_a_uniform_model_over_bytes_has_the_bits_of_its_vocabulary(texts: list[str], bos: dict[str, str]) -> None:
+    """8 bits a byte for 256 tokens, whatever the first token of a document is."""
+    from rlhf_kl.models.scratch import new_gpt2
+
+    tokenizer = byte_level(**bos)
+    size, first = len(tokenizer), 0 if bos else 1
+    model = new_gpt2(vocab_size=size, hidden_size=8, layers=1, heads=1, context=32, tokenizer=tokenizer, seed=0)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    result = perplexity(TransformersLM(model), tokenizer, texts)
+    assert result.tokens == result.bytes == sum(max(0, len(text.encode()) - first) for text in texts)
+    assert result.bits_per_byte == pytest.approx(math.log2(size), rel=1e-6)
+    assert size == 256 + len(bos)
+
+
+def test_bytes_of_a_first_token_of_several_letters() -> None:
+    """Merged tokens with a space in front, which their spans leave out."""
+    from tokenizers import normalizers
+
+    from rlhf_kl.models.text import first_token_bytes
+
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.train_from_iterator(["hello world hello world é é"] * 20, trainer())
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("hello world")["input_ids"])
+    assert pieces == ["hello", "Ġworld"]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    for text, count in (
+        ("Hello world", 5),
+        ("hello world", 5),
+        ("hello", 5),
+        (" world hello", 6),
+        ("é é", 2),
+        ("zz", 1),
+    ):
+        assert first_token_bytes(tokenizer, text) == count, text
+
+
+def trainer() -> Any:
+    from tokenizers import pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+
+
 def test_order_and_batches_change_nothing(new_model: Make, letters: Any) -> None:
     model = new_model()
     whole = perplexity(TransformersLM(model), letters, TEXTS)
@@ -89,7 +152,7 @@ def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:
     model = new_model()
     written = perplexity(TransformersLM(model), letters, ["<bos>abcd"])
     assert written.nats_per_token == perplexity(TransformersLM(model), letters, ["abcd"]).nats_per_token
-    assert written.tokens == 4
+    assert written.tokens == written.bytes == 4
 
 
 def test_empty_documents_count_for_nothing(new_model: Make, letters: Any) -> None:

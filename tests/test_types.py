@@ -18,7 +18,7 @@ def batch() -> RolloutBatch:
     mask = torch.arange(4) < torch.tensor(RESPONSES).unsqueeze(1)
     per_token = {
         name: torch.randn(3, 4, generator=noise) * mask
-        for name in ("logprobs", "ref_logprobs", "exact_kl", "entropy", "values")
+        for name in ("logprobs", "ref_logprobs", "exact_kl", "entropy", "k1_variance", "logprob_variance", "values")
     }
     return RolloutBatch(
         prompt_ids=torch.randint(3, 7, (3, 5), generator=noise) * prompt_mask,

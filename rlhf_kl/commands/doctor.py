@@ -200,9 +200,9 @@ def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> 
     except NonFiniteRollout as failure:
         yield Finding("fatal", "update", str(failure))
         return
-    row, alerts = update_row(result, config), result.alerts
+    row, alerts = update_row(result, config), list(result.alerts)
     update = time.perf_counter() - began - setup
-    evaluated = evaluate_policy(config, parts)
+    evaluated = evaluate_policy(config, parts, alerts.append)
     evaluation = time.perf_counter() - began - setup - update
     yield from _endings(config, parts, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":

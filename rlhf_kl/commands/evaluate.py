@@ -95,6 +95,7 @@ def _eval_run(
         resolver.reward(config.reward),
         resolver.gold(config.reward, config.reward.model or "", config.data.prompts),
         batch_size=config.rollout.batch_size,
+        report=display.alert,
     )
     return asdict(figures) | {"reference": asdict(other)} | asdict(on_prompts)
 

@@ -23,7 +23,7 @@ from rlhf_kl.kl_controllers.tilt import gain_at_kl
 from rlhf_kl.models.load import parameter_count, save_model
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.report.control import end, is_update
-from rlhf_kl.rewards.functions import gold_scores_of
+from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.display import TrainingDisplay
@@ -63,6 +63,7 @@ class TrainRun:
         self.trainer, self.recorder, self.display = training.trainer, recorder, display
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
+        self.gold_failing = False  # in the row before
         self.alerts = kl_alerts(config, training)
         self.signs = ExploitationSigns()
         self.guards = RunGuards(config, training, recorder.folder)
@@ -70,6 +71,7 @@ class TrainRun:
             self.alerts.load_state_dict(recorder.state["alerts"])
             self.guards.load_state_dict(recorder.state["guards"])
             self.best, self.best_checkpoint = recorder.state["best"], recorder.state["best_checkpoint"]
+            self.gold_failing = recorder.state["gold_failing"]
             for row in read_jsonl(recorder.folder.metrics):
                 if row.get("step", training.next_step) < training.next_step:
                     self.signs(row)
@@ -87,10 +89,13 @@ class TrainRun:
             if self.rolls_back and self.recorder.checkpoint is None:
                 self.save(0)  # the start is a place to go back to
             for step in range(self.training.next_step, total + 1):
-                evaluated = evaluate_policy(config, self.parts) if (step - 1) % config.eval.every == 0 else {}
+                alerts: list[str] = []
+                looks = (step - 1) % config.eval.every == 0
+                evaluated = evaluate_policy(config, self.parts, alerts.append) if looks else {}
                 result = self.step(step)
                 row = result.row
                 row |= evaluated
+                row["alerts"] = self.gold_told_once([*alerts, *row["alerts"]])
                 row["alerts"] += [*self.alerts(row), *self.signs(row)]
                 ended_by = self.guards.watch(result)
                 self.note_best(row)
@@ -127,10 +132,12 @@ class TrainRun:
             alerts += update.alerts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        gold = gold_scores_of(self.parts.gold, rollout.prompts, rollout.responses)
+        gold, gold_failure = gold_scores_of(self.parts.gold, rollout.prompts, rollout.responses)
         weights_lost = not all_finite(trainer.model.trained)
         if skipped is not None:
             alerts.append(f"update-skipped: {skipped} was not finite, so what needs it was left out")
+        if gold_failure is not None:
+            alerts.append(f"{GOLD_FAILED}: {gold_failure}: left out")
         if weights_lost:
             alerts.append("weights-lost: a weight is not finite any more")
         row |= seconds | {
@@ -144,6 +151,13 @@ class TrainRun:
         if step <= config.ppo.value_warmup + 1:
             check_first(row, config)
         return StepResult(row, rollout, gold, skipped, weights_lost)
+
+    def gold_told_once(self, alerts: list[str]) -> list[str]:
+        """The alerts of a row, that of a gold scorer that fails only where it begins to."""
+        failures = [alert for alert in alerts if alert.startswith(GOLD_FAILED)]
+        told = [] if self.gold_failing else failures[:1]
+        self.gold_failing = bool(failures)
+        return [*told, *(alert for alert in alerts if alert not in failures)]
 
     # ---- what is kept
 
@@ -186,6 +200,7 @@ class TrainRun:
             "best": self.best,
             "best_checkpoint": self.best_checkpoint,
             "spared": [0] * self.rolls_back + ([self.best_checkpoint["step"]] if self.best_checkpoint else []),
+            "gold_failing": self.gold_failing,
         }
         trainer = self.trainer
         self.recorder.save(step, checkpointed(trainer.model.modules), trainer.optimizer, state)
@@ -228,7 +243,7 @@ class TrainRun:
         """Evaluate once more, write `final/` and the summary."""
         # From the file and not from memory: a resumed run has not seen all of them.
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
-        evaluated = evaluate_policy(self.config, self.parts)
+        evaluated = evaluate_policy(self.config, self.parts, self.display.alert)
         step = self.config.updates
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}

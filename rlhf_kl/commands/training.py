@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +18,17 @@ from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, response_layout
+from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.rollout.reference_scores import ReferenceScores, reference_responses, sample_prompts, score_samples
 from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.clock import Clock
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.seeding import library_state_kept
-from rlhf_kl.trainers.checks import check_start
+from rlhf_kl.seeding import library_state_kept, uniforms
+from rlhf_kl.trainers.checks import check_start, checked_prompts
 from rlhf_kl.trainers.optim import adamw
 from rlhf_kl.trainers.ppo import PPOTrainer
-
-CHECKED_ROWS = 64  # responses of the starting policy that the checks look at
 
 
 @dataclass
@@ -153,14 +152,15 @@ def score_reference(
                 yield batch
                 advance(len(batch.prompts))
 
-        samples = score_samples(batches(), groups, parts.reward, section.kind, parts.gold)
+        samples = score_samples(batches(), groups, parts.reward, section.kind, parts.gold, display.alert)
     return samples.shaped(shaping, normalize=section.normalize)
 
 
 def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> None:
     """The fatal checks, on samples of the starting policy."""
-    rows = slice(0, min(CHECKED_ROWS, config.rollout.batch_size))
-    responses = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)(1)
+    prompts = checked_prompts(parts.prompts)
+    noise = uniforms(len(prompts), parts.sampling.max_new_tokens, config.run.seed, "start")
+    responses = respond(parts.policy, prompts, noise, parts.sampling, parts.tokenizer)
     layout = response_layout(responses.prompts, responses.sampled)
     stats = measure(ActorCritic(parts.policy), ReferenceStates(parts.reference), layout, parts.sampling.temperature)
     results = check_start(
@@ -193,8 +193,11 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     return prints
 
 
-def evaluate_policy(config: TrainConfig, parts: Parts) -> dict[str, Any]:
-    """The `eval/*` figures of the policy as it is: held-out perplexity, and scores on held-out prompts."""
+def evaluate_policy(config: TrainConfig, parts: Parts, report: Callable[[str], None]) -> dict[str, Any]:
+    """The `eval/*` figures of the policy as it is: held-out perplexity, and scores on held-out prompts.
+
+    `report` is told of scores that had to be left out.
+    """
     with library_state_kept():
         text = perplexity(parts.policy, parts.tokenizer, parts.texts)
         figures = policy_figures(
@@ -207,6 +210,7 @@ def evaluate_policy(config: TrainConfig, parts: Parts) -> dict[str, Any]:
             parts.reward,
             parts.gold,
             batch_size=config.rollout.batch_size,
+            report=report,
         )
     return {
         "eval/perplexity": text.perplexity,

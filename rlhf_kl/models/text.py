@@ -26,6 +26,28 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, bos: bool = True) -> lis
     return [row if start is None or row[:1] == [start] else [start, *row] for row in rows]
 
 
+def first_token_bytes(tokenizer: Any, text: str) -> int:
+    """UTF-8 bytes of the token of a text that stands first in its row; 0 where that is a bos put in front of it.
+
+    A character that several tokens make up is shared out evenly.
+    """
+    bos = tokenizer.bos_token
+    if bos is not None:
+        return len(bos.encode()) if text.startswith(bos) else 0
+    first: str = tokenizer.decode(encode(tokenizer, text)[:1], clean_up_tokenization_spaces=False)
+    if not tokenizer.is_fast or (first and text.startswith(first)):
+        return len(first.encode())
+    # Letters that the tokenizer changes, or a part of a character.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans: list[tuple[int, int]] = encoded["offset_mapping"]
+    if len(spans) < 2:
+        return len(text.encode())
+    end = spans[0][1]
+    start = min(end, spans[1][0])
+    tokens = max(1, sum(begin < end for begin, _ in spans))
+    return len(text[:start].encode()) + round(len(text[start:end].encode()) / tokens)
+
+
 def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     """Rows of ids as (ids (B, L) long, mask (B, L) bool); the mask comes from the lengths."""
     width = max(1, max(len(row) for row in rows))

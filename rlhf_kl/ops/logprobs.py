@@ -24,6 +24,8 @@ class TokenDistributions(NamedTuple):
     ref_logprobs: Tensor
     exact_kl: Tensor
     entropy: Tensor
+    k1_variance: Tensor  # of log pi - log ref of a token drawn from the policy, nats squared; its mean is the exact KL
+    logprob_variance: Tensor  # of log pi of such a token; its mean is less the entropy
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -119,31 +121,42 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def _kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """KL (N,) of log-probabilities (N, V)."""
-    return _mean(logp.exp(), logp - ref_logp, logp).clamp_min(0.0)
+    return _weighted(logp.exp(), logp - ref_logp, logp)[0].clamp_min(0.0)
 
 
-def _mean(p: Tensor, x: Tensor, logp: Tensor) -> Tensor:
-    """Mean (N,) of x (N, V) under p; a forbidden token (log p = -inf) counts nothing, where 0 * inf would be NaN.
+def _moments(p: Tensor, x: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (N,) of x (N, V) under p."""
+    mean, x, product = _weighted(p, x, logp)
+    return mean, (product.mul_(x).sum(-1) - mean.square()).clamp_min_(0.0)
+
+
+def _weighted(p: Tensor, x: Tensor, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (N,) of x (N, V) under p, and x and p x; a forbidden token (log p = -inf) is 0, where 0 * inf would be NaN.
 
     Forbidden tokens are rare: on a CPU they are looked for only where the plain sum fails.
     """
     if p.device.type == "cpu":
-        plain = (p * x).sum(-1)
-        if not plain.isnan().any():
-            return plain
-    return (p * x.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+        product = p * x
+        mean = product.sum(-1)
+        if not mean.isnan().any():
+            return mean, x, product
+    x = x.masked_fill(logp == -torch.inf, 0.0)
+    product = p * x
+    return product.sum(-1), x, product
 
 
 def compare_distributions(
     logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float = 1.0
 ) -> TokenDistributions:
-    """Log-probs of `ids` (B, T) under both, exact KL and entropy of the policy, from logits (B, T, V)."""
+    """Log-probs of `ids` (B, T) under both; exact KL, entropy and variances of the policy; from logits (B, T, V)."""
     flat, ref_flat = (x.reshape(-1, x.shape[-1]) for x in (logits, ref_logits))
     flat_ids = ids.reshape(-1, 1)
     parts = []
     for rows in _chunks(flat):
         logp, ref_logp = _chunk(flat, ref_flat, rows, temperature)
         p, chosen = logp.exp(), flat_ids[rows]
-        entropy, kl = -_mean(p, logp, logp), _mean(p, logp - ref_logp, logp).clamp_min(0.0)
-        parts.append((logp.gather(-1, chosen)[:, 0], ref_logp.gather(-1, chosen)[:, 0], kl, entropy))
+        kl, k1_variance = _moments(p, logp - ref_logp, logp)
+        mean, logprob_variance = _moments(p, logp, logp)
+        both = (x.gather(-1, chosen)[:, 0] for x in (logp, ref_logp))
+        parts.append((*both, kl.clamp_min(0.0), -mean, k1_variance, logprob_variance))
     return TokenDistributions(*(torch.cat(column).view(ids.shape) for column in zip(*parts, strict=True)))

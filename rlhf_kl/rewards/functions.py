@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rlhf_kl.rewards.time_limit import TimeLimited, TimeLimitExceeded
 from rlhf_kl.types import RewardFn
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
+GOLD_FAILED = "gold-failed"  # what an alert of it begins with
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,17 @@ class WeightedSum:
         return self.score(prompts, responses)[0].tolist()
 
     def score(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scores (B,), and what each term adds to them: (B,) by name, its weight included."""
+        """Scores (B,), and what each term adds to them: (B,) by name, its weight included.
+
+        Not finite where a reward model's are not. Errors: InputError, see `checked_scores`.
+        """
         parts = {
-            name: weight * checked_scores(reward, prompts, responses, name).double()
+            name: weight * score_responses(reward, prompts, responses, name)[0].cpu().double()
             for name, (weight, reward) in self.terms.items()
         }
-        total = sum(parts.values(), torch.zeros(len(responses), dtype=torch.float64)).float()
-        if not bool(torch.isfinite(total).all()):
+        exact = sum(parts.values(), torch.zeros(len(responses), dtype=torch.float64))
+        total = exact.float()
+        if bool((torch.isfinite(exact) & ~torch.isfinite(total)).any()):
             sizes = ", ".join(f"{name} {float(part.abs().max()):g}" for name, part in parts.items())
             raise InputError(f"reward sum: beyond the range of float32; the largest of its terms: {sizes}")
         return total, parts
@@ -129,6 +134,18 @@ def _number(score: Any) -> float | None:
         return None
 
 
-def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: Sequence[str]) -> list[float] | None:
-    """Checked scores of the gold scorer, None where there is none."""
-    return None if gold is None else checked_scores(gold, prompts, responses, "gold").tolist()
+class GoldScores(NamedTuple):
+    """Of one batch. They are only logged, so a failure costs them and nothing else."""
+
+    scores: list[float] | None  # None where there is no gold scorer, or where it failed
+    failure: str | None = None
+
+
+def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: Sequence[str]) -> GoldScores:
+    """Checked scores of the gold scorer, or what it did wrong."""
+    if gold is None:
+        return GoldScores(None)
+    try:
+        return GoldScores(checked_scores(gold, prompts, responses, "gold").tolist())
+    except InputError as error:
+        return GoldScores(None, str(error))

@@ -38,6 +38,8 @@ class TokenStats(NamedTuple):
     ref_logprobs: Tensor
     exact_kl: Tensor
     entropy: Tensor
+    k1_variance: Tensor
+    logprob_variance: Tensor
     values: Tensor
 
 
@@ -143,7 +145,7 @@ def measure(
     """
     reference.read(layout)
     chosen = layout.response_ids
-    stats = torch.zeros(5, *chosen.shape, device=chosen.device)
+    stats = torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device)
     for rows in reading_passes(layout):
         columns = _compare(model, reference, rows, chosen.flatten()[rows.places], temperature, states)
         for row, column in zip(stats.flatten(1), columns, strict=False):
@@ -151,7 +153,7 @@ def measure(
     if features is not None:
         features.read(layout, reference)
         mask = torch.arange(chosen.shape[1]) < layout.responses.unsqueeze(1)
-        stats[4][mask.to(chosen.device)] = features.values()
+        stats[-1][mask.to(chosen.device)] = features.values()
     return TokenStats(*stats.unbind())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -133,10 +133,13 @@ class ReferenceSamples:
 
 
 def sample_prompts(prompts: int, samples: int, seed: int) -> list[int]:
-    """Prompt numbers for `samples` reference samples: up to 32 of each of some prompts drawn without repetition."""
-    each = min(PER_PROMPT, samples)
-    chosen = shuffled(prompts, seed, "reference prompts")[: max(1, samples // each)].tolist()
-    return [prompt for prompt in chosen for _ in range(each)]
+    """Prompt numbers for `samples` reference samples: about 32 of each of some prompts drawn without repetition.
+
+    Where there are too few prompts for that, each has more, so that there are always as many as were asked for.
+    """
+    chosen = shuffled(prompts, seed, "reference prompts")[: max(1, samples // PER_PROMPT)].tolist()
+    each, more = divmod(samples, len(chosen))
+    return [prompt for i, prompt in enumerate(chosen) for _ in range(each + (i < more))]
 
 
 def reference_responses(
@@ -150,13 +153,22 @@ def reference_responses(
 
 
 def score_samples(
-    batches: Iterator[Responses], groups: list[int], reward: RewardFn, reward_name: str, gold: GoldScorer | None
+    batches: Iterator[Responses],
+    groups: list[int],
+    reward: RewardFn,
+    reward_name: str,
+    gold: GoldScorer | None,
+    report: Callable[[str], None],
 ) -> ReferenceSamples:
-    """Score the reference's responses."""
+    """Score the reference's responses. `report` is told of a gold scorer that fails, and so is left out."""
     scores, traits, golds = [], [], []
     for batch, sampled, texts in batches:
         scores.append(checked_scores(reward, batch.texts, texts, reward_name))
         traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
-        golds += gold_scores_of(gold, batch.texts, texts) or []
+        checked, failure = gold_scores_of(gold, batch.texts, texts)
+        golds += checked or []
+        if failure is not None:
+            report(f"{failure}: the reference has no gold score")
+            gold, golds = None, []
     together = ResponseTraits(*(torch.cat(column) for column in zip(*traits, strict=True)))
     return ReferenceSamples(torch.cat(scores), together, groups, golds or None)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any, Literal
 
+from rlhf_kl.run import sampling_gap
 from rlhf_kl.run.figures import read_number
+from rlhf_kl.run.sampling_gap import GapSum
 from rlhf_kl.run.trends import noise, rises, thirds, trend
 
 _HEALTHY = 0.1  # nats per token, where there is no target
@@ -23,7 +25,7 @@ _TREND_WINDOWS = (10, 25, 60)
 _GOLD_FALLS = -5.0
 _SCORE_RISES = 2.0
 _WORSE_PERPLEXITY = 1.5
-_STATE = ("updates", "kls", "settled", "scores", "pairs", "gold_range", "best", "stuck", "calm")
+_STATE = ("updates", "kls", "settled", "scores", "pairs", "gold_range", "best", "stuck", "calm", "gaps")
 
 
 class KLAlerts:
@@ -64,6 +66,7 @@ class KLAlerts:
         self._gold_range: list[float] = []
         self._best: dict[str, float] = {}  # lowest perplexity, and the score at that evaluation
         self._stuck = {"beta-at-min": 0, "beta-at-max": 0}
+        self._gaps: dict[str, list[float]] = {}  # a `GapSum` of each figure
         self._calm: dict[str, int] = {}  # raised condition -> updates since it last held, even by the margin
 
     def __call__(self, row: Mapping[str, Any]) -> list[str]:
@@ -181,17 +184,18 @@ class KLAlerts:
         return alerts
 
     def _sampler(self, row: Mapping[str, Any]) -> list[str]:
-        """k1's mean is an unbiased estimate of the exact KL: far below zero, the log-probs do not match."""
-        k1, stderr, exact = (read_number(row, f"kl/{name}") for name in ("k1", "k1_stderr", "exact"))
-        if k1 is None or stderr is None or exact is None:
-            return []
-        on = exact > 1e-5 and k1 < -3 * stderr - 1e-6  # beyond rounding, where the policy is the reference
-        if not self._begins("sampler-mismatch", on, k1 > -2 * stderr, hold=3):
+        """Sampled tokens that are not what the policy's own distributions give; once in a run, since sums remember."""
+        words = []
+        for key, says in sampling_gap.FIGURES.items():
+            total = GapSum(*self._gaps.get(key, ())).add(row, key)
+            self._gaps[key] = list(total)
+            if total.shifted:
+                words.append(f"{says.format(gap=total.mean)} (standard error {total.stderr:.2g})")
+        if not self._begins("sampler-mismatch", bool(words), off=False):
             return []
         return [
-            f"sampler-mismatch: k1 averages {k1:.3g} with a standard error of {stderr:.2g} while the exact "
-            f"KL is {exact:.3g}: the tokens were not sampled from the policy that is trained. Check "
-            "temperature, dropout, padding and dtype"
+            f"sampler-mismatch: over {self._updates} updates the tokens were not sampled from the policy that is "
+            f"trained: {' and '.join(words)}. Check temperature, top-k and top-p, dropout, padding and dtype"
         ]
 
     def _overoptimised(self, row: Mapping[str, Any]) -> list[str]:

@@ -5,14 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop
+from rlhf_kl.models.text import pad
 from rlhf_kl.models.value import shared_trainable
 from rlhf_kl.rollout.collect import TokenStats
-from rlhf_kl.types import Sampled
+from rlhf_kl.types import PromptBatch, Sampled
 
+CHECKED_ROWS = 64  # responses of the starting policy that the checks look at
 LOG_RATIO_LIMIT = 1e-3  # float32; a mean ratio of 1 would prove nothing
 LOG_RATIO_LIMIT_BF16 = 0.5  # one bf16 rounding of a hidden state moves a log-prob by hundredths
 KL_LIMIT, KL_LIMIT_BF16 = 1e-4, 1e-2
+
+
+def checked_prompts(prompts: PromptStream) -> PromptBatch:
+    """Prompts for `check_start`: a rollout's batch, at most 64, of which some are padded on the left.
+
+    Different ones, from the shortest to the longest. Where all are equally long, one is cut to its first half (one of
+    a single token is doubled), or padding would go unseen.
+    """
+    different = {tuple(row): i for i, row in reversed(list(enumerate(prompts.rows)))}
+    rows, count = sorted(different, key=len), max(2, min(CHECKED_ROWS, prompts.batch_size))
+    if len(rows[0]) == len(rows[-1]):
+        rows = [rows[0][: len(rows[0]) // 2] or rows[0] * 2, *rows]
+        different[rows[0]] = different[rows[1]]
+    # Evenly over the lengths, both ends included; several times over where there are fewer than `count`.
+    spread = min(count, len(rows))
+    chosen = [rows[round(i % spread * (len(rows) - 1) / (spread - 1))] for i in range(count)]
+    ids, mask = pad(chosen, prompts.pad_id, left=True)
+    return PromptBatch([prompts.texts[different[row]] for row in chosen], ids, mask)
 
 
 def check_start(

@@ -28,7 +28,7 @@ def non_finite_figure(rollout: RolloutBatch) -> str | None:
         "a log-prob of the reference": rollout.ref_logprobs,
         "a KL": rollout.exact_kl,
         "a value": rollout.values,
-        "a score": rollout.shaped_scores,
+        "a score": torch.stack([rollout.scores, rollout.shaped_scores]),  # a clip makes an infinite one finite
     }
     return next((name for name, tensor in figures.items() if not bool(torch.isfinite(tensor).all())), None)
 

@@ -69,6 +69,19 @@ def token_mean_stderr(per_token: Tensor, mask: Tensor) -> tuple[float, float]:
     return float(mean), float(residual.sqrt() / lengths.sum())
 
 
+def sampling_gap(gap: Tensor, variance: Tensor, mask: Tensor) -> tuple[float, float]:
+    """Mean over the tokens of `gap` (B, T), a token's figure less its mean over the vocabulary; and its standard error.
+
+    0 on average where the tokens were drawn from the policy, each one whatever came before it. `variance` (B, T): of
+    that figure over the vocabulary. A third of the error's square is what the tokens themselves show, so that a bound
+    on the sum of many batches holds for every distribution (Delyon 2009, "Exponential inequalities for sums of weakly
+    dependent variables"; Howard et al. 2021, 1810.08240).
+    """
+    gaps, variances = gap.double()[mask], variance.double()[mask]
+    spread = (gaps.square().sum() + 2 * variances.sum()) / 3
+    return float(gaps.mean()), float(spread.sqrt()) / len(gaps)
+
+
 def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> dict[str, Any]:
     """Objective, KL and rollout keys of the row; KL in nats."""
     batch = rollout.cpu()
@@ -79,6 +92,9 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
     token_kl, token_se = token_mean_stderr(batch.exact_kl, mask)
     k1_mean, k1_se = token_mean_stderr(k1(batch.logprobs, batch.ref_logprobs), mask)
     chosen = batch.exact_kl[mask]
+    log_ratio, logprobs = k1(batch.logprobs, batch.ref_logprobs), batch.logprobs
+    k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)
+    logprob_gap, logprob_gap_se = sampling_gap(logprobs + batch.entropy, batch.logprob_variance, mask)
     mean_sequence = float(sequence_kl.mean())
     measured = token_kl if unit == "token" else mean_sequence
     scores_shaped = float(batch.shaped_scores.mean())
@@ -101,11 +117,16 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
         "kl/error": measured / target - 1,
         "kl/k1": k1_mean,
         "kl/k1_stderr": k1_se if several else None,
+        "kl/k1_gap": k1_gap,
+        "kl/k1_gap_stderr": k1_gap_se,
         "kl/k2": token_mean_stderr(k2(batch.logprobs, batch.ref_logprobs), mask)[0],
         "kl/k3": token_mean_stderr(k3(batch.logprobs, batch.ref_logprobs), mask)[0],
         "kl/exact": token_kl,
         "kl/per_position": per_position,
         "policy/entropy": token_mean_stderr(batch.entropy, mask)[0],
+        "policy/logprob_gap": logprob_gap,
+        "policy/logprob_gap_stderr": logprob_gap_se,
+        "rollout/tokens": int(mask.sum()),
         "rollout/response_length": float(lengths.double().mean()),
         "rollout/eos_rate": float(batch.ended.double().mean()),
         "rollout/score_length_corr": _correlation(batch.scores, lengths),

@@ -34,7 +34,7 @@ def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce:
     """r_t = -beta KL_t + 1[t = T] score, then advantages and returns; `reduce` sums over processes."""
     cfg = config.ppo
     estimator = ADVANTAGES[cfg.advantage]
-    rewards = shape_rewards(rollout.shaped_scores, kl_in_reward(rollout, config.kl), rollout.mask, coef)
+    rewards = shape_rewards(rollout.shaped_scores, kl_in_reward(rollout, config.kl, cfg.gamma), rollout.mask, coef)
     scale = torch.ones(())
     if cfg.whiten_rewards:
         rewards, scale = whiten(rewards, rollout.mask, center=False, reduce=reduce)
@@ -47,12 +47,12 @@ def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce:
     return Targets(advantages, returns, weight)
 
 
-def kl_in_reward(rollout: RolloutBatch, kl: KLSection) -> Tensor:
-    """What each token pays in the reward, before beta: (B, T) nats."""
+def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:
+    """What each token pays in the reward, before beta: (B, T) nats; `gamma` is the discount of one step."""
     if kl.placement == "loss":
         return torch.zeros_like(rollout.logprobs)
     if kl.placement == "rao_blackwell":
-        return kl_of_next_states(rollout.exact_kl, rollout.mask)
+        return kl_of_next_states(rollout.exact_kl, rollout.mask, gamma)
     if kl.estimator == "exact":
         return rollout.exact_kl
     return ESTIMATORS[kl.estimator](rollout.logprobs, rollout.ref_logprobs)

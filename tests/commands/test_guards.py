@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.errors import GuardStop
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout import collect
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
@@ -77,6 +79,77 @@ def test_an_update_with_a_score_that_is_not_finite_is_skipped_and_reported(
     # No checkpoint of a skipped update; nothing was learned from it.
     assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 4, 6]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best"]["objective/scores"] is not None
+
+
+def test_a_reward_model_in_a_sum_whose_scores_are_not_finite(
+    train: Train, tmp_path: Path, tiny_reward_folder: Path, tiny_data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its NaNs of updates 3 and 4: two updates are skipped, and the evaluation between them has no score."""
+    roll_out, score, now = Rollouts.__call__, RewardModel.score, [0]
+
+    def noting(self: Rollouts, step: int) -> Any:
+        now[0] = step
+        return roll_out(self, step)
+
+    def spoilt(self: RewardModel, *arguments: Any) -> Any:
+        scores = score(self, *arguments)
+        scores[-1] = torch.nan if now[0] in (3, 4) else scores[-1]
+        return scores
+
+    monkeypatch.setattr(Rollouts, "__call__", noting)
+    monkeypatch.setattr(RewardModel, "score", spoilt)
+    terms = f"{{rm: {{kind: model, model: '{tiny_reward_folder}'}}, a: {{kind: '{tiny_data.reward}', weight: 0.5}}}}"
+    train(tmp_path / "run", f"reward={{kind: sum, terms: {terms}}}", "eval.every=2")
+    found = rows(tmp_path / "run")
+    assert [bool(alerts(row, "update-skipped")) for row in found[:6]] == [False, False, True, True, False, False]
+    assert "a score was not finite" in alerts(found[2], "update-skipped")[0]
+    assert [row["eval/scores"] is None for row in found if "eval/scores" in row] == [False, False, True, False]
+    assert [bool(alerts(row, "eval-scores")) for row in found[:6]] == [False, False, False, False, True, False]
+    assert found[4]["eval/perplexity"] is not None
+
+
+def test_a_gold_scorer_that_fails_is_reported_once_and_ends_nothing(
+    train: Train, tmp_path: Path, tiny_run: Path
+) -> None:
+    """All through; the run is otherwise the one that has no gold scorer."""
+    (tmp_path / "gold.py").write_text("def broken(prompts, responses):\n    raise OSError('no route to the judge')\n")
+    summary = train(tmp_path / "run", f"reward.gold='{tmp_path}/gold.py:broken'")
+    found, other = rows(tmp_path / "run"), rows(tiny_run)
+    assert [len(alerts(row, "gold-failed")) for row in found[:6]] == [1, 0, 0, 0, 0, 0]
+    assert "reward gold: raised OSError: no route to the judge on the response" in alerts(found[0], "gold-failed")[0]
+    assert {row.get("objective/gold") for row in found} == {row.get("eval/gold") for row in found} == {None}
+    assert summary["reference"]["gold"] is None
+    assert found[0]["alerts"][1:] == other[0]["alerts"]
+    assert found[1:] == other[1:]
+
+
+def test_a_gold_scorer_that_fails_now_and_then_is_reported_where_it_begins_to(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In updates 2, 3, 5 and 6; a run that is resumed behind update 2 says no more than one that never ended."""
+    roll_out, now = Rollouts.__call__, [0]
+
+    def noting(self: Rollouts, step: int) -> Any:
+        now[0] = step
+        return roll_out(self, step)
+
+    def moody(prompts: Any, responses: Any) -> list[float]:
+        return [float("nan") if now[0] in (2, 3, 5, 6) else 1.0] * len(responses)
+
+    monkeypatch.setattr(Rollouts, "__call__", noting)
+    monkeypatch.setattr(Resolver, "gold", lambda *arguments: moody)
+    settings = ("checkpoint.every=1", "eval.every=100")
+    train(tmp_path / "whole", *settings)
+    found = rows(tmp_path / "whole")
+    assert [len(alerts(row, "gold-failed")) for row in found[:6]] == [0, 1, 0, 0, 1, 0]
+    assert [row["objective/gold"] for row in found[:6]] == [1.0, None, None, 1.0, None, None]
+    crashed = Path(shutil.copytree(tmp_path / "whole", tmp_path / "crashed"))
+    (crashed / "summary.json").unlink()
+    shutil.rmtree(crashed / "final")
+    for checkpoint in checkpoints(crashed / "checkpoints")[2:]:
+        shutil.rmtree(checkpoint.path)
+    train(crashed, *settings, resume=True)
+    assert rows(crashed) == found
 
 
 def test_a_run_with_skipped_updates_resumes_exactly(

@@ -30,6 +30,8 @@ def result() -> StepResult:
         ref_logprobs=torch.where(mask, -1.5, 0.0),
         exact_kl=kl,
         entropy=zeros,
+        k1_variance=zeros,
+        logprob_variance=zeros,
         values=zeros,
         scores=torch.arange(ROWS).float(),
         shaped_scores=torch.zeros(ROWS),

@@ -76,6 +76,34 @@ def objective_gradient(policy: Tables, reference: Tables, scores: Tensor) -> Ten
     return BETA * kl_gradient(policy, reference) - gradient((p * scores).sum(), policy)
 
 
+def discounted_gradient(
+    policy: Tables, reference: Tables, scores: Tensor, gamma: float, sampler: Tables | None = None
+) -> Tensor:
+    """Of -sum over t of E[Q(s_t, a_t)] + BETA KL(s_t), by backward induction over prefixes; no gamma^t in front.
+
+    Q counts the score and the KL of *later* states, each discounted from t. States come from `sampler` (default: the
+    policy as it is) and so does what follows an action; the action and the KL are the policy's own.
+    """
+    policy.parameters()
+    sampled = [table.detach().softmax(-1) for table in (sampler or policy).tables]
+
+    def kl_of(tables: list[Tensor], t: int) -> Tensor:
+        log_p, log_q = tables[t].log_softmax(-1), reference.tables[t].detach().log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    reach = [torch.ones(1, dtype=torch.float64)]  # probability of each prefix
+    for p in sampled:
+        reach.append((reach[-1].unsqueeze(1) * p).flatten())
+    total, q = torch.zeros((), dtype=torch.float64), scores
+    for t in reversed(range(len(sampled))):
+        q = q.view(-1, VOCABULARY)
+        own = policy.tables[t].softmax(-1)
+        total = total + (reach[t] * (BETA * kl_of(policy.tables, t) - (own * q).sum(-1))).sum()
+        before = [table.detach() for table in (sampler or policy).tables]
+        q = gamma * ((sampled[t] * q).sum(-1) - BETA * kl_of(before, t))
+    return gradient(total, policy)
+
+
 def pieces(policy: Tables, reference: Tables) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs under both (R, T), probability of each response (R,), exact KL of each state (R, T)."""
     policy.parameters()
@@ -85,13 +113,17 @@ def pieces(policy: Tables, reference: Tables) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def in_reward(
-    policy: Tables, reference: Tables, pay: Callable[[Tensor, Tensor, Tensor], Tensor], scores: Tensor
+    policy: Tables,
+    reference: Tables,
+    pay: Callable[[Tensor, Tensor, Tensor], Tensor],
+    scores: Tensor,
+    gamma: float = 1.0,
 ) -> Tensor:
     """Expected policy gradient where each token pays `pay(logprobs, ref_logprobs, exact)` in its reward."""
     logprobs, ref_logprobs, p, exact = pieces(policy, reference)
     kl = pay(logprobs.detach(), ref_logprobs, exact.detach())
     rewards = shape_rewards(scores, kl, policy.mask, BETA)
-    advantages, _ = gae(rewards, torch.zeros_like(rewards), policy.mask, 1.0, 1.0)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), policy.mask, gamma, 1.0)
     surrogate, _ = policy_loss(logprobs, logprobs.detach(), advantages, 0.2)
     return gradient((p.unsqueeze(1) * surrogate).sum(), policy)
 
@@ -127,6 +159,20 @@ def test_k1_in_the_reward_is_the_kl_gradient(models: Models) -> None:
     torch.testing.assert_close(result, BETA * kl_gradient(policy, reference), **CLOSE)
     with_scores = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k1"), scores)
     torch.testing.assert_close(with_scores, objective_gradient(policy, reference, scores), **CLOSE)
+
+
+def test_the_gradient_of_discounted_returns_is_the_objectives_own_where_nothing_is_discounted(models: Models) -> None:
+    torch.testing.assert_close(discounted_gradient(*models, 1.0), objective_gradient(*models))
+
+
+discounts = pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5])
+
+
+@discounts
+def test_k1_in_the_reward_is_the_gradient_of_discounted_returns(models: Models, gamma: float) -> None:
+    policy, reference, scores = models
+    result = in_reward(policy, reference, lambda p, q, _: estimate_kl(p, q, "k1"), scores, gamma)
+    torch.testing.assert_close(result, discounted_gradient(*models, gamma), **CLOSE)
 
 
 def test_k1_as_a_loss_pulls_nowhere(models: Models) -> None:
@@ -173,23 +219,31 @@ def test_exact_kl_in_the_reward_is_only_a_baseline_for_its_own_token(models: Mod
     assert float(result.abs().max()) < 1e-6
 
 
+@discounts
+@pytest.mark.parametrize("moved", [False, True], ids=["at the sampler", "after a step"])
 @pytest.mark.parametrize("center", [True, False])
 @pytest.mark.parametrize("whitened", [True, False])
 def test_exact_kl_in_the_loss_and_of_later_states_in_the_reward_is_the_true_gradient(
-    models: Models, whitened: bool, center: bool
+    models: Models, whitened: bool, center: bool, moved: bool, gamma: float
 ) -> None:
-    policy, reference, scores = models
-    logprobs, _, p, exact = pieces(policy, reference)
-    kl = kl_of_next_states(exact.detach(), policy.mask)
+    sampler, reference, scores = models
+    policy = Tables(len(sampler.tables), seed=1)
+    if moved:  # far from a ratio of 1; nothing is clipped here
+        step = Tables(len(sampler.tables), seed=4)
+        policy.tables = [table + 0.5 * change for table, change in zip(policy.tables, step.tables, strict=True)]
+    old_logprobs, _, p, old_kl = (x.detach() for x in pieces(sampler, reference))
+    kl = kl_of_next_states(old_kl, policy.mask, gamma)
     rewards = shape_rewards(scores, kl, policy.mask, BETA)
-    advantages, _ = gae(rewards, torch.zeros_like(rewards), policy.mask, 1.0, 1.0)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), policy.mask, gamma, 1.0)
     std = torch.ones((), dtype=torch.float64)
     if whitened:
         advantages, std = whiten(advantages, policy.mask, center=center)
         assert abs(float(std) - 1) > 0.05  # else the test could not tell
-    surrogate, _ = policy_loss(logprobs, logprobs.detach(), advantages, 0.2)
+    logprobs, _, _, exact = pieces(policy, reference)
+    surrogate, _ = policy_loss(logprobs, old_logprobs, advantages, 1e6)
     result = gradient((p.unsqueeze(1) * (surrogate + BETA / std * exact)).sum(), policy)
-    torch.testing.assert_close(result * std, objective_gradient(policy, reference, scores), **CLOSE)
+    wanted = discounted_gradient(policy, reference, scores, gamma, sampler)
+    torch.testing.assert_close(result * std, wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("steps", [2], indirect=True)
@@ -209,4 +263,4 @@ def test_the_exact_form_has_less_variance_than_k1(models: Models) -> None:
         return float((p * (rows - mean).square().sum(1)).sum())
 
     sampled = variance(estimate_kl(logprobs.detach(), ref_logprobs, "k1"), 0.0)
-    assert variance(kl_of_next_states(exact.detach(), policy.mask), BETA) < sampled
+    assert variance(kl_of_next_states(exact.detach(), policy.mask, 1.0), BETA) < sampled

@@ -27,6 +27,9 @@ def test_against_the_categorical_distribution(logits: tuple[torch.Tensor, torch.
     torch.testing.assert_close(result.ref_logprobs, reference.log_prob(ids), **close)
     torch.testing.assert_close(result.entropy, policy.entropy(), **close)
     torch.testing.assert_close(result.exact_kl, kl_divergence(policy, reference), **close)
+    p, (log_p, log_q) = policy.probs, (x.logits for x in (policy, reference))
+    for variance, x in ((result.k1_variance, log_p - log_q), (result.logprob_variance, log_p)):
+        torch.testing.assert_close(variance, (p * x**2).sum(-1) - (p * x).sum(-1) ** 2, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(exact_kl(*logits, temperature), kl_divergence(policy, reference), **close)
     torch.testing.assert_close(chosen_logprobs(logits[0], ids, temperature), policy.log_prob(ids), **close)
 
@@ -91,6 +94,9 @@ def test_a_forbidden_token_adds_nothing(logits: tuple[torch.Tensor, torch.Tensor
     result = compare_distributions(policy, reference, torch.zeros(3, 4, dtype=torch.long))
     torch.testing.assert_close(result.exact_kl, smaller)
     torch.testing.assert_close(result.entropy, Categorical(logits=policy[..., kept]).entropy())
+    alone = compare_distributions(policy[..., kept], reference[..., kept], torch.zeros(3, 4, dtype=torch.long))
+    torch.testing.assert_close(result.k1_variance, alone.k1_variance)
+    torch.testing.assert_close(result.logprob_variance, alone.logprob_variance)
 
 
 @pytest.mark.parametrize("in_reference_too", [True, False])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
+from rlhf_kl.ops.advantages import gae
 from rlhf_kl.ops.reward_shaping import kl_of_next_states, last_token, shape_rewards
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -31,6 +33,14 @@ def test_where_the_last_token_is() -> None:
     assert last_token(MASK).tolist() == [2, 0, 0]
 
 
-def test_each_token_answers_for_the_state_it_leads_to() -> None:
-    moved = kl_of_next_states(KL, MASK)
-    torch.testing.assert_close(moved, torch.tensor([[0.2, 0.3, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_each_token_answers_for_the_state_it_leads_to_discounted_by_one_step(gamma: float) -> None:
+    moved = kl_of_next_states(KL, MASK, gamma)
+    torch.testing.assert_close(moved, gamma * torch.tensor([[0.2, 0.3, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_the_return_from_the_first_token_worked_by_hand() -> None:
+    """Two states later on pay 0.2 and 0.3 nats: at gamma 0.5 they count 0.5 and 0.25 from the first token."""
+    rewards = shape_rewards(torch.zeros(3), kl_of_next_states(KL, MASK, 0.5), MASK, coef=1.0)
+    returns, _ = gae(rewards, torch.zeros_like(rewards), MASK, 0.5, 1.0)
+    assert returns[0].tolist() == pytest.approx([-0.175, -0.15, 0.0])

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import SAFE, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.functions import WeightedSum, bind_reward, checked_scores, gold_scores_of, score_responses
+from rlhf_kl.rewards.model import RewardModel, text_format
 
 PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
 
@@ -144,7 +148,39 @@ def test_of_a_plain_function_there_are_no_terms() -> None:
 
 
 def test_gold_scores_are_checked_where_there_is_a_gold_scorer() -> None:
-    assert gold_scores_of(None, PROMPTS, RESPONSES) is None
-    assert gold_scores_of(returns([1, 2, 3]), PROMPTS, RESPONSES) == [1.0, 2.0, 3.0]
-    with pytest.raises(InputError, match="reward gold: returned 1 scores"):
-        gold_scores_of(returns([1]), PROMPTS, RESPONSES)
+    assert gold_scores_of(None, PROMPTS, RESPONSES) == (None, None)
+    assert gold_scores_of(returns([1, 2, 3]), PROMPTS, RESPONSES) == ([1.0, 2.0, 3.0], None)
+
+
+def test_a_gold_scorer_that_misbehaves_costs_its_scores_alone() -> None:
+    def broken(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        raise ConnectionError("no route")
+
+    for gold, words in (
+        (returns([1]), "returned 1 scores"),
+        (returns([1.0, float("nan"), 2.0]), "the score of 'second' is nan"),
+        (broken, "raised ConnectionError: no route"),
+        (bind_reward(lambda prompts, responses: time.sleep(5), {}, 0.05), "time_limit"),
+    ):
+        scores, failure = gold_scores_of(gold, PROMPTS, RESPONSES)
+        assert scores is None
+        assert failure is not None
+        assert failure.startswith("reward gold: ")
+        assert words in failure
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_models_score_in_a_sum_may_be_anything(tiny_reward_folder: Path, value: float) -> None:
+    """The caller leaves such an update out; a function's own is refused as ever."""
+    model = load_reward_model(str(tiny_reward_folder), "reward.model", SAFE)
+    tokenizer = load_tokenizer(str(tiny_reward_folder))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("d")] = value
+    scorer = RewardModel(model, tokenizer, form=text_format(model))
+    terms = {"model": (0.5, scorer), "count": (2.0, returns([1.0, 1.0, 1.0]))}
+    prompts, responses = ["a", "a", "a"], ["bb", "dd", "cc"]
+    total, parts = WeightedSum(terms).score(prompts, responses)
+    assert torch.isfinite(total).tolist() == [True, False, True]
+    assert torch.isfinite(parts["model"]).tolist() == [True, False, True]
+    with pytest.raises(InputError, match="reward count: the score of 'dd' is nan"):
+        WeightedSum(terms | {"count": (2.0, returns([1.0, float("nan"), 1.0]))}).score(prompts, responses)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,18 @@ def test_a_prompt_gets_many_samples_and_prompts_come_once() -> None:
     assert len(set(groups)) == 3
     assert sample_prompts(10, 96, seed=0) == groups != sample_prompts(10, 96, seed=1)
     assert sample_prompts(10, 5, seed=0) == [groups[0]] * 5
-    assert len(sample_prompts(2, 320, seed=0)) == 64  # no more than 32 of each
+
+
+@pytest.mark.parametrize("samples", [2, 31, 33, 100, 320, 1024])
+@pytest.mark.parametrize("prompts", [1, 2, 31, 32, 33, 5000])
+def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int) -> None:
+    groups = sample_prompts(prompts, samples, seed=0)
+    assert len(groups) == samples
+    assert set(groups) <= set(range(prompts))
+    sizes = Counter(groups).values()
+    assert max(sizes) - min(sizes) <= 1
+    if samples >= 64 and prompts >= samples // 32:
+        assert 32 <= min(sizes) <= max(sizes) <= 48
 
 
 def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Callable[..., Any], letters: Any) -> None:
@@ -88,14 +100,18 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Ca
         stream = PromptStream(PROMPTS, letters, 3, 0)
         return reference_responses(lm, stream, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
 
-    samples = score_samples(drawn(), groups, count, "count", lambda p, r: [float(len(x)) for x in r])
+    samples = score_samples(drawn(), groups, count, "count", lambda p, r: [float(len(x)) for x in r], print)
     assert sizes == [3, 3, 1]
     assert samples.scores.tolist() == [4.0] * 3 + [1.0] * 3 + [2.0]
     texts = [text for batch in drawn() for text in batch.texts]
     assert samples.gold == [len(text) for text in texts]
     assert samples.traits.lengths.tolist() == [n for batch in drawn() for n in batch.sampled.mask.sum(1).tolist()]
     assert len(set(texts[:3])) > 1  # each has noise of its own
-    assert score_samples(drawn(), groups, count, "count", None).gold is None
+    assert score_samples(drawn(), groups, count, "count", None, print).gold is None
+    told: list[str] = []
+    assert score_samples(drawn(), groups, count, "count", lambda p, r: [1.0], told.append).gold is None
+    assert len(told) == 1
+    assert "reward gold: returned 1 scores for 3 responses" in told[0]
 
 
 def samples_of(scores: list[float]) -> ReferenceSamples:

@@ -188,18 +188,38 @@ def test_a_controller_stuck_at_a_bound() -> None:
     assert _run(alerts, lambda _: {"kl/coef_next": 0.01}, 20, first=41) == [(45, "beta-at-min")]
 
 
-def test_sampler_and_trainer_that_disagree() -> None:
-    row = {"kl/k1": -0.02, "kl/k1_stderr": 0.005, "kl/exact": 0.05}
-    assert _slugs(_run(KLAlerts(None), lambda _: row, 5)) == ["sampler-mismatch"]
-    assert _run(KLAlerts(None), lambda _: row | {"kl/k1_stderr": 0.01}, 5) == []
-    rounding = {"kl/k1": -1e-9, "kl/k1_stderr": 1e-11, "kl/exact": 1e-12}
-    assert _run(KLAlerts(None), lambda _: rounding, 5) == []
+def _gap(key: str, gap: float) -> Row:
+    """An update whose 1000 tokens have a spread of 1 nat each."""
+    return {key: gap, f"{key}_stderr": 1 / math.sqrt(1000), "rollout/tokens": 1000}
+
+
+@pytest.mark.parametrize("key", ["policy/logprob_gap", "kl/k1_gap"])
+@pytest.mark.parametrize("gap", [0.05, -0.05])
+def test_sampler_and_trainer_that_disagree(key: str, gap: float) -> None:
+    """1.6 standard errors in each update, either way: too little for one alone, and too much for many together."""
+    alerts = KLAlerts(None)
+    texts = [(step, text) for step in range(1, 101) for text in alerts(_gap(key, gap))]
+    assert len(texts) == 1
+    step, text = texts[0]
+    assert 4 <= step <= 25
+    assert text.startswith("sampler-mismatch: ")
+    assert f"over {step} updates" in text
+    assert f"{gap:+.3g} nats" in text
+    assert _run(KLAlerts(None), lambda step: _gap(key, gap * (-1) ** step), 300) == []
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "n/a", True])
 def test_missing_figures_are_skipped(missing: object) -> None:
-    kl = [f"kl/{name}" for name in ("token", "coef", "coef_next", "k1", "k1_stderr", "exact")]
-    keys = [*kl, "objective/scores", "objective/gold", "eval/perplexity"]
+    kl = [f"kl/{name}" for name in ("token", "coef", "coef_next", "k1_gap", "k1_gap_stderr")]
+    keys = [
+        *kl,
+        "policy/logprob_gap",
+        "policy/logprob_gap_stderr",
+        "rollout/tokens",
+        "objective/scores",
+        "objective/gold",
+        "eval/perplexity",
+    ]
     alerts = KLAlerts(0.1, min_coef=0.1, max_coef=1.0)
     assert _run(alerts, lambda _: dict.fromkeys(keys, missing), 40) == []
     assert alerts({}) == []
@@ -212,6 +232,7 @@ def test_a_resumed_watch_raises_what_an_unbroken_one_raises(cut: int) -> None:
     rows = []
     for step in range(1, 80):
         row = _overoptimising(step, rng) | {"kl/token": 0.004 * step**1.6, "kl/coef": min(1.0, 0.05 * step)}
+        row |= _gap("kl/k1_gap", 0.05)
         rows.append(row | ({"eval/perplexity": 3.6 + 0.1 * step} if step % 10 == 1 else {}))
     whole = KLAlerts(0.1, total_updates=60, max_coef=1.0)
     expected = [whole(row) for row in rows]

@@ -1,21 +1,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lm import TransformersLM
-from rlhf_kl.models.text import encode, pad
 from rlhf_kl.models.value import ActorCritic, freeze
 from rlhf_kl.rollout.collect import measure, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.trainers.checks import check_start
-from rlhf_kl.types import PromptBatch, Sampling
+from rlhf_kl.trainers.checks import check_start, checked_prompts
+from rlhf_kl.types import Sampling
 
 Make = Callable[..., Any]
 
@@ -31,10 +31,9 @@ def check(letters: Any) -> Callable[..., list[str]]:
         share: bool = False,
         lm: type[TransformersLM] = TransformersLM,
         dtype: torch.dtype = torch.float32,
+        texts: Sequence[str] = ("a", "abcdab", "dd", "cab"),
     ) -> list[str]:
-        texts = ["a", "abcdab", "dd", "cab"]
-        ids, mask = pad([encode(letters, text) for text in texts], 0, left=True)
-        prompts, own = PromptBatch(texts, ids, mask), lm(policy, dtype)
+        prompts, own = checked_prompts(PromptStream(texts, letters, 4, 0)), lm(policy, dtype)
         other = lm(reference if share else freeze(reference), dtype)
         sampled = own.sample(prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
         stats = measure(ActorCritic(own), ReferenceStates(other), response_layout(prompts, sampled), 0.8)
@@ -108,8 +107,37 @@ class IgnoresItsCache(TransformersLM):
         return hidden, new if cache is None else cache
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("a", "abcdab", "dd", "cab"),
+        ("abab", "abab", "abab", "abab", "d"),
+        ("abab",),
+        ("abab", "dcba", "cccc", "badd", "cdcd"),
+        ("",),  # the bos alone
+    ],
+    ids=["lengths differ", "mostly one prompt", "one prompt", "one length", "one token"],
+)
 @pytest.mark.parametrize("lm", [IgnoresPadding, IgnoresPositions, IgnoresItsCache])
-def test_a_model_that_samples_otherwise_than_it_reads(check: Make, new_model: Make, lm: type[TransformersLM]) -> None:
+def test_a_model_that_samples_otherwise_than_it_reads(
+    check: Make, new_model: Make, lm: type[TransformersLM], texts: Sequence[str]
+) -> None:
     policy = new_model()
+    assert check(policy, copy.deepcopy(policy), texts=texts)
     with pytest.raises(GuardStop, match="padding"):
-        check(policy, copy.deepcopy(policy), lm=lm)
+        check(policy, copy.deepcopy(policy), lm=lm, texts=texts)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 64, 1000])
+@pytest.mark.parametrize(
+    "texts", [["ab"], ["a", "b"], ["ab"] * 50 + ["abcd"], ["abcd"[: 1 + i % 4] + "d" * (i // 4) for i in range(200)]]
+)
+def test_checked_prompts_differ_and_some_are_padded(letters: Any, texts: list[str], batch_size: int) -> None:
+    stream = PromptStream(texts, letters, batch_size, 0)
+    prompts = checked_prompts(stream)
+    lengths = prompts.mask.sum(1).tolist()
+    assert len(prompts) == max(2, min(64, batch_size))
+    assert min(lengths) < max(lengths) == prompts.ids.shape[1]
+    assert max(lengths) == stream.longest
+    different = {tuple(ids.tolist()) for ids in prompts.ids}
+    assert len(different) >= min(len(prompts), len(set(texts)))

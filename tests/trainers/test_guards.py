@@ -76,7 +76,8 @@ def test_a_halved_microbatch_is_taken_over_and_a_whole_one_is_the_configs() -> N
 def rollout() -> RolloutBatch:
     grid, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     ids, row = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2)
-    return RolloutBatch(ids, mask, ids, mask, grid, grid, grid, grid, grid, row, row, mask[:, 0], ["a"] * 2, ["b"] * 2)
+    per_token = [grid] * 7
+    return RolloutBatch(ids, mask, ids, mask, *per_token, row, row, mask[:, 0], ["a"] * 2, ["b"] * 2)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -87,6 +88,7 @@ def rollout() -> RolloutBatch:
         ("ref_logprobs", "log-prob of the reference"),
         ("exact_kl", "KL"),
         ("values", "value"),
+        ("scores", "score"),  # a clip may hide it in the shaped ones
         ("shaped_scores", "score"),
     ],
 )

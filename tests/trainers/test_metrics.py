@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +10,14 @@ import pytest
 import torch
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.ops.logprobs import compare_distributions
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.trainers.guards import NonFiniteRollout
-from rlhf_kl.trainers.metrics import failed_row, rollout_metrics, token_mean_stderr, update_row
+from rlhf_kl.trainers.metrics import failed_row, rollout_metrics, sampling_gap, token_mean_stderr, update_row
 from rlhf_kl.types import RolloutBatch
+
+Make = Callable[..., Any]
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 KL = torch.tensor([[0.1, 0.3, 9.0], [0.5, 9.0, 9.0]])
@@ -26,6 +31,8 @@ BATCH = RolloutBatch(
     ref_logprobs=torch.tensor([[-1.5, -1.0, 0.0], [-3.0, 0.0, 0.0]]),
     exact_kl=KL,
     entropy=torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]),
+    k1_variance=torch.tensor([[0.25, 1.0, 9.0], [4.0, 9.0, 9.0]]),
+    logprob_variance=torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]),
     values=torch.zeros(2, 3),
     scores=torch.tensor([1.0, 3.0]),
     shaped_scores=torch.tensor([0.5, 1.5]),
@@ -59,7 +66,13 @@ def test_a_batch_worked_by_hand() -> None:
         "kl/k1": (0.5 - 1.0 + 2.0) / 3,
         "kl/k2": (0.125 + 0.5 + 2.0) / 3,
         "kl/k3": (math.exp(-0.5) - 0.5 + math.exp(1) - 2 + math.exp(-2) + 1) / 3,
+        "kl/k1_gap": (0.5 - 1.0 + 2.0) / 3 - 0.3,
+        # gaps of 0.4, -1.3 and 1.5 nats; the variances sum to 5.25
+        "kl/k1_gap_stderr": math.sqrt((0.16 + 1.69 + 2.25 + 2 * 5.25) / 3) / 3,
+        "policy/logprob_gap": (0.0 + 0.0 + 2.0) / 3,
+        "policy/logprob_gap_stderr": math.sqrt((4.0 + 2 * 6.0) / 3) / 3,
         "policy/entropy": 2.0,
+        "rollout/tokens": 3,
         "rollout/response_length": 1.5,
         "rollout/eos_rate": 0.5,
         "reward/length": 0.5,
@@ -77,7 +90,7 @@ def test_the_error_is_in_the_targets_unit() -> None:
 def test_padding_counts_for_nothing_whatever_it_holds() -> None:
     dirty = {
         name: torch.where(MASK, getattr(BATCH, name), torch.nan)
-        for name in ("exact_kl", "logprobs", "ref_logprobs", "entropy")
+        for name in ("exact_kl", "logprobs", "ref_logprobs", "entropy", "k1_variance", "logprob_variance")
     }
     assert rollout_metrics(replace(BATCH, **dirty), 0.5, config()) == rollout_metrics(BATCH, 0.5, config())
 
@@ -112,9 +125,7 @@ def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> Non
     alone = {name: value[:1] for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor | list)}
     row = rollout_metrics(replace(BATCH, **alone, score_terms={}, penalties={}), 0.5, config())
     assert row["kl/k1"] < 0 < row["kl/exact"]
-    assert {key: row[key] for key in row if key.endswith("_stderr")} == dict.fromkeys(
-        ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")
-    )
+    assert {row[key] for key in ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")} == {None}
     assert KLAlerts(None)(row) == []
 
 
@@ -129,6 +140,104 @@ def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: 
     assert unknown == {*update.losses, "kl/after_update"}
     assert (failed["kl/coef"], failed["kl/coef_next"], failed["kl/backtrack_factor"]) == (0.3, 0.3, 1.0)
     assert failed["kl/token"] == row["kl/token"]
+
+
+# ---- a sampler that differs from what is computed ----
+
+
+class Altered(TransformersLM):
+    """A policy that samples from other logits than those that the trainer computes."""
+
+    change: Callable[[torch.Tensor], torch.Tensor]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.change(super().head(hidden))
+
+
+def heated(temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda logits: logits / temperature
+
+
+def top_k(logits: torch.Tensor) -> torch.Tensor:
+    return logits.masked_fill(logits < logits.topk(4, -1).values[:, -1:], -torch.inf)
+
+
+def top_p(logits: torch.Tensor) -> torch.Tensor:
+    ordered, ids = logits.softmax(-1).sort(-1, descending=True)
+    beyond = ordered.cumsum(-1) - ordered >= 0.9
+    return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, ids, beyond), -torch.inf)
+
+
+def first_alert(trainer: Any, change: Any, updates: int) -> tuple[int | None, str]:
+    """The update in which the alert comes, and its words, where the rollouts are sampled from changed logits."""
+    sampler = Altered(trainer.model.policy.model)
+    sampler.change = change
+    trainer.rollouts.sample.policy = sampler
+    alerts = KLAlerts(None)
+    for step in range(1, updates + 1):
+        row = rollout_metrics(trainer.rollouts(step), 0.1, trainer.config)
+        if texts := [text for text in alerts(row) if text.startswith("sampler-mismatch")]:
+            return step, texts[0]
+    return None, ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [heated(0.7), heated(0.9), heated(1.1), heated(1.5), top_k, top_p],
+    ids=["0.7", "0.9", "1.1", "1.5", "top-k", "top-p"],
+)
+@pytest.mark.parametrize("at_the_reference", [True, False])
+def test_sampling_from_another_distribution_is_reported_soon(
+    make_trainer: Make, new_model: Make, change: Any, at_the_reference: bool
+) -> None:
+    """Rollouts of a real model of 150 tokens each: from the first update on, where the KL is still 0, and later."""
+    policy = new_model(seed=3, spread=0.5)
+    trainer = make_trainer(policy=policy, reference=policy if at_the_reference else new_model(seed=2, spread=0.5))
+    step, text = first_alert(trainer, change, 60)
+    assert step is not None
+    assert "log-prob is" in text or "log-ratio to the reference is" in text
+
+
+def test_sampling_from_older_weights_is_reported(make_trainer: Make, new_model: Make) -> None:
+    """A sampler that never hears of the policy's updates."""
+    reference = new_model(seed=3, spread=0.5)
+    policy, noise = copy.deepcopy(reference), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=noise))
+    trainer = make_trainer(policy=policy, reference=reference)
+    trainer.rollouts.sample.policy = TransformersLM(reference)
+    alerts, raised = KLAlerts(None), []
+    for step in range(1, 61):
+        responses = trainer.rollouts.sample(step)
+        rollout = trainer.rollouts.assess(responses._replace(sampled=responses.sampled._replace(states=None)))
+        raised += alerts(rollout_metrics(rollout, 0.1, trainer.config))
+    assert [text for text in raised if "log-ratio to the reference is" in text]
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0], ids=["any", "all but certain"])
+def test_sampling_from_the_policy_itself_is_not(make_trainer: Make, new_model: Make, spread: float) -> None:
+    trainer = make_trainer(policy=new_model(seed=3, spread=spread), reference=new_model(seed=2, spread=0.5))
+    assert first_alert(trainer, heated(1.0), 60) == (None, "")
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_the_shift_at_another_temperature_is_that_of_the_closed_form(temperature: float) -> None:
+    """One state with four tokens, drawn 40,000 times; the figures' means over the vocabulary are known."""
+    logits, ref_logits = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.tensor([0.0, 1.0, 0.0, 0.5])
+    p, q, drawn = (x.double().softmax(-1) for x in (logits, ref_logits, logits / temperature))
+    ids = torch.multinomial(drawn, 40_000, replacement=True, generator=torch.Generator().manual_seed(0)).view(-1, 4)
+    stats = compare_distributions(logits.expand(*ids.shape, 4), ref_logits.expand(*ids.shape, 4), ids)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    for x, gaps, variance in (
+        (p.log(), stats.logprobs + stats.entropy, stats.logprob_variance),
+        (p.log() - q.log(), stats.logprobs - stats.ref_logprobs - stats.exact_kl, stats.k1_variance),
+    ):
+        gap, error = sampling_gap(gaps, variance, mask)
+        own = float((p * x).sum())
+        assert gap == pytest.approx(float((drawn * x).sum()) - own, abs=4 * error)
+        squares = float((drawn * (x - own) ** 2).sum() + 2 * (p * (x - own) ** 2).sum()) / 3
+        assert error == pytest.approx(math.sqrt(squares / 40_000), rel=0.02)
 
 
 def test_one_response_has_a_finite_error() -> None:

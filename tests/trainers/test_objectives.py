@@ -28,6 +28,8 @@ ROLLOUT = RolloutBatch(
     ref_logprobs=torch.tensor([[-1.5, -1.0, 7.0], [-3.0, 7.0, 7.0]]),
     exact_kl=torch.tensor([[0.1, 0.3, 9.0], [0.5, 9.0, 9.0]]),
     entropy=torch.zeros(2, 3),
+    k1_variance=torch.zeros(2, 3),
+    logprob_variance=torch.zeros(2, 3),
     values=torch.zeros(2, 3),
     scores=torch.tensor([50.0, 70.0]),
     shaped_scores=torch.tensor([1.0, 3.0]),
@@ -117,16 +119,9 @@ def test_a_process_whitens_over_all_of_them() -> None:
 # ---- losses ----
 
 # One token in each of two rows; the policy's two tokens are equally likely now, the reference says 1 : 3.
-PAIR = replace(
-    ROLLOUT,
-    **{
-        name: getattr(ROLLOUT, name)[:, :1]
-        for name in ("prompt_ids", "prompt_mask", "response_ids", "mask", "entropy", "exact_kl")
-    },
-    logprobs=torch.full((2, 1), math.log(0.25)),
-    ref_logprobs=torch.full((2, 1), math.log(0.25)),
-    values=torch.zeros(2, 1),
-)
+FIRST = {name: value[:, :1] for name, value in vars(ROLLOUT).items() if isinstance(value, Tensor) and value.dim() == 2}
+QUARTER = torch.full((2, 1), math.log(0.25))
+PAIR = replace(ROLLOUT, **FIRST | {"logprobs": QUARTER, "ref_logprobs": QUARTER, "values": torch.zeros(2, 1)})
 HALVES = torch.zeros(2, 2)
 QUARTERS = torch.tensor([0.25, 0.75]).log()
 

@@ -1,11 +1,12 @@
 """The gradient that the trainer really takes, against the objective's own, by listing every response.
 
-A real GPT-2 over seven letters and responses of at most one or two tokens: each loss is weighted with the
+A real GPT-2 over seven letters and responses of at most three tokens: each loss is weighted with the
 probability of its response, so that the sum is the expected gradient of an update's first step.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,12 +38,22 @@ def every_response(length: int) -> Sampled:
     return Sampled(ids, mask, torch.tensor([row[-1] == EOS for row in rows]), torch.zeros(ids.shape))
 
 
-def log_p(model: Any, sampled: Sampled) -> Tensor:
-    """Of each response, from the model's plain output."""
+def distributions(model: Any, sampled: Sampled) -> Tensor:
+    """(rows, tokens, V) log-probs of the state before each token, from the model's plain output."""
     prompt = torch.tensor(PROMPT).expand(len(sampled.ids), -1)
     logits = model(input_ids=torch.cat([prompt, sampled.ids], 1)).logits[:, len(PROMPT) - 1 : -1]
-    chosen = (logits / TEMPERATURE).log_softmax(-1).gather(-1, sampled.ids.unsqueeze(-1)).squeeze(-1)
-    return torch.where(sampled.mask, chosen, 0.0).sum(1)
+    log_p: Tensor = (logits / TEMPERATURE).log_softmax(-1)
+    return log_p
+
+
+def chosen(distributions: Tensor, sampled: Sampled) -> Tensor:
+    """(rows, tokens) of the tokens that were drawn, 0 in padding."""
+    return torch.where(sampled.mask, distributions.gather(-1, sampled.ids.unsqueeze(-1)).squeeze(-1), 0.0)
+
+
+def log_p(model: Any, sampled: Sampled) -> Tensor:
+    """Of each response."""
+    return chosen(distributions(model, sampled), sampled).sum(1)
 
 
 class Case:
@@ -50,6 +61,7 @@ class Case:
 
     def __init__(self, make_trainer: Make, new_model: Make, length: int, ppo: dict[str, Any], **kl: Any) -> None:
         self.policy, self.reference = new_model(seed=1, spread=0.25), new_model(seed=2, spread=0.25)
+        self.sampler = copy.deepcopy(self.policy)  # the policy that the rollout is of
         self.sampled = every_response(length)
         rows = len(self.sampled.ids)
         self.scores = 2 * torch.randn(rows, generator=torch.Generator().manual_seed(5))
@@ -72,7 +84,7 @@ class Case:
 
     def taken(self) -> Tensor:
         """Expected gradient of the trainer's loss."""
-        p = log_p(self.policy, self.sampled).exp().detach()
+        p = log_p(self.sampler, self.sampled).exp().detach()
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
         targets = ppo_targets(self.rollout, BETA, self.trainer.config, self.trainer.processes.sum)
         layout = self.rollout.layout
@@ -83,6 +95,33 @@ class Case:
         """Of -scores E[score] + beta KL(policy || reference)."""
         mine, other = log_p(self.policy, self.sampled), log_p(self.reference, self.sampled).detach()
         return self.gradient((mine.exp() * (beta * (mine - other) - scores * self.scores)).sum())
+
+    def discounted(self, gamma: float) -> Tensor:
+        """Of the losses of discounted returns: ratio times the return from each token on, beside beta KL(s_t).
+
+        The return counts the score and the KL of *later* states, each discounted from that token; there is no
+        gamma^t in front. Ratio and KL(s_t) are the policy's as it is now, all else is the sampler's.
+        """
+        mask = self.sampled.mask
+        now, ref = distributions(self.policy, self.sampled), distributions(self.reference, self.sampled).detach()
+        old = distributions(self.sampler, self.sampled).detach()
+        later = (old.exp() * (old - ref)).sum(-1)
+        returns = torch.zeros(mask.shape)
+        for row, length in enumerate(mask.sum(1).tolist()):
+            for t in range(length):
+                costs = sum(gamma ** (k - t) * float(later[row, k]) for k in range(t + 1, length))
+                returns[row, t] = gamma ** (length - 1 - t) * float(self.scores[row]) - BETA * costs
+        ratio = (chosen(now, self.sampled) - chosen(old, self.sampled)).exp()
+        per_token = BETA * (now.exp() * (now - ref)).sum(-1) - ratio * returns
+        p = chosen(old, self.sampled).sum(1).exp()
+        return self.gradient((p.unsqueeze(1) * torch.where(mask, per_token, 0.0)).sum())
+
+    def move(self, size: float) -> None:
+        """A step of the policy, so that it is no longer the one that sampled."""
+        noise = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.add_(size * torch.randn(parameter.shape, generator=noise))
 
     def reverse_kl(self) -> Tensor:
         """Of KL(reference || policy)."""
@@ -114,6 +153,32 @@ def test_the_true_gradient(
     wanted = case.true()
     for part in (case.true(scores=0.0), case.true(beta=0.0)):
         assert float(part.norm() / wanted.norm()) > 0.2  # neither part is lost beside the other
+    assert_parallel(case.taken(), wanted)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5])
+@pytest.mark.parametrize(
+    ("placement", "estimator"), [("reward", "k1"), ("rao_blackwell", "exact")], ids=lambda value: str(value)
+)
+def test_the_true_gradient_of_discounted_returns(
+    make_trainer: Make, new_model: Make, placement: str, estimator: str, gamma: float
+) -> None:
+    case = Case(make_trainer, new_model, 3, {"gamma": gamma}, placement=placement, estimator=estimator)
+    wanted = case.discounted(gamma)
+    if gamma == 1.0:
+        assert_parallel(wanted, case.true())
+    assert_parallel(case.taken(), wanted)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_the_gradient_of_discounted_returns_after_a_step(make_trainer: Make, new_model: Make, gamma: float) -> None:
+    case = Case(
+        make_trainer, new_model, 3, {"gamma": gamma, "cliprange": 1e3}, placement="rao_blackwell", estimator="exact"
+    )
+    at_the_sampler = case.discounted(gamma)
+    case.move(0.1)
+    wanted = case.discounted(gamma)
+    assert float((wanted - at_the_sampler).norm() / wanted.norm()) > 0.2
     assert_parallel(case.taken(), wanted)
 
 
