@@ -21,7 +21,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
 from rlhf_kl.run.run_folder import CHECKPOINT
 
-FORMAT = 2  # of the state; raised whenever a run cannot go on from a checkpoint of before
+FORMAT = 3  # of the state; raised whenever a run cannot go on from a checkpoint of before
 
 
 @dataclass(frozen=True)
