@@ -21,7 +21,7 @@ from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.commands.training import Training, evaluate_policy, prepare_training
-from rlhf_kl.config.notes import start_notes
+from rlhf_kl.config.notes import gradient_notes, unused_notes, world_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import context_length, load_tokenizer
@@ -60,6 +60,7 @@ def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None 
         parts = build_parts(config, accelerator, display)
         resolver = Resolver.for_run(config.run, display, accelerator.device)
         found += [dtype_finding(config, parts.policy), rate_finding(config, parts.policy.module)]
+        found += [Finding("doubtful", "config", note) for note in (*unused_notes(config), *world_notes(config))]
         found += _filters(parts)
         found += _tokenizers(config, parts, resolver)
         found += _context(config, parts)
@@ -222,7 +223,7 @@ def _scores(config: TrainConfig, training: Training) -> Iterator[Finding]:
 def _beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     control, batch = training.trainer.controller, config.rollout.batch_size
     low, high = control.reach(config.updates, batch)
-    warnings = [*control.start_warnings(config.updates, batch), *start_notes(config)]
+    warnings = [*control.start_warnings(config.updates, batch), *gradient_notes(config)]
     for warning in warnings:
         yield Finding("doubtful", "beta", warning)
     if not warnings:

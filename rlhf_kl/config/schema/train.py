@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.config.schema.base import (
+    BUILTIN,
     LARGEST,
     CheckpointSection,
     Count,
@@ -33,7 +34,7 @@ from rlhf_kl.config.schema.base import (
 from rlhf_kl.config.schema.kl import KLSection
 from rlhf_kl.config.schema.reward import RewardSection
 
-DEFAULT_POLICY = "builtin:reviews"
+DEFAULT_POLICY = f"{BUILTIN}reviews"
 
 
 class PolicySection(TunedSection):
@@ -172,7 +173,7 @@ def with_world(raw: dict[str, Any]) -> dict[str, Any]:
     raw = copy.deepcopy(raw)
     policy = raw.setdefault("policy", {})
     world = policy.setdefault("model", DEFAULT_POLICY) if isinstance(policy, dict) else DEFAULT_POLICY
-    builtin = isinstance(world, str) and world.startswith("builtin:")
+    builtin = isinstance(world, str) and world.startswith(BUILTIN)
     for section, key in (("policy", "model"), ("data", "prompts"), ("eval", "texts"), ("reward", "model")):
         mapping = raw.setdefault(section, {})
         scorers = [mapping, *_terms(mapping)] if section == "reward" else [mapping]
