@@ -210,6 +210,7 @@ def tiny_settings(tiny_folder: Path, tiny_data: SimpleNamespace) -> dict[str, An
         "ppo": {
             "total_episodes": 96,
             "epochs": 2,
+            "learning_rate": 2.0e-4,
             "lr_schedule": "constant",
             "minibatch_size": 16,
             "microbatch_size": 8,

@@ -27,6 +27,18 @@ def blocks(heading: str) -> dict[str, list[str]]:
     return found
 
 
+def test_a_config_for_a_model_of_ones_own(rlhf_kl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = blocks("## Commands")
+    (tmp_path / "my.yaml").write_text(printed["yaml"][0])
+    (tmp_path / "mine.py").write_text(printed["python"][0])
+    (tmp_path / "my-model").mkdir()
+    for name in ("prompts.jsonl", "heldout.txt"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    outcome = rlhf_kl("config", "validate", "my.yaml")
+    assert outcome.code == 0, outcome.err
+
+
 def test_a_controller_of_ones_own(
     small_world: World, rlhf_kl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

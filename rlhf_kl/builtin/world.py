@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.builtin.gold import gold_score
@@ -57,13 +56,10 @@ def world_spec(ref: str) -> WorldSpec:
     return WORLDS[name]
 
 
-def part_key(spec: WorldSpec, sources: Sequence[Path], versions: dict[str, str], settings: Sequence[str]) -> str:
+def part_key(spec: WorldSpec, code: Sequence[str], versions: dict[str, str], settings: Sequence[str]) -> str:
     """A key that changes with the spec, the code that makes the part, its settings and library versions."""
-    digest = hashlib.sha256()
-    digest.update(json.dumps([asdict(spec), versions, list(settings)], sort_keys=True).encode())
-    for source in sorted(sources):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:16]
+    content = json.dumps([asdict(spec), list(code), versions, list(settings)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def gold_scores(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:

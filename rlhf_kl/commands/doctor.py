@@ -9,17 +9,19 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
 from rlhf_kl.builtin.world import is_builtin
+from rlhf_kl.commands.finding import Finding
+from rlhf_kl.commands.fit import dtype_finding, perplexity_finding, rate_finding
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.resolver import Resolver
-from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.commands.training import Training, evaluate_policy, prepare_training
-from rlhf_kl.config.notes import start_notes
+from rlhf_kl.config.notes import gradient_notes, unused_notes, world_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import context_length, load_tokenizer
@@ -30,7 +32,6 @@ from rlhf_kl.trainers.guards import NonFiniteRollout
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
-Level = Literal["fine", "doubtful", "fatal"]
 PROBES = 64  # prompts that tokenizers are compared on
 PAIRS = 200
 LOW_ACCURACY = 0.6
@@ -47,15 +48,6 @@ FILTERS = {
 }
 
 
-class Finding(NamedTuple):
-    """One line: how bad, about what, what was found, and what to change."""
-
-    level: Level
-    topic: str
-    text: str
-    change: str = ""
-
-
 def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None = None) -> list[Finding]:
     """All findings; the first that makes the run impossible is the last.
 
@@ -63,10 +55,12 @@ def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None 
     """
     found: list[Finding] = []
     try:
+        config = on_this_machine(config)
         accelerator = make_accelerator(config.run)
         parts = build_parts(config, accelerator, display)
         resolver = Resolver.for_run(config.run, display, accelerator.device)
-        found += _device(config, accelerator.device)
+        found += [dtype_finding(config, parts.policy), rate_finding(config, parts.policy.module)]
+        found += [Finding("doubtful", "config", note) for note in (*unused_notes(config), *world_notes(config))]
         found += _filters(parts)
         found += _tokenizers(config, parts, resolver)
         found += _context(config, parts)
@@ -78,16 +72,6 @@ def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None 
     except GuardStop as error:
         found.append(Finding("fatal", "start", str(error)))
     return found
-
-
-def _device(config: TrainConfig, device: torch.device) -> Iterator[Finding]:
-    dtype = config.run.dtype
-    if dtype == "bfloat16" and device.type == "cpu":
-        yield Finding("doubtful", "dtype", "bfloat16 on a CPU is slower and less exact", "run.dtype=float32")
-    elif dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        yield Finding("doubtful", "dtype", "this GPU only emulates bfloat16", "run.dtype=float32")
-    else:
-        yield Finding("fine", "dtype", f"{dtype} on {device}; master weights float32")
 
 
 def _filters(parts: Parts) -> Iterator[Finding]:
@@ -209,7 +193,7 @@ def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> 
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
     for alert in alerts:
         yield Finding("doubtful", "update", alert)
-    yield Finding("fine", "eval", f"held-out perplexity {evaluated['eval/perplexity']:.2f} on {len(parts.texts)} texts")
+    yield perplexity_finding(evaluated["eval/perplexity"], parts.texts, parts.tokenizer)
     looks = 2 + (config.updates - 1) // config.eval.every
     seconds = setup + config.updates * update + looks * evaluation
     yield Finding(
@@ -237,7 +221,7 @@ def _scores(training: Training) -> Iterator[Finding]:
 def _beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     control, batch = training.trainer.controller, config.rollout.batch_size
     low, high = control.reach(config.updates, batch)
-    warnings = [*control.start_warnings(config.updates, batch), *start_notes(config)]
+    warnings = [*control.start_warnings(config.updates, batch), *gradient_notes(config)]
     for warning in warnings:
         yield Finding("doubtful", "beta", warning)
     if not warnings:

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.models import load_language_model, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.parts import build_prompts, sampling_of
 from rlhf_kl.commands.resolver import Resolver
-from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -47,14 +48,16 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
     folder = None if request.config else RunFolder(request.run or newest_run(finished=True))
     if folder is not None and not folder.config.is_file():
         raise InputError(f"{folder.path}: holds no run (no config.yaml)")
-    config = load_config("train", request.config or str(folder and folder.config), [])
+    config = on_this_machine(load_config("train", request.config or str(folder and folder.config), []))
     return _eval_run(request, config, folder, display)
 
 
 def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
     if request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
-    config = TrainConfig()
+    if request.texts is None and not is_builtin(request.model):
+        raise InputError("--model needs --texts: held-out texts to score it on, a file, a hub id, or builtin:NAME")
+    config = TrainConfig.model_validate({"policy": {"model": request.model}} if is_builtin(request.model) else {})
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     texts = _texts(request, config, resolver)

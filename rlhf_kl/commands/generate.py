@@ -61,7 +61,7 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
     With `output` they are written there as .jsonl too.
     """
     _check(request)
-    config = TrainConfig() if request.model is not None else _run_config(request)
+    config = TrainConfig.model_validate({}) if request.model is not None else _run_config(request)
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     writer = _Writer(request, config, resolver)

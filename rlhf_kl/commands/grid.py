@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
@@ -65,7 +66,7 @@ def check_folders(plan: ComparePlan) -> None:
     for run in plan.runs:
         folder = _run_folder(run)
         if folder.config.exists():
-            changed = differences(stored_config(folder.config), run.config)
+            changed = differences(stored_config(folder.config), on_this_machine(run.config))
             if changed:
                 problems.append(
                     f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 Run = Callable[[Any, RunFolder, TrainingDisplay], dict[str, Any]]
+C = TypeVar("C", bound=AnyConfig)
 
 
 def train_command(
     run: Run, config: AnyConfig, *, resume: bool, overwrite: bool, display: TrainingDisplay
 ) -> dict[str, Any]:
     """Open the run folder and run; a finished run with --resume gives its summary."""
+    config = on_this_machine(config)  # what is stored repeats the run, wherever it is repeated
     path = Path(config.run.output_dir)
     if overwrite:
         _check_inputs(config, path)
@@ -53,6 +55,21 @@ def _check_inputs(config: AnyConfig, path: Path) -> None:
     ]
     if problems:
         raise InputError(*problems)
+
+
+def on_this_machine(config: C) -> C:
+    """The config with the type of its computation in place of `run.dtype: auto`.
+
+    bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32.
+    """
+    if config.run.dtype != "auto":
+        return config
+    import torch
+
+    on_gpu = pick_device(config.run).type == "cuda"
+    dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    run = config.run.model_copy(update={"dtype": dtype})
+    return cast(C, config.model_copy(update={"run": run}))
 
 
 def pick_device(section: RunSection) -> torch.device:

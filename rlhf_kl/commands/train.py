@@ -219,6 +219,7 @@ class TrainRun:
                 "minibatch": config.ppo.minibatch_size,
                 "microbatch": config.ppo.microbatch_size or "automatic",
                 "epochs": config.ppo.epochs,
+                "learning rate": f"{self.trainer.learning_rate:.3g}",
                 "updates": updates,
                 "episodes": updates * batch,
             }
@@ -259,6 +260,7 @@ class TrainRun:
             tilt_share=self.tilt_share(rows),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,
+            learning_rate=self.trainer.learning_rate,
             stopped_by=None,
         )
 

@@ -13,7 +13,8 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
-from rlhf_kl.models.lora import checkpointed
+from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.model import RewardModel
@@ -27,7 +28,7 @@ from rlhf_kl.run.clock import Clock
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.trainers.checks import check_start, checked_prompts
-from rlhf_kl.trainers.optim import adamw
+from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
 
 
@@ -109,7 +110,7 @@ def build_trainer(
         model,
         adamw(
             model.modules,
-            config.ppo.learning_rate,
+            learning_rate(config, parts.policy.module),
             config.ppo.weight_decay,
             model.critic,
             config.ppo.critic_learning_rate,
@@ -120,6 +121,14 @@ def build_trainer(
         features,
         processes,
     )
+
+
+def learning_rate(config: TrainConfig, policy: Any) -> float:
+    """The peak learning rate of a config, or for `auto` the one that fits the policy's size."""
+    written = config.ppo.learning_rate
+    if not isinstance(written, str):
+        return written
+    return usual_learning_rate(parameter_count(policy), adapter=has_adapter(policy))
 
 
 def build_control(config: TrainConfig, coef: float) -> GuardedController:

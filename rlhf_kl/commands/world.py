@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.builtin.corpus import write_corpus
+from rlhf_kl.builtin.sources import code_of, code_text
 from rlhf_kl.builtin.world import WorldSpec, part_key, world_spec
 from rlhf_kl.cache import cache_folder
 from rlhf_kl.commands.models import new_language_model
@@ -35,13 +36,8 @@ from rlhf_kl.trainers.reward_model import PairObjective, initialise_head
 from rlhf_kl.trainers.sft import TextObjective
 from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
 
-PACKAGE = Path(__file__).parent.parent
-CORPUS_SOURCES = [PACKAGE / "builtin" / f"{name}.py" for name in ("grammar", "writing", "reading", "gold", "corpus")]
-TRAINER_SOURCES = [
-    *CORPUS_SOURCES,
-    *(PACKAGE / "trainers" / f"{name}.py" for name in ("supervised", "sft", "reward_model", "optim")),
-    *(PACKAGE / "models" / f"{name}.py" for name in ("scratch", "text", "tokenizer")),
-]
+WRITER = "builtin/corpus.py"
+BUILDER = "commands/world.py"  # this file: it makes every part
 
 
 class World:
@@ -61,7 +57,7 @@ class World:
     def corpus(self) -> Path:
         """Folder with texts, prompts and pairs as .jsonl."""
         if "corpus" not in self.parts:
-            key = part_key(self.spec, CORPUS_SOURCES, {}, [])
+            key = part_key(self.spec, [code_of(WRITER), code_text(Path(__file__))], {}, [])
             self.parts["corpus"] = self._part(f"corpus-{key}", self._write_corpus)
         return self.parts["corpus"]
 
@@ -69,7 +65,7 @@ class World:
         """Folder of the pre-trained policy with its tokenizer."""
         if "policy" not in self.parts:
             settings = self._sft().model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
-            key = part_key(self.spec, TRAINER_SOURCES, _versions(), [settings])
+            key = part_key(self.spec, [code_of(BUILDER)], _versions(), [settings])
             self.parts["policy"] = self._part(f"policy-{key}", self._train_policy)
         return self.parts["policy"]
 
@@ -77,7 +73,7 @@ class World:
         """Folder of the reward model."""
         if "reward" not in self.parts:
             settings = self._reward().model_dump_json(include={"policy": {"model"}, "reward_model": True})
-            key = part_key(self.spec, TRAINER_SOURCES, _versions(), [self.policy().name, settings])
+            key = part_key(self.spec, [code_of(BUILDER)], _versions(), [self.policy().name, settings])
             self.parts["reward"] = self._part(f"reward-{key}", self._train_reward_model)
         return self.parts["reward"]
 

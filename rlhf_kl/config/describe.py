@@ -38,7 +38,9 @@ def describe_errors(error: ValidationError, model: type[Section]) -> list[str]:
             continue
         path, field = _field(problem["loc"], model)
         cause = context.get("error")
-        if isinstance(cause, InputError):
+        if kind == "missing":
+            lines.append(f"{path} is missing{_meaning(field)}")
+        elif isinstance(cause, InputError):
             lines += cause.problems
         elif cause is not None:
             lines.append(f"{path} {cause}")
@@ -48,6 +50,12 @@ def describe_errors(error: ValidationError, model: type[Section]) -> list[str]:
     for path, (field, value, phrases) in expected.items():
         lines.append(f"{path} must be {_joined(field, phrases)}: {_shown(value)}")
     return lines
+
+
+def _meaning(field: FieldInfo | None) -> str:
+    """The first sentence of a key's description."""
+    words = ((field and field.description) or "").partition("\n")[0].rstrip(".")
+    return f": {words[:1].lower()}{words[1:]}" if words else ""
 
 
 def wrong_keys(error: ValidationError, model: type[Section]) -> set[str]:

@@ -116,8 +116,10 @@ def dump_config(config: AnyConfig) -> str:
 
 
 def json_schema(kind: Kind) -> dict[str, Any]:
-    """JSON Schema of a config file, for editors."""
+    """JSON Schema of a config file, for editors; what a file leaves out may stand in the one that it extends."""
     schema = MODELS[kind].model_json_schema()
+    for part in (schema, *schema.get("$defs", {}).values()):
+        part.pop("required", None)
     extends = {"type": "string", "description": "Another config that this one is written on top of."}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

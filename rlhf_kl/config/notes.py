@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_kl.config.schema import PPOSection, TrainConfig
+from rlhf_kl.config.schema import BUILTIN, PPOSection, TrainConfig
 
 
 def gradient_notes(config: TrainConfig) -> list[str]:
@@ -41,6 +41,18 @@ def unused_notes(config: TrainConfig) -> list[str]:
     ]
 
 
+def world_notes(config: TrainConfig) -> list[str]:
+    """Parts of the built-in world that were written beside a policy that is not of it."""
+    if config.policy.model.startswith(BUILTIN):
+        return []
+    parts = {"reward.model": config.reward.model, "data.prompts": config.data.prompts, "eval.texts": config.eval.texts}
+    return [
+        f"{key} {ref}: of the built-in world, beside a policy.model that is not"
+        for key, ref in parts.items()
+        if ref is not None and ref.startswith(BUILTIN)
+    ]
+
+
 def start_notes(config: TrainConfig) -> list[str]:
     """All notes on a config."""
-    return [*gradient_notes(config), *unused_notes(config)]
+    return [*gradient_notes(config), *unused_notes(config), *world_notes(config)]

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.components import is_reference, nearest, reference_file, suggestion
-from rlhf_kl.config.schema import MODELS, Kind, Location, Section, subsections
+from rlhf_kl.config.schema import BUILTIN, MODELS, Kind, Location, Section, subsections
 from rlhf_kl.errors import InputError
 
-BUILTIN = "builtin:"
 BUILTIN_NAMES = ("reviews", "reviews-small")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 

@@ -21,6 +21,7 @@ from rlhf_kl.models.lm import check_head
 from rlhf_kl.models.quiet import quiet_transformers
 
 Model = Any  # transformers models are untyped
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -238,8 +239,8 @@ def context_length(model: Model) -> int | None:
 
 
 def compute_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `run.dtype`."""
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    """The torch dtype of `run.dtype`, once `auto` is settled."""
+    return DTYPES[name]
 
 
 def parameter_count(model: torch.nn.Module) -> int:

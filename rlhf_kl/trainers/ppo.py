@@ -59,9 +59,13 @@ class PPOTrainer:
         features: StateFeatures | None = None,
         processes: Processes | None = None,
     ) -> None:
-        """`reference` holds the states of the rollout made last; `features` are the critic's, where there is one."""
+        """`reference` holds the states of the rollout made last; `features` are the critic's, where there is one.
+
+        The optimizer comes with the peak learning rate.
+        """
         self.config, self.model, self.optimizer, self.rollouts = config, model, optimizer, rollouts
         self.reference, self.controller, self.features = reference, controller, features
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])
         self.processes = processes or Processes()
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.ppo.minibatch_size)
         section = config.kl.ceiling
@@ -95,9 +99,8 @@ class PPOTrainer:
     def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> tuple[dict[str, Any], str | None]:
         """Several epochs of clipped minibatch updates: means over what was trained on, and what was skipped."""
         cfg = self.config.ppo
-        set_learning_rate(
-            self.optimizer, cfg.learning_rate * lr_factor(cfg.lr_schedule, (step - 1) / self.config.updates)
-        )
+        factor = lr_factor(cfg.lr_schedule, (step - 1) / self.config.updates)
+        set_learning_rate(self.optimizer, self.learning_rate * factor)
         totals = dict.fromkeys((*LOSSES, "grad_norm", "steps", "tokens"), 0.0)
         first_max, skipped, done = math.nan, None, 0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
@@ -242,6 +245,7 @@ class PPOTrainer:
     def state_dict(self) -> dict[str, Any]:
         """State besides tensors, JSON-able."""
         return {
+            "learning_rate": self.learning_rate,
             "controller": self.controller.state_dict(),
             "ceiling": self.ceiling.state_dict(),
             "microbatch": self.microbatch.halved,
@@ -249,6 +253,7 @@ class PPOTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; the optimizer and the weights are loaded beside it."""
+        self.learning_rate = state["learning_rate"]
         self.controller.load_state_dict(state["controller"])
         self.ceiling.load_state_dict(state["ceiling"])
         self.microbatch.halve_to(state["microbatch"])

@@ -75,7 +75,8 @@ def test_paths_are_those_of_the_working_directory(
     ("arguments", "word"),
     [
         (("--run", "nowhere"), "nowhere"),
-        (("--model", "./nowhere"), "--model"),
+        (("--model", "./nowhere", "--texts", "builtin:reviews-small"), "--model: ./nowhere"),
+        (("--model", "owner/mine"), "--model needs --texts"),
         (("--model", "x", "--run", "y"), "exclude each other"),
         (("--config", "nowhere.yaml"), "nowhere.yaml"),
         ((), "runs/"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
 
 SMALL = "builtin:reviews-small"
+HELD = EvalSection(texts="t.txt")
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def test_a_built_in_world_stands_behind_its_name(resolver: Resolver, small_world: World) -> None:
     assert resolver.policy(SMALL) == str(small_world.policy())
-    train, kept = resolver.prompts(PromptsSection(prompts=SMALL), EvalSection())
+    train, kept = resolver.prompts(PromptsSection(prompts=SMALL), HELD)
     assert len(train) == 400
     assert len(kept) == 64
     assert not set(train) & set(kept)
@@ -54,7 +55,7 @@ def prompts(path: str) -> PromptsSection:
 
 def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(resolver: Resolver, tmp_path: Path) -> None:
     rows = [{"q": f"prompt {i % 40}"} for i in range(100)]  # each of 40 two or three times
-    train, kept = resolver.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), EvalSection())
+    train, kept = resolver.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), HELD)
     assert len(kept) == 2
     assert not set(train) & set(kept)
     assert set(train) | set(kept) == {row["q"] for row in rows}
@@ -62,13 +63,13 @@ def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(resolver: R
 
 def test_few_prompts_serve_for_both(resolver: Resolver, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", [{"q": "one"}, {"q": "two"}])
-    assert resolver.prompts(prompts(path), EvalSection()) == (["one", "two"], ["one", "two"])
+    assert resolver.prompts(prompts(path), HELD) == (["one", "two"], ["one", "two"])
 
 
 def test_held_out_prompts_that_are_named_win(resolver: Resolver, tmp_path: Path) -> None:
     train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
     own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
-    assert resolver.prompts(prompts(train), EvalSection(prompts=own))[1] == ["mine"]
+    assert resolver.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == ["mine"]
 
 
 def test_pairs_of_a_file(resolver: Resolver, tmp_path: Path) -> None:
@@ -105,14 +106,14 @@ def test_prompts_in_the_form_of_conversations_and_of_columns(resolver: Resolver,
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
     rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
     file = jsonl(tmp_path / "c.jsonl", rows)
-    assert resolver.prompts(prompts(file), EvalSection())[0] == ["why?", "plain"]
+    assert resolver.prompts(prompts(file), HELD)[0] == ["why?", "plain"]
     chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [getattr(p, "messages", None) is not None for p in resolver.prompts(chat, EvalSection())[0]] == [0, 1, 0]
+    assert [getattr(p, "messages", None) is not None for p in resolver.prompts(chat, HELD)[0]] == [0, 1, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
-    assert resolver.prompts(section, EvalSection())[0] == ["{T} P {x}\nTL;DR:"]
+    assert resolver.prompts(section, HELD)[0] == ["{T} P {x}\nTL;DR:"]
     with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
-        resolver.prompts(PromptsSection(prompts=posts, template="{ttle}"), EvalSection())
+        resolver.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
 
 
 def test_several_scorers_with_weights(resolver: Resolver, tiny_data: Any, tiny_reward_folder: Path) -> None:
@@ -127,7 +128,7 @@ def test_several_scorers_with_weights(resolver: Resolver, tiny_data: Any, tiny_r
 
 
 def test_gold_comes_with_a_built_in_world_only(resolver: Resolver, tiny_data: Any) -> None:
-    assert resolver.gold(RewardSection(), SMALL) is not None
+    assert resolver.gold(RewardSection(model=SMALL), SMALL) is not None
     own = RewardSection(kind=tiny_data.reward)
     assert resolver.gold(own, "/some/folder") is None
     chosen = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)

@@ -93,6 +93,8 @@ def test_a_folder_is_no_config(here: Path) -> None:
 def test_every_shipped_config_loads(path: Path) -> None:
     if "variants" in path.read_text():
         pytest.skip("a comparison of configs")
+    if path.name == "ppo_model.yaml":
+        pytest.skip("a base that must be given a model")
     _, config = load_any(path)
     assert config.run.name == path.stem
 
@@ -298,7 +300,7 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: 5}", "run.name must be text: 5"),
         ("ppo: {critic_lam: none}", "ppo.critic_lam must be a number or null: 'none'"),
-        ("ppo: {learning_rate: '1e-5'}", "ppo.learning_rate must be a number: '1e-5'"),
+        ("ppo: {learning_rate: '1e-5'}", "ppo.learning_rate must be a number or 'auto': '1e-5'"),
         ("ppo: {learning_rate: .nan}", "ppo.learning_rate must be a finite number: nan"),
         ("ppo: {learning_rate: 1e999}", "ppo.learning_rate must be a finite number: inf"),
         ("ppo: {whiten_rewards: 1}", "ppo.whiten_rewards must be a boolean (write true or false): 1"),
@@ -332,7 +334,6 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
         ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (64): 24"),
         ("reward: {kind: modl}", None),
         ("reward: {kind: mine.py:f}", None),
-        ("reward: {model: null}", "reward.model must be a model where reward.kind is model: null"),
         (
             "policy: {model: builtin:review}",
             "policy.model: no built-in 'builtin:review'; did you mean builtin:reviews?",
@@ -345,8 +346,8 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
             "reward: {kind: sum, label: good, terms: {a: {model: builtin:reviews}}}",
             "reward.label is only read where reward.kind is model: 'good'",
         ),
-        ("policy: {model: ./nowhere}", "policy.model: no such file: ./nowhere"),
-        ("policy: {model: ''}", "policy.model must be not empty: ''"),
+        ("reference: {model: ./nowhere}", "reference.model: no such file: ./nowhere"),
+        ("data: {prompts: ''}", "data.prompts must be not empty: ''"),
     ],
 )  # fmt: skip
 def test_a_problem_names_the_key_the_value_and_the_expected_one(write: Write, text: str, line: str | None) -> None:
@@ -436,7 +437,7 @@ def test_paths_are_tried_from_the_file_then_from_here_and_stored_absolute(write:
     for name in ("both.txt", "sub/both.txt", "only_here.txt", "sub/model/config.json"):
         write(name, "x")
     text = "data: {prompts: both.txt}\neval: {texts: only_here.txt}\npolicy: {model: model}\n"
-    text += "reference: {model: org/name}\n"
+    text += "reference: {model: org/name}\nreward: {model: org/scorer}\n"
     config = load_config("train", write("sub/x.yaml", text))
     assert config.data.prompts == str(here / "sub/both.txt")
     assert config.eval.texts == str(here / "only_here.txt")

@@ -55,3 +55,16 @@ def test_a_run_says_all_of_them() -> None:
     config = TrainConfig.model_validate({"kl": {"estimator": "abs"}, "ppo": {"vf_coef": 0.5}})
     assert [note.partition(" ")[0] for note in start_notes(config)] == ["kl-gradient:", "ppo.vf_coef"]
     assert start_notes(TrainConfig()) == []
+
+
+def test_parts_of_the_built_in_world_beside_another_policy() -> None:
+    own = {
+        "policy": {"model": "owner/mine"},
+        "reward": {"model": "owner/classifier"},
+        "data": {"prompts": "p.txt"},
+        "eval": {"texts": "builtin:reviews"},
+    }
+    (note,) = start_notes(TrainConfig.model_validate(own))
+    assert note.startswith("eval.texts builtin:reviews")
+    assert start_notes(TrainConfig.model_validate(own | {"eval": {"texts": "t.txt"}})) == []
+    assert start_notes(TrainConfig.model_validate({})) == []

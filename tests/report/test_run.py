@@ -122,7 +122,8 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 
 
 def test_models_that_are_gone_do_not_matter(write_run: Callable[..., Path]) -> None:
-    run = read_run(write_run("moved", [], config={"policy": {"model": "/gone/model"}}))
+    config = {"data": {"prompts": "/gone/p"}, "eval": {"texts": "/gone/t"}, "reward": {"model": "/gone/reward"}}
+    run = read_run(write_run("moved", [], config={**config, "policy": {"model": "/gone/model"}}))
     assert run.config.policy.model == "/gone/model"
 
 

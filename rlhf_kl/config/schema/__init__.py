@@ -3,6 +3,7 @@
 from typing import Literal, TypeAlias
 
 from rlhf_kl.config.schema.base import (
+    BUILTIN,
     SEEDS,
     EpochsSection,
     Location,
@@ -41,6 +42,7 @@ MODELS: dict[Kind, type[TrainConfig] | type[SFTConfig] | type[RewardModelConfig]
 }
 
 __all__ = [
+    "BUILTIN",
     "KIND_NAMES",
     "MODELS",
     "SEEDS",

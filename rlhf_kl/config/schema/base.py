@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import template_fields
 
+BUILTIN = "builtin:"  # before the name of a built-in world
 LARGEST = 10**12  # beyond any run, and still exact as a float
 SEEDS = 2**32  # a seed is below
 
@@ -108,8 +109,8 @@ class RunSection(Section):
     """Seed of every random choice."""
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the computation; master weights stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32."""
     trust_remote_code: bool = False
     """Run code that comes with a model's weights. Read it first."""
     allow_pickle: bool = False
@@ -145,8 +146,6 @@ class TrackingSection(Section):
 
 
 class OptimiserSection(Section):
-    learning_rate: Positive
-    """Peak learning rate of AdamW."""
     lr_schedule: Schedule = "cosine"
     """Course of the learning rate: constant, or linear or cosine down to zero."""
     weight_decay: NonNegative = 0.01
@@ -158,6 +157,8 @@ class OptimiserSection(Section):
 
 
 class EpochsSection(OptimiserSection):
+    learning_rate: Positive
+    """Peak learning rate of AdamW."""
     epochs: Positive = 1.0
     """Passes over the data; a fraction is allowed."""
     batch_size: Count = 32

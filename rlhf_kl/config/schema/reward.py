@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, model_validator
 
 from rlhf_kl.components import is_reference, nearest
 from rlhf_kl.config.schema.base import (
@@ -20,6 +20,7 @@ from rlhf_kl.config.schema.base import (
 )
 
 SUM = "sum"  # the reward that is made of several
+MODEL = "a local folder, a hub id (owner/name@revision), or builtin:NAME"
 
 
 class ScorerSection(Section):
@@ -29,10 +30,11 @@ class ScorerSection(Section):
 
     kind: Plugin = "model"
     """model, or a function as file.py:function or module:function; its options stand beside it."""
-    model: OptionalSource = Field(
-        default_factory=lambda data: "builtin:reviews" if data.get("kind") == "model" else None
-    )
-    """Reward model, where kind is model: a local folder, a hub id (owner/name@revision), or builtin:NAME."""
+    model: OptionalSource = None
+    """Reward model, where kind is model: a local folder, a hub id (owner/name@revision), or builtin:NAME.
+
+    Where not written, a built-in policy's own.
+    """
     label: Name | None = None
     """Output of a classifier with several: its log-odds against the others are the score."""
     chat_template: bool | None = None
@@ -62,7 +64,7 @@ class ScorerSection(Section):
     def problems(self, path: str, kinds: str = "model") -> list[str]:
         """Problems of a scorer that is no sum."""
         if self.kind == "model":
-            return [] if self.model else [f"{path}.model must be a model where {path}.kind is model: null"]
+            return [] if self.model else [f"{path}.model is missing: {MODEL}; or name a function as {path}.kind"]
         if is_reference(self.kind):
             return self.unread(path)
         hint = "; did you mean model?" if nearest(self.kind, ["model"]) else ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.config.schema.base import (
+    BUILTIN,
     LARGEST,
     CheckpointSection,
     Count,
@@ -32,9 +34,11 @@ from rlhf_kl.config.schema.base import (
 from rlhf_kl.config.schema.kl import KLSection
 from rlhf_kl.config.schema.reward import RewardSection
 
+DEFAULT_POLICY = f"{BUILTIN}reviews"
+
 
 class PolicySection(TunedSection):
-    model: Source = "builtin:reviews"
+    model: Source
     """Starting policy: a local folder, a hub id (owner/name, owner/name@revision), or builtin:NAME."""
     value: Literal["features", "head", "separate"] = "features"
     """Value function: a small network on hidden states of the reference and the reward model, a head on the
@@ -47,8 +51,11 @@ class ReferenceSection(Section):
 
 
 class PromptsSection(Section):
-    prompts: Source = "builtin:reviews"
-    """Prompts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME."""
+    prompts: Source
+    """Prompts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME.
+
+    Where not written, those of a built-in policy.
+    """
     split: Name = "train"
     """Split of a hub id or folder, such as train or train[:1000]."""
     column: Name = "prompt"
@@ -91,8 +98,8 @@ class PPOSection(OptimiserSection):
 
     null = as many as a pass has room for: 96 MiB of activations on a CPU, 8 GiB on a GPU, or as much as the weights.
     """
-    learning_rate: Positive = 2.0e-4
-    """Peak learning rate of Adam."""
+    learning_rate: Positive | Literal["auto"] = "auto"
+    """Peak learning rate of Adam; auto = by the number of the policy's parameters, ten times as high for an adapter."""
     lr_schedule: Schedule = "linear"
     """Course of the learning rate over the run: constant, or linear or cosine down to zero."""
     weight_decay: NonNegative = 0.0
@@ -131,8 +138,11 @@ class PPOSection(OptimiserSection):
 class EvalSection(Section):
     every: Count = 10
     """Updates between two evaluations; there is one before the first and one after the last too."""
-    texts: Source = "builtin:reviews"
-    """Held-out texts for the perplexity."""
+    texts: Source
+    """Held-out texts for the perplexity: .jsonl .json .csv .parquet .txt, a hub id, or builtin:NAME.
+
+    Where not written, those of a built-in policy.
+    """
     column: Name = "text"
     """Column or key of the text."""
     prompts: OptionalSource = None
@@ -155,20 +165,51 @@ class TrainTrackingSection(TrackingSection):
     """Updates between two sets of rows in samples.jsonl."""
 
 
+def with_world(raw: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a mapping of `train` in which a built-in policy brings its own prompts, texts and reward model.
+
+    To a policy of the user's own nothing is added, so what is left out is missing there.
+    """
+    raw = copy.deepcopy(raw)
+    policy = raw.setdefault("policy", {})
+    world = policy.setdefault("model", DEFAULT_POLICY) if isinstance(policy, dict) else DEFAULT_POLICY
+    builtin = isinstance(world, str) and world.startswith(BUILTIN)
+    for section, key in (("policy", "model"), ("data", "prompts"), ("eval", "texts"), ("reward", "model")):
+        mapping = raw.setdefault(section, {})
+        scorers = [mapping, *_terms(mapping)] if section == "reward" else [mapping]
+        for one in scorers:
+            if not isinstance(one, dict) or one.get(key) is not None:
+                continue
+            one.pop(key, None)  # null is the same as not written
+            if builtin and (section != "reward" or one.get("kind", "model") == "model"):
+                one[key] = world
+    return raw
+
+
+def _terms(reward: Any) -> list[Any]:
+    terms = reward.get("terms") if isinstance(reward, dict) else None
+    return list(terms.values()) if isinstance(terms, dict) else []
+
+
 class TrainConfig(Section):
     """PPO with a KL controller."""
 
     run: RunSection = Field(default_factory=RunSection)
-    policy: PolicySection = Field(default_factory=PolicySection)
+    policy: PolicySection
     reference: ReferenceSection = Field(default_factory=ReferenceSection)
-    reward: RewardSection = Field(default_factory=RewardSection)
-    data: PromptsSection = Field(default_factory=PromptsSection)
+    reward: RewardSection
+    data: PromptsSection
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     ppo: PPOSection = Field(default_factory=PPOSection)
     kl: KLSection = Field(default_factory=KLSection)
-    eval: EvalSection = Field(default_factory=EvalSection)
+    eval: EvalSection
     checkpoint: TrainCheckpointSection = Field(default_factory=TrainCheckpointSection)
     tracking: TrainTrackingSection = Field(default_factory=TrainTrackingSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _world(cls, raw: Any) -> Any:
+        return with_world(raw) if isinstance(raw, dict) else raw
 
     @property
     def updates(self) -> int:

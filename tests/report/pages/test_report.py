@@ -37,6 +37,7 @@ def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_p
     rows[5]["alerts"] = ["kl-climbing: it climbs"]
     samples = [sample(1, "good food good food", 0.0), sample(20, f"good {HOSTILE} good")]
     config = {"ppo": {"total_episodes": 64 * len(KLS)}, "policy": {"model": "a/<b>model</b>"}}
+    config |= {"data": {"prompts": "p.txt"}, "eval": {"texts": "t.txt"}, "reward": {"model": "a/b"}}
     summary = {"versions": {"torch": "<i>2</i>"}, "git": None, "seconds": 90, "tilt_share": 0.8, "reference": {}}
     run = read_run(write_run("evil$run_<b>$", rows, samples, config, summary))
     file = tmp_path / "report.html"
