@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.rewards.functions import WeightedSum, bind_reward, checked_scores, gold_scores_of, score_responses
+from rlhf_kl.rewards.functions import WeightedSum, checked_scores, gold_scores_of, score_responses
+from rlhf_kl.rewards.plugin import PluginReward
 
 PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
 
@@ -68,10 +69,10 @@ def test_a_function_or_class_that_exits_does_not_end_the_program() -> None:
         def __init__(self) -> None:
             sys.exit(3)
 
-    for function in (leaves, bind_reward(leaves, {}, 5.0)):
+    for function in (leaves, PluginReward(leaves, {}, 5.0)):
         assert f"raised SystemExit: 3 on the response {RESPONSES[1]!r} to the prompt" in problem(function)
     with pytest.raises(InputError, match="reward Leaves: cannot be made: raised SystemExit: 3"):
-        bind_reward(Leaves, {})
+        PluginReward(Leaves, {})
 
 
 def test_a_generator_that_breaks_half_way() -> None:
@@ -115,7 +116,7 @@ def test_functions_and_classes_get_their_options() -> None:
         def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
             return words(prompts, responses, self.goal)
 
-    for made in (bind_reward(words, {"goal": 6}), bind_reward(Words, {"goal": 6})):
+    for made in (PluginReward(words, {"goal": 6}), PluginReward(Words, {"goal": 6})):
         assert made(PROMPTS, RESPONSES) == [1.0, 0.0, 1.0]
 
 
