@@ -244,4 +244,9 @@ def test_types_are_checked_where_the_code_is_imported(rlhf_kl: Cli, place: Path)
         outcome = rlhf_kl(command, "--config", "tiny.yaml", *sets)
         assert outcome.code == 2
         assert [line.split()[1] for line in outcome.err.splitlines()] == ["kl.controller.rate:", "reward.letter:"]
+    outcome = rlhf_kl("compare", "--config", "pair.yaml", *sets)
+    assert outcome.code == 2
+    assert [line.split()[1:3] for line in outcome.err.splitlines()] == [
+        [f"variants.{name}:", key] for name in "ab" for key in ("kl.controller.rate:", "reward.letter:")
+    ]
     assert rlhf_kl("config", "validate", "tiny.yaml", "--set", "kl.controller.rat=1").code == 2
