@@ -1,22 +1,18 @@
-"""Turn "name", "module:attribute" or "file.py:attribute" into an object, and check options against it."""
+"""Names: the nearest valid one, and "module:attribute" or "file.py:attribute" as an object."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
-import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from rlhf_kl.errors import InputError
 
@@ -55,19 +51,13 @@ def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
     return None
 
 
-def load_attribute(ref: str, *, search: Sequence[Path], builtins: Mapping[str, Any] | None = None) -> Any:
-    """The object that `ref` names.
+def load_attribute(ref: str, *, search: Sequence[Path]) -> Any:
+    """The object that `ref` names. Runs the code of its module.
 
-    ref: a key of `builtins`, "module:attribute" (modules in the working directory too) or
-        "file.py:attribute" (tried from each folder in `search`).
-    Raises InputError: no such name, file, module or attribute, or the code raised while being imported.
+    ref: "module:attribute" (modules in the working directory too) or "file.py:attribute" (tried from each folder
+        in `search`).
+    Raises InputError: no such file, module or attribute, or the code raised while being imported.
     """
-    builtins = builtins or {}
-    if ref in builtins:
-        return builtins[ref]
-    if not is_reference(ref):
-        hint = suggestion(ref, builtins)
-        raise InputError(f"unknown name {ref!r}{hint} (or write module:attribute or file.py:attribute)")
     source, _, attribute = ref.rpartition(":")
     if source.endswith(".py"):
         path = reference_file(ref, search)
@@ -82,81 +72,6 @@ def load_attribute(ref: str, *, search: Sequence[Path], builtins: Mapping[str, A
     except AttributeError:
         public = [name for name in vars(module) if not name.startswith("_")]
         raise InputError(f"{source} has no {attribute!r}{suggestion(attribute, public)}") from None
-
-
-def check_options(obj: Callable[..., Any], options: Mapping[str, Any], *, provided: set[str], where: str) -> list[str]:
-    """Problems of a call `obj(**options)`, from its signature alone: `obj` is never called.
-
-    provided: parameters that the program fills in where the options do not.
-    where: dotted path of the options, the beginning of every problem.
-    """
-    name = getattr(obj, "__name__", repr(obj))
-    if not callable(obj):
-        return [f"{where}: {name} is not a class or function"]
-    parameters = _parameters(obj)
-    if parameters is None:
-        return []
-    kinds = inspect.Parameter
-    named = {p.name: p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
-    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
-    problems = []
-    for key, value in options.items():
-        if key in named:
-            problems += _type_problem(named[key], value, f"{where}.{key}")
-        elif not takes_any:
-            hint = suggestion(key, set(named) - (provided - set(options)), prefix=f"{where}.")
-            problems.append(f"{where}.{key}: unknown option of {name}{hint}")
-    for p in named.values():
-        if p.default is p.empty and p.name not in options and p.name not in provided:
-            problems.append(f"{where}.{p.name}: missing, {name} needs it")
-    return problems
-
-
-def accepts(obj: Callable[..., Any], name: str) -> bool:
-    """Whether `obj` has a parameter of that name, or takes any (**kwargs)."""
-    parameters = _parameters(obj)
-    if parameters is None:
-        return False
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _parameters(obj: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Parameters with their annotations as types, or as texts where these name nothing that can be imported."""
-    for evaluate in (True, False):
-        try:
-            return list(inspect.signature(obj, eval_str=evaluate).parameters.values())
-        except Exception:  # an annotation is the user's code; and some callables written in C have no signature
-            continue
-    return None
-
-
-def _type_problem(parameter: inspect.Parameter, value: Any, where: str) -> list[str]:
-    adapter = _adapter(parameter.annotation)
-    if adapter is None:
-        return []
-    try:
-        # The types of JSON are those of YAML: a list may be a tuple, a text may be a path, but "1" is no number.
-        adapter.validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        reasons = dict.fromkeys(problem["msg"] for problem in error.errors(include_url=False))
-        return [f"{where}: {value!r} does not fit: {' / '.join(reasons)}"]
-    except ValueError:
-        return [f"{where}: {value!r} is not a value that can be used"]
-    return []
-
-
-def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
-    """Validates values of a type; None for one that cannot be checked."""
-    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
-        return None
-    for config in (ConfigDict(allow_inf_nan=False), None):
-        try:
-            return TypeAdapter(annotation, config=config)
-        except PydanticUserError:  # models bring their own config; arbitrary classes have no schema
-            continue
-        except Exception:
-            return None
-    return None
 
 
 @contextmanager

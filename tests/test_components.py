@@ -1,35 +1,12 @@
 from __future__ import annotations
 
-import functools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rlhf_kl.components import check_options, is_reference, load_attribute, nearest
+from rlhf_kl.components import is_reference, load_attribute, nearest
 from rlhf_kl.errors import InputError
-
-
-class Controller:
-    """Options with annotations as text, as `from __future__ import annotations` makes them."""
-
-    def __init__(self, *, coef: float, rate: float = 0.5, hold: int = 3, name: str | None = None) -> None:
-        raise AssertionError("checking options must not build anything")
-
-
-@dataclass
-class Data:
-    words: tuple[int, ...]
-    folder: Path = Path()
-
-
-def takes_anything(prompts, **options):  # type: ignore[no-untyped-def]
-    raise AssertionError
-
-
-def unknown_annotation(prompts: list[str], strength: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F821, UP037
-    raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -124,50 +101,3 @@ def test_a_missing_name_comes_with_the_nearest(tmp_path: Path) -> None:
         load_attribute("other.py:f", search=[tmp_path])
     with pytest.raises(InputError, match="no module 'rlhf_kl_nowhere'"):
         load_attribute("rlhf_kl_nowhere:f", search=[])
-    with pytest.raises(InputError, match=r"did you mean fixed\?"):
-        load_attribute("fixd", search=[], builtins={"fixed": 1})
-
-
-def test_options_that_fit_are_no_problem() -> None:
-    options = {"coef": 1, "rate": 0.25, "hold": 2, "name": None}
-    assert check_options(Controller, options, provided=set(), where="c") == []
-    assert check_options(Controller, {}, provided={"coef"}, where="c") == []
-    assert check_options(takes_anything, {"x": 1, "y": [2]}, provided={"prompts"}, where="c") == []
-    assert check_options(unknown_annotation, {"strength": 1}, provided={"prompts"}, where="c") == []
-    assert check_options(functools.partial(Controller, coef=1.0), {"hold": 1}, provided=set(), where="c") == []
-
-
-def test_a_list_of_yaml_is_good_for_a_tuple_and_a_text_for_a_path() -> None:
-    assert check_options(Data, {"words": [1, 2], "folder": "x"}, provided=set(), where="c") == []
-    [problem] = check_options(Data, {"words": ["a"]}, provided=set(), where="c")
-    assert problem.startswith("c.words")
-
-
-def test_an_unknown_option_names_the_nearest_and_a_missing_one_is_named() -> None:
-    problems = check_options(Controller, {"rat": 0.5}, provided=set(), where="kl.controller")
-    assert problems == [
-        "kl.controller.rat: unknown option of Controller; did you mean kl.controller.rate?",
-        "kl.controller.coef: missing, Controller needs it",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("coef", "0.1"),
-        ("coef", True),
-        ("coef", float("nan")),
-        ("coef", None),
-        ("hold", 2.5),
-        ("hold", [1]),
-        ("name", 3),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_a_problem(option: str, value: object) -> None:
-    problems = check_options(Controller, {"coef": 1.0, option: value}, provided=set(), where="c")
-    assert len(problems) == 1
-    assert problems[0].startswith(f"c.{option}: ")
-
-
-def test_an_object_that_is_not_callable_is_a_problem() -> None:
-    assert check_options(3, {}, provided=set(), where="c")  # type: ignore[arg-type]

@@ -71,9 +71,10 @@ def _train(
     overwrite: bool,
     display: TrainingDisplay,
 ) -> int:
-    from rlhf_kl.config.compare import load_compare
+    from rlhf_kl.config.compare import check_variants, load_compare
 
     plan = load_compare(config, sets, output_dir, seed)  # errors of the config come before torch is imported
+    check_variants(plan)
     from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite, display=display)

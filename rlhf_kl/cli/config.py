@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -25,15 +26,20 @@ def show(file: File, sets: Set = None) -> None:
 
 @app.command()
 def validate(file: File, sets: Set = None) -> None:
-    """Check a config and list all of its problems."""
+    """Check a config and list all of its problems. None of the code that it names is run."""
     from rlhf_kl.config.compare import is_compare_config, load_compare
     from rlhf_kl.config.load import load_any
     from rlhf_kl.config.paths import find_config
+    from rlhf_kl.config.plugins import plugin_notes
+    from rlhf_kl.config.schema import AnyConfig
 
+    configs: list[AnyConfig] = []
     if is_compare_config(find_config(file)):
-        load_compare(file, sets or [])
+        configs += [run.config for run in load_compare(file, sets or []).runs]
     else:
-        load_any(file, sets or [])
+        configs.append(load_any(file, sets or [])[1])
+    for note in dict.fromkeys(note for config in configs for note in plugin_notes(config)):
+        print(f"note: {safe_text(note)}", file=sys.stderr)
     print(f"{safe_text(file)}: ok")
 
 

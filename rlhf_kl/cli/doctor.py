@@ -24,8 +24,10 @@ def doctor(
 ) -> int:
     """Check a run before it starts: one line each, fine, doubtful or fatal, and what to change."""
     from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import check_plugins
 
     settings = load_config("train", config, overrides(set_, None, seed))
+    check_plugins(settings)
     from rlhf_kl.commands.doctor import run_doctor
     from rlhf_kl.run.display import TrainingDisplay
 

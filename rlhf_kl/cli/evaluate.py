@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli.options import Quiet
+from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
 
 
 def evaluate(
@@ -20,13 +20,18 @@ def evaluate(
     texts: Annotated[str | None, typer.Option(metavar="FILE", help="Held-out texts; default: the config's.")] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    plugins: Plugins = False,
+    trust_remote_code: RemoteCode = False,
+    allow_pickle: Pickle = False,
     quiet: Quiet = False,
 ) -> None:
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
     from rlhf_kl.commands.evaluate import EvalRequest, run_eval
+    from rlhf_kl.commands.trust import Trust
     from rlhf_kl.run.display import TrainingDisplay
 
-    request = EvalRequest(run, model, config, checkpoint, reference, texts, column)
+    trust = Trust(plugins, trust_remote_code, allow_pickle)
+    request = EvalRequest(run, model, config, checkpoint, reference, texts, column, trust)
     figures = run_eval(request, TrainingDisplay(quiet=quiet))
     print(json.dumps(figures, indent=2) if as_json else _table(figures))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli.options import Quiet
+from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
 from rlhf_kl.run.text import safe_text
 
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token
@@ -31,10 +31,14 @@ def generate(
     temperature: Annotated[float | None, typer.Option(metavar="X", min=1e-6, help="Default: the run's.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    plugins: Plugins = False,
+    trust_remote_code: RemoteCode = False,
+    allow_pickle: Pickle = False,
     quiet: Quiet = False,
 ) -> None:
     """Sample from a policy: of a run, or any model."""
     from rlhf_kl.commands.generate import GenerateRequest, run_generate
+    from rlhf_kl.commands.trust import Trust
     from rlhf_kl.run.display import TrainingDisplay
 
     request = GenerateRequest(
@@ -51,6 +55,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
+        trust=Trust(plugins, trust_remote_code, allow_pickle),
     )
     results = run_generate(request, TrainingDisplay(quiet=quiet))
     if output is not None:

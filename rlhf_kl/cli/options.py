@@ -36,6 +36,17 @@ Merge: TypeAlias = Annotated[
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")]
 
+# A folder may come from anybody: what it may run is said here, and not in its config.
+Plugins: TypeAlias = Annotated[
+    bool, typer.Option("--plugins", help="Run the reward functions that the run names. Read them first.")
+]
+RemoteCode: TypeAlias = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with a model's weights. Read it first.")
+]
+Pickle: TypeAlias = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load pickled weights where there are no safetensors: they can run code.")
+]
+
 
 def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
     """All changes of the command line in the form of `--set`; the named options win."""

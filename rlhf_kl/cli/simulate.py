@@ -128,18 +128,10 @@ def _setup(
 
 def _controller(kind: str, options: dict[str, Any], coef: float | None, sizes: dict[str, Any]) -> GuardedController:
     """coef: the starting beta, where one is written and the class takes it."""
-    from rlhf_kl.components import accepts, check_options
-    from rlhf_kl.config.plugins import controller_class
-    from rlhf_kl.kl_controllers.factory import CONTROLLER_PROVIDED, build_controller
+    from rlhf_kl.config.plugins import controller_definition, make_controller
 
-    cls = controller_class(kind)
-    if problems := check_options(cls, options, provided=CONTROLLER_PROVIDED, where="kl.controller"):
-        raise InputError(*problems)
-    written = {} if coef is None or not accepts(cls, "coef") else {"coef": coef}
-    try:
-        return build_controller(cls, {**options, **written}, **sizes)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{kind}: {error}") from error
+    written = {} if coef is None or not controller_definition(kind).takes("coef") else {"coef": coef}
+    return make_controller(kind, {**options, **written}, **sizes)
 
 
 def _kls(text: str) -> list[float]:

@@ -17,9 +17,11 @@ def train(
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
     from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import check_plugins
 
     # Errors of the config come before torch is imported.
     settings = load_config("train", config, overrides(set_, output_dir, seed))
+    check_plugins(settings)
     from rlhf_kl.commands.closing import train_closing
     from rlhf_kl.commands.merge import merge_final, require_adapter
     from rlhf_kl.commands.session import train_command

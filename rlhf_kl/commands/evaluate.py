@@ -11,6 +11,7 @@ from rlhf_kl.commands.models import load_language_model, load_run_policy, load_r
 from rlhf_kl.commands.parts import build_prompts, sampling_of
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
+from rlhf_kl.commands.trust import NO_TRUST, Trust
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -19,8 +20,10 @@ from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
+from rlhf_kl.rewards.functions import GoldScorer
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import RunFolder, newest_run
+from rlhf_kl.types import RewardFn
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class EvalRequest:
     reference: str | None = None
     texts: str | None = None
     column: str | None = None
+    trust: Trust = NO_TRUST
 
 
 def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
@@ -41,15 +45,17 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
     given = [f"--{name}" for name in ("run", "model", "config") if getattr(request, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
+    if request.trust.plugins and (request.model is not None or request.config is not None):
+        raise InputError("--plugins belongs to a run: name one with --run")
     if request.model is not None:
         return _eval_model(request, display)
     if request.config is not None and request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
-    folder = None if request.config else RunFolder(request.run or newest_run(finished=True))
-    if folder is not None and not folder.config.is_file():
-        raise InputError(f"{folder.path}: holds no run (no config.yaml)")
-    config = on_this_machine(load_config("train", request.config or str(folder and folder.config), []))
-    return _eval_run(request, config, folder, display)
+    if request.config is not None:  # chosen by the user, as in `train`
+        config = request.trust.added_to(load_config("train", request.config))
+        return _eval_run(request, on_this_machine(config), None, display)
+    folder = RunFolder(request.run or newest_run(finished=True))
+    return _eval_run(request, request.trust.run_config(folder), folder, display)
 
 
 def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
@@ -57,7 +63,8 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
         raise InputError("--checkpoint belongs to a run: name one with --run")
     if request.texts is None and not is_builtin(request.model):
         raise InputError("--model needs --texts: held-out texts to score it on, a file, a hub id, or builtin:NAME")
-    config = TrainConfig.model_validate({"policy": {"model": request.model}} if is_builtin(request.model) else {})
+    world = {"policy": {"model": request.model}} if is_builtin(request.model) else {}
+    config = request.trust.added_to(TrainConfig.model_validate(world))
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     texts = _texts(request, config, resolver)
@@ -88,6 +95,7 @@ def _eval_run(
     other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
     _, kept = build_prompts(config, resolver, model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
+    reward, gold = _scorers(request, config, folder, resolver)
     on_prompts = policy_figures(
         policy,
         reference,
@@ -95,12 +103,27 @@ def _eval_run(
         config.run.seed,
         sampling_of(config, model, tokenizer),
         tokenizer,
-        resolver.reward(config.reward),
-        resolver.gold(config.reward, config.reward.model or "", config.data.prompts),
+        reward,
+        gold,
         batch_size=config.rollout.batch_size,
         report=display.alert,
     )
     return asdict(figures) | {"reference": asdict(other)} | asdict(on_prompts)
+
+
+def _scorers(
+    request: EvalRequest, config: TrainConfig, folder: RunFolder | None, resolver: Resolver
+) -> tuple[RewardFn | None, GoldScorer | None]:
+    """The reward function and the gold scorer; None for one that is a plugin of a run and may not be run."""
+    for_scores, for_gold = request.trust.refused(config) if folder is not None else ([], [])
+    if for_scores or for_gold:
+        names = " and ".join(["scores"] * bool(for_scores) + ["gold"] * bool(for_gold))
+        plugins = ", ".join(dict.fromkeys(for_scores + for_gold))
+        resolver.display.alert(f"{names} left out: they need code that the run names ({plugins}): --plugins runs it")
+    return (
+        None if for_scores else resolver.reward(config.reward),
+        None if for_gold else resolver.gold(config.reward, config.reward.model or "", config.data.prompts),
+    )
 
 
 def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> list[str]:

@@ -12,7 +12,7 @@ from rlhf_kl.commands.models import Loaded, load_language_model, load_run_policy
 from rlhf_kl.commands.parts import prompt_format
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.config.load import load_config
+from rlhf_kl.commands.trust import NO_TRUST, Trust
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
@@ -50,6 +50,7 @@ class GenerateRequest:
     max_new_tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
+    trust: Trust = NO_TRUST
 
 
 Sample = dict[str, Any]
@@ -61,7 +62,8 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
     With `output` they are written there as .jsonl too.
     """
     _check(request)
-    config = TrainConfig.model_validate({}) if request.model is not None else _run_config(request)
+    chosen = request.trust.added_to(TrainConfig.model_validate({}))
+    config = chosen if request.model is not None else _run_config(request)
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     writer = _Writer(request, config, resolver)
@@ -94,6 +96,7 @@ def _check(request: GenerateRequest) -> None:
             "--checkpoint": request.checkpoint,
             "--with-reference": request.with_reference,
             "--scores": request.scores,
+            "--plugins": request.trust.plugins,
         }
         problems += [f"{name} belongs to a run: name one with --run" for name, value in given.items() if value]
     if request.output is not None:
@@ -113,10 +116,11 @@ def _output_problems(path: Path) -> list[str]:
 
 
 def _run_config(request: GenerateRequest) -> TrainConfig:
-    folder = RunFolder(request.run or newest_run(finished=True))
-    if not folder.config.is_file():
-        raise InputError(f"{folder.path}: holds no run (no config.yaml)")
-    return load_config("train", str(folder.config), [])
+    config = request.trust.run_config(RunFolder(request.run or newest_run(finished=True)))
+    refused = request.trust.refused(config)[0] if request.scores else []
+    if refused:
+        raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
+    return config
 
 
 class _Writer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +10,8 @@ import torch
 from rlhf_kl.builtin.world import gold_scores, is_builtin
 from rlhf_kl.commands.models import load_classifier_adapter
 from rlhf_kl.commands.world import World
-from rlhf_kl.components import is_reference, load_attribute
+from rlhf_kl.components import is_reference
+from rlhf_kl.config.plugins import reward_attribute
 from rlhf_kl.config.schema import (
     SUM,
     EvalSection,
@@ -22,6 +22,7 @@ from rlhf_kl.config.schema import (
     ScorerSection,
     SFTDataSection,
 )
+from rlhf_kl.config.variables import secrets_of
 from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.split import HELDOUT_SHARE, split_heldout, without_leaks
 from rlhf_kl.data.texts import (
@@ -39,8 +40,9 @@ from rlhf_kl.hub import model_folder
 from rlhf_kl.models.load import SAFE, Access, compute_dtype, load_reward_model, load_tokenizer
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.models.value import freeze
-from rlhf_kl.rewards.functions import GoldScorer, WeightedSum, bind_reward
+from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel, text_format
+from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.types import RewardFn
 
@@ -242,7 +244,7 @@ class Resolver:
 
     def _scorer(self, section: ScorerSection, where: str, limit: float | None) -> RewardFn:
         if section.kind != "model":
-            return bind_reward(load_attribute(section.kind, search=[Path.cwd()]), section.options, limit)
+            return _plugin(section.kind, section.options, f"{where}.kind", where, limit)
         assert section.model is not None
         return self.reward_model(section.model, f"{where}.model", section)
 
@@ -250,7 +252,7 @@ class Resolver:
         """The scorer that is only logged; the built-in worlds bring their own."""
         if section.gold is not None and not is_builtin(section.gold):
             if is_reference(section.gold):
-                return bind_reward(load_attribute(section.gold, search=[Path.cwd()]), {}, section.time_limit)
+                return _plugin(section.gold, {}, "reward.gold", "reward.gold", section.time_limit)
             return self.reward_model(section.gold, "reward.gold", ScorerSection())
         if section.gold is not None or any(is_builtin(ref) for ref in others):
             return gold_scores
@@ -266,6 +268,11 @@ class Resolver:
             tokenizer = load_tokenizer(path, key, self.access)
         form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
         return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label, dtype=self.dtype)
+
+
+def _plugin(ref: str, options: dict[str, Any], key: str, where: str, limit: float | None) -> PluginReward:
+    attribute, values = reward_attribute(ref, options, key, where)
+    return PluginReward(attribute, values, limit, secrets_of(options))
 
 
 def _prompt(row: Example | Pair) -> Hashable:

@@ -9,15 +9,14 @@ from typing import Any
 from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity, policy_figures
-from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.plugin import PluginReward, scorers_with_state, state_kept
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
@@ -41,6 +40,7 @@ class Training:
     shaping: ScoreShaping
     coef: float  # the starting beta
     clock: Clock
+    scorers: dict[str, PluginReward]  # those that have a state
     next_step: int = 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,6 +50,7 @@ class Training:
             "shaping": self.shaping.state_dict(),
             "starting_coef": self.coef,
             "reference_scores": vars(self.reference_scores),
+            "scorers": {name: scorer.state_dict() for name, scorer in self.scorers.items()},
         }
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None) -> None:
@@ -58,6 +59,9 @@ class Training:
         checkpoint.load_optimizer(self.trainer.optimizer)
         if state is not None:
             self.trainer.load_state_dict(state["trainer"])
+            for name, saved in state["scorers"].items():
+                if name in self.scorers:
+                    self.scorers[name].load_state_dict(saved)
             self.next_step = checkpoint.step + 1
 
     def go_back(self, checkpoint: Checkpoint) -> None:
@@ -85,10 +89,12 @@ def prepare_training(
         coef = state["starting_coef"]
     clock = Clock()
     trainer = build_trainer(config, parts, scores, shaping, coef, clock)
-    training = Training(trainer, scores, shaping, coef, clock)
+    training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
     if checkpoint is not None:
         training.load(checkpoint, state)
         display.message(f"going on from update {checkpoint.step}")
+        for name in training.scorers.keys() - state["scorers"].keys() if state is not None else ():
+            display.alert(f"resume: {name}: the checkpoint holds no state of it, so it starts anew")
     return training
 
 
@@ -117,7 +123,7 @@ def build_trainer(
         ),
         Rollouts(clock.timed("time/rollout_s", sampler), clock.timed("time/score_s", assessor)),
         reference,
-        build_control(config, coef),
+        configured_controller(config.kl, config.ppo, config.rollout, coef),
         features,
         processes,
     )
@@ -129,14 +135,6 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
     if not isinstance(written, str):
         return written
     return usual_learning_rate(parameter_count(policy), adapter=has_adapter(policy))
-
-
-def build_control(config: TrainConfig, coef: float) -> GuardedController:
-    """The controller of the config; `coef` is the value of `auto`."""
-    try:
-        return configured_controller(config.kl, config.ppo, config.rollout, coef)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"kl.controller: {error}") from error
 
 
 def score_reference(
@@ -207,7 +205,7 @@ def evaluate_policy(config: TrainConfig, parts: Parts, report: Callable[[str], N
 
     `report` is told of scores that had to be left out.
     """
-    with library_state_kept():
+    with library_state_kept(), state_kept(scorers_with_state(parts.reward, parts.gold)):
         text = perplexity(parts.policy, parts.tokenizer, parts.texts)
         figures = policy_figures(
             parts.policy,

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_kl.components import suggestion
 from rlhf_kl.config.load import config_diff, kinds_of, load_any, load_variant
 from rlhf_kl.config.paths import find_config
+from rlhf_kl.config.plugins import check_plugins
 from rlhf_kl.config.schema import SEEDS, TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
@@ -101,6 +102,18 @@ def plan_comparison(
         PlannedRun(name, seed, _placed(by_variant[name], folder, name, seed)) for seed in seeds for name in variants
     ]
     return ComparePlan(path.stem, folder, runs, _unpaired(by_variant))
+
+
+def check_variants(plan: ComparePlan) -> None:
+    """Import the plugins of every variant and check them. Errors: InputError with every problem."""
+    problems = []
+    for run in plan.runs:
+        try:
+            check_plugins(run.config)
+        except InputError as error:
+            problems += [f"variants.{run.variant}: {problem}" for problem in error.problems]
+    if problems:
+        raise InputError(*dict.fromkeys(problems))
 
 
 def _require_comparison(raw: Mapping[str, Any], path: Path) -> None:

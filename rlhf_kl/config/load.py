@@ -58,6 +58,11 @@ def load_config(kind: Kind, file: str | Path, overrides: Sequence[str] = ()) -> 
     return _load(kind, find_config(file), {}, overrides)[1]
 
 
+def load_run_config(file: Path, *, plugins: bool) -> TrainConfig:
+    """The stored config of a run, whose plugins are checked only where they are to be used. Raises InputError."""
+    return cast(TrainConfig, _load("train", find_config(file), {}, [], plugins=plugins)[1])
+
+
 def load_any(file: str | Path, overrides: Sequence[str] = ()) -> tuple[Kind, AnyConfig]:
     """`load_config` of a file whose sections determine its kind."""
     return _load(None, find_config(file), {}, overrides)
@@ -73,7 +78,9 @@ def load_variant(
     return cast(TrainConfig, _load("train", base, with_absolute_paths(dict(fragment), folders), overrides)[1])
 
 
-def _load(kind: Kind | None, path: Path, fragment: dict[str, Any], overrides: Sequence[str]) -> tuple[Kind, AnyConfig]:
+def _load(
+    kind: Kind | None, path: Path, fragment: dict[str, Any], overrides: Sequence[str], *, plugins: bool = True
+) -> tuple[Kind, AnyConfig]:
     changes, problems = _parse_overrides(overrides)
     raw = _merge(_merge(_read_file(path, chain=[]), fragment), changes)
     kind = kind or detect_kind(raw)
@@ -83,7 +90,7 @@ def _load(kind: Kind | None, path: Path, fragment: dict[str, Any], overrides: Se
         run.setdefault("name", path.stem)
     known, config, wrong = check_mapping(MODELS[kind], raw)
     problems += wrong + missing_sources(kind, known)
-    if kind == "train":
+    if kind == "train" and plugins:
         problems += plugin_problems(known)
     if problems or config is None:
         raise InputError(*dict.fromkeys(problems))

@@ -50,7 +50,8 @@ def _check_folder(ref: str, key: str, access: Access) -> None:
         return
     pickled = any(folder.glob("*.bin"))
     if not (pickled and access.pickle):
-        hint = " (pickled weights can run code: convert them, or set run.allow_pickle)" if pickled else ""
+        words = " (pickled weights can run code: convert them, or set run.allow_pickle; of a run: --allow-pickle)"
+        hint = words if pickled else ""
         raise InputError(f"{key} {ref}: the folder holds no weights (*.safetensors){hint}")
 
 
@@ -85,7 +86,7 @@ def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
 
 def _load_failure(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return "it brings code of its own: read that, then set run.trust_remote_code"
+        return "it brings code of its own: read that, then set run.trust_remote_code; of a run: --trust-remote-code"
     if "instantiate the backend tokenizer" in str(error):  # transformers goes on with a list of lines
         return NO_TOKENIZER
     return first_line(error)

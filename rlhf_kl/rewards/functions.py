@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.time_limit import TimeLimited, TimeLimitExceeded
+from rlhf_kl.rewards.time_limit import TimeLimitExceeded
 from rlhf_kl.types import RewardFn
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
@@ -62,24 +61,6 @@ def score_responses(
     return checked_scores(reward, prompts, responses, name), {}
 
 
-def bind_reward(attribute: Any, options: dict[str, Any], time_limit: float | None = None) -> RewardFn:
-    """A user's function with its options, or an instance of a user's class made with them.
-
-    time_limit: seconds that a call may take; None = any. Errors: InputError where the instance cannot be made.
-    """
-    bound = cast(RewardFn, _made(attribute, options) if inspect.isclass(attribute) else partial(attribute, **options))
-    return bound if time_limit is None else cast(RewardFn, TimeLimited(bound, time_limit))
-
-
-def _made(cls: type, options: dict[str, Any]) -> Any:
-    try:
-        return cls(**options)
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # an exit code of the class's would pass for one of ours
-        raise InputError(f"reward {cls.__name__}: cannot be made: raised {type(error).__name__}: {error}") from error
-
-
 def checked_scores(
     reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str], name: str
 ) -> Tensor:
@@ -87,6 +68,16 @@ def checked_scores(
 
     Errors: InputError that names the function, what it did and the sample it did it on.
     """
+    try:
+        return _checked_scores(reward, prompts, responses, name)
+    except InputError as error:  # the user's code may tell what is in its options
+        secrets = getattr(reward, "secrets", {})
+        raise InputError(*(hidden(problem, secrets) for problem in error.problems)) from error
+
+
+def _checked_scores(
+    reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str], name: str
+) -> Tensor:
     try:
         answer = reward(prompts, responses)
         returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs once, here

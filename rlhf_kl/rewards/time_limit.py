@@ -12,37 +12,36 @@ class TimeLimitExceeded(Exception):
     """A call took longer than it may."""
 
 
-class TimeLimited:
-    """A function whose calls raise `TimeLimitExceeded` after `seconds`.
+class OwnThread:
+    """Calls that all run in one thread of their own, and may be given up.
 
-    All calls run in one thread of their own. A call that was given up keeps that thread (Python cannot end it);
-    it does not keep the process from ending, and the next call gets a new one.
+    A call that was given up keeps that thread (Python cannot end it); it does not keep the process from ending, and
+    the next call gets a new one.
     """
 
-    def __init__(self, function: Callable[..., Any], seconds: float) -> None:
-        self.function, self.seconds = function, seconds
+    def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Any, ...]] | None = None
 
-    def __call__(self, *arguments: Any) -> Any:
-        """The function's result, or what it raised. Errors: TimeLimitExceeded."""
+    def call(self, seconds: float | None, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's result, or what it raised. Errors: TimeLimitExceeded after `seconds` (None = never)."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self.function, self._calls), daemon=True).start()
+            threading.Thread(target=_serve, args=(self._calls,), daemon=True).start()
         answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._calls.put((arguments, answers))
+        self._calls.put((function, arguments, answers))
         try:
-            result, error = answers.get(timeout=self.seconds)
+            result, error = answers.get(timeout=seconds)
         except queue.Empty:
             self._calls = None
-            raise TimeLimitExceeded(f"took longer than {self.seconds:g} s") from None
+            raise TimeLimitExceeded(f"took longer than {seconds:g} s") from None
         if error is not None:
             raise error
         return result
 
 
-def _serve(function: Callable[..., Any], calls: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+def _serve(calls: queue.SimpleQueue[tuple[Any, ...]]) -> None:
     while True:
-        arguments, answers = calls.get()
+        function, arguments, answers = calls.get()
         try:
             result = function(*arguments)
             # A generator runs here too, and not where its result is read.

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from rlhf_kl.config.load import dump_config
-from rlhf_kl.config.plugins import plugin_files
+from rlhf_kl.config.plugins import plugin_files, plugin_secrets
 from rlhf_kl.config.schema import AnyConfig, Kind
+from rlhf_kl.config.variables import restored, stored
 from rlhf_kl.run.checkpoint import checkpoints, prune, save_checkpoint
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
@@ -50,7 +51,7 @@ class Recorder:
         if not folder.replaces:
             self._sweep()
             self.checkpoint = last_checkpoint(folder, config, display)
-        self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
+        self.state: dict[str, Any] = restored(self.checkpoint.state()) if self.checkpoint else {}
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
             report_differences(self.state["environment"], self.environment, display)
@@ -138,7 +139,7 @@ class Recorder:
             model,
             optimizer,
             {
-                **state,
+                **stored(state, plugin_secrets(self.config)),
                 "seconds": self.seconds,
                 "lengths": lengths,
                 "libraries": library_state(),

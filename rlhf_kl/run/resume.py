@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.components import accepts
 from rlhf_kl.config.load import config_diff, load_config
-from rlhf_kl.config.plugins import configured_controller, controller_class
+from rlhf_kl.config.plugins import by_source, configured_controller
 from rlhf_kl.config.schema import AnyConfig, Kind, RewardModelConfig, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS
@@ -117,7 +116,7 @@ def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
     """Whether the controller depends on the number of episodes: of a plugin that takes it, nobody knows."""
     kind = before.kl.controller.kind
     if kind not in CONTROLLERS:
-        return accepts(controller_class(kind), "total_episodes")
+        return by_source(kind).takes("total_episodes") is not False
     short, grown = (configured_controller(before.kl, c.ppo, before.rollout).controller for c in (before, now))
     return bool(vars(short) != vars(grown))
 

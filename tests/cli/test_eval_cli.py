@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any],
 
 
 def test_a_run_as_one_json_document(run: Path, rlhf_kl: Cli) -> None:
-    outcome = rlhf_kl("eval", "--run", run, "--json")
+    outcome = rlhf_kl("eval", "--run", run, "--plugins", "--json")
     assert outcome.code == 0
     found = json.loads(outcome.out)
     assert found.keys() == TEXT_KEYS | POLICY_KEYS | {"reference"}
@@ -36,7 +36,7 @@ def test_a_run_as_one_json_document(run: Path, rlhf_kl: Cli) -> None:
 
 
 def test_a_run_as_a_table(run: Path, rlhf_kl: Cli) -> None:
-    outcome = rlhf_kl("eval", "--run", run, "--quiet")
+    outcome = rlhf_kl("eval", "--run", run, "--plugins", "--quiet")
     assert outcome.code == 0
     assert outcome.err == ""
     lines = outcome.out.splitlines()

@@ -45,7 +45,7 @@ def test_samples_of_a_run_as_json(rlhf_kl: Cli, run: Path) -> None:
 
 
 def test_the_reference_beside_it_and_the_kl_of_every_token(rlhf_kl: Cli, run: Path) -> None:
-    options = ("--run", run, "--prompt", "ab", "--samples", 8, "--with-reference", "--scores", "--json")
+    options = ("--run", run, "--prompt", "ab", "--samples", 8, "--with-reference", "--scores", "--plugins", "--json")
     found = samples_of(rlhf_kl("generate", *options))
     for sample in found:
         tokens = sample["tokens"]

@@ -78,7 +78,7 @@ def test_the_policy_of_a_checkpoint_is_evaluated_and_sampled_from(
     options = ("generate", "--prompt", "a", "--prompt", "cd", "--samples", 3, "--max-new-tokens", 6, "--json")
     for run in (("--run", folder), ("--run", folder, "--checkpoint", 4)):
         assert rlhf_kl(*options, *run).out == rlhf_kl(*options, "--model", tmp_path / "same").out
-    (beside, *_) = figures(rlhf_kl(*options, "--run", folder, "--with-reference", "--scores"))
+    (beside, *_) = figures(rlhf_kl(*options, "--run", folder, "--with-reference", "--scores", "--plugins"))
     assert {"score", "reference", "kl", "tokens"} <= beside.keys()
 
 

@@ -23,6 +23,7 @@ Write = Callable[..., Path]
 CONTROLLER = """
 class LinearKL:
     def __init__(self, *, coef: float, episodes: int, target: float) -> None:
+        self.coef = coef
         raise AssertionError("never built just to check it")
     def update(self, kl, episodes): ...
 
@@ -231,7 +232,7 @@ data: {prompts: missing.jsonl}
         "ppo.gamma must be at most 1: 1.5",
         "ppo.epochs must be a whole number: 2.5",
         "kl.target must be positive: -0.1",
-        "kl.controller.kind: unknown name 'pdi'; did you mean pid? (or write module:attribute or file.py:attribute)",
+        "kl.controller.kind: unknown name 'pdi'; did you mean pid? (or write file.py:Class or module:Class)",
         "tracking.tensorboard must be a boolean (write true or false): 'off'",
         "data.prompts: no such file: missing.jsonl",
         "ppo.minibatch_size must divide rollout.batch_size (64): 48",

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_kl.config.plugins import configured_controller, controller_class, plugin_files
+from rlhf_kl.config.plugins import (
+    configured_controller,
+    controller_definition,
+    controller_problems,
+    make_controller,
+    plugin_files,
+)
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -39,14 +45,28 @@ def test_old_names_of_kinds_are_read() -> None:
         config = TrainConfig.model_validate({"kl": {"controller": {"kind": written, "coef": 0.1}}})
         assert config.kl.controller.kind == stored
         if written != stored:
-            assert controller_class(written) is controller_class(stored)
+            assert controller_definition(written) == controller_definition(stored)
 
 
 def test_an_unknown_kind_names_the_nearest() -> None:
     with pytest.raises(InputError, match=r"did you mean adaptive\?"):
-        controller_class("adaptve")
-    with pytest.raises(InputError, match="not a class or function"):
-        controller_class("math:pi")
+        controller_definition("adaptve")
+    assert controller_definition("math:pi").kind == "value"
+
+
+def test_a_controller_that_needs_bounds_is_told_so_by_its_config(tmp_path: Path) -> None:
+    """They are not filled in: what is written reaches the class, and holds for beta whatever the class does."""
+    (tmp_path / "law.py").write_text(
+        "class Law:\n"
+        "    def __init__(self, coef, min_coef, max_coef):\n"
+        "        self.coef, self.given = coef, (min_coef, max_coef)\n"
+        "    def update(self, kl, episodes):\n        self.coef *= 100\n"
+    )
+    kind = f"{tmp_path}/law.py:Law"
+    assert controller_problems({"kind": kind, "min_coef": 0.01}) == ["kl.controller.max_coef: missing, Law needs it"]
+    law = make_controller(kind, {"min_coef": 0.01, "max_coef": 2.0}, coef=0.5)
+    law.update(0.1, 64)
+    assert (law.controller.given, law.coef) == ((0.01, 2.0), 2.0)
 
 
 def test_the_plugin_files_of_a_config(tmp_path: Path) -> None:

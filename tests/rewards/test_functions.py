@@ -11,8 +11,9 @@ import torch
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import SAFE, load_reward_model, load_tokenizer
-from rlhf_kl.rewards.functions import WeightedSum, bind_reward, checked_scores, gold_scores_of, score_responses
+from rlhf_kl.rewards.functions import WeightedSum, checked_scores, gold_scores_of, score_responses
 from rlhf_kl.rewards.model import RewardModel, text_format
+from rlhf_kl.rewards.plugin import PluginReward
 
 PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
 
@@ -72,10 +73,10 @@ def test_a_function_or_class_that_exits_does_not_end_the_program() -> None:
         def __init__(self) -> None:
             sys.exit(3)
 
-    for function in (leaves, bind_reward(leaves, {}, 5.0)):
+    for function in (leaves, PluginReward(leaves, {}, 5.0)):
         assert f"raised SystemExit: 3 on the response {RESPONSES[1]!r} to the prompt" in problem(function)
     with pytest.raises(InputError, match="reward Leaves: cannot be made: raised SystemExit: 3"):
-        bind_reward(Leaves, {})
+        PluginReward(Leaves, {})
 
 
 def test_a_generator_that_breaks_half_way() -> None:
@@ -119,7 +120,7 @@ def test_functions_and_classes_get_their_options() -> None:
         def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
             return words(prompts, responses, self.goal)
 
-    for made in (bind_reward(words, {"goal": 6}), bind_reward(Words, {"goal": 6})):
+    for made in (PluginReward(words, {"goal": 6}), PluginReward(Words, {"goal": 6})):
         assert made(PROMPTS, RESPONSES) == [1.0, 0.0, 1.0]
 
 
@@ -160,7 +161,7 @@ def test_a_gold_scorer_that_misbehaves_costs_its_scores_alone() -> None:
         (returns([1]), "returned 1 scores"),
         (returns([1.0, float("nan"), 2.0]), "the score of 'second' is nan"),
         (broken, "raised ConnectionError: no route"),
-        (bind_reward(lambda prompts, responses: time.sleep(5), {}, 0.05), "time_limit"),
+        (PluginReward(lambda prompts, responses: time.sleep(5), {}, 0.05), "time_limit"),
     ):
         scores, failure = gold_scores_of(gold, PROMPTS, RESPONSES)
         assert scores is None

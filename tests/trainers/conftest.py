@@ -36,7 +36,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
     `policy`, `reference` and `trunk` (of a separate value function) are models of transformers, `critic` a
     `FeatureCritic`; without the last two the value function is a head. `optimizer(modules)` makes another one.
     """
-    from rlhf_kl.commands.training import build_control
+    from rlhf_kl.config.plugins import configured_controller
     from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
@@ -90,7 +90,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
                 Assessor(model, states, features, reward, "reward", shaping, config.rollout.temperature),
             ),
             states,
-            controller or build_control(config, 0.05),
+            controller or configured_controller(config.kl, config.ppo, config.rollout, 0.05),
             features,
         )
 

@@ -96,8 +96,8 @@ class RewardSection(ScorerSection):
     """Taken from the score for every token of the response."""
     repetition_penalty: NonNegative = 0.0
     """Times the share of a response's runs of three tokens that it has already had, taken from its score."""
-    time_limit: Positive | None = 600.0
-    """Seconds that a reward function may take for one batch; null = any."""
+    time_limit: Positive | None = None
+    """Seconds that a reward function may take for one batch, in a thread of its own; null = any, in the main thread."""
     gold: OptionalScorer = None
     """A second scorer that is only logged; builtin:reviews brings its own."""
 

@@ -1,0 +1,46 @@
+"""What the command line allows to be run of other people's code, where a run's folder is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_kl.config.load import load_run_config
+from rlhf_kl.config.plugins import plugins_of
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.errors import InputError
+from rlhf_kl.run.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Permissions that the command line gives; what the folder's config says of them does not count."""
+
+    plugins: bool = False
+    remote_code: bool = False
+    pickle: bool = False
+
+    def run_config(self, folder: RunFolder) -> TrainConfig:
+        """The config of a run with these permissions and no others. Errors: InputError where there is no run."""
+        if not folder.config.is_file():
+            raise InputError(f"{folder.path}: holds no run (no config.yaml)")
+        config = load_run_config(folder.config, plugins=self.plugins)
+        return self._put_into(config, remote_code=self.remote_code, pickle=self.pickle)
+
+    def added_to(self, config: TrainConfig) -> TrainConfig:
+        """A config that the user chose, with these permissions beside its own."""
+        run = config.run
+        remote_code, pickle = self.remote_code or run.trust_remote_code, self.pickle or run.allow_pickle
+        return self._put_into(config, remote_code=remote_code, pickle=pickle)
+
+    def _put_into(self, config: TrainConfig, *, remote_code: bool, pickle: bool) -> TrainConfig:
+        allowed = {"trust_remote_code": remote_code, "allow_pickle": pickle}
+        return config.model_copy(update={"run": config.run.model_copy(update=allowed)})
+
+    def refused(self, config: TrainConfig) -> tuple[list[str], list[str]]:
+        """The plugins of a run that may not be run: those that its scores need, and its gold scores."""
+        found = {key: ref for key, (ref, _) in plugins_of(config).items() if key.startswith("reward.")}
+        gold = found.pop("reward.gold", None)
+        return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
+
+
+NO_TRUST = Trust()

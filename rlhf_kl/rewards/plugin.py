@@ -1,0 +1,110 @@
+"""A user's reward function or class as a scorer: its options, its thread, its state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from rlhf_kl.config.variables import hidden
+from rlhf_kl.errors import InputError
+from rlhf_kl.rewards.functions import WeightedSum
+from rlhf_kl.rewards.time_limit import OwnThread
+
+
+class PluginReward:
+    """A user's function with its options, or an instance of a user's class made with them.
+
+    It runs in the main thread; with a time limit everything of it runs in one thread of its own.
+    """
+
+    def __init__(
+        self,
+        attribute: Any,
+        options: Mapping[str, Any],
+        time_limit: float | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
+        """`time_limit`: seconds that a call may take. `secrets`: what no message may show -> what it shows.
+
+        Errors: InputError where the instance cannot be made.
+        """
+        self.secrets = dict(secrets or {})
+        self._thread = OwnThread() if time_limit is not None else None
+        self._limit = time_limit
+        made = self._made(attribute, options) if inspect.isclass(attribute) else partial(attribute, **options)
+        self._function: Any = made
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Any:
+        """Whatever it returns. Errors: whatever it raises, and TimeLimitExceeded."""
+        if self._thread is None:
+            return self._function(prompts, responses)
+        return self._thread.call(self._limit, self._function, prompts, responses)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it is an object that a checkpoint can keep."""
+        return all(callable(getattr(self._function, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state. Errors: InputError for one that JSON would not give back as it was."""
+        state: dict[str, Any] = self._apart(self._function.state_dict)
+        if (problem := _not_json(state, "state_dict()")) is not None:
+            name = type(self._function).__name__
+            raise InputError(f"reward {name}: {problem}: state is made of numbers, texts, lists, and mappings of texts")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self._apart(self._function.load_state_dict, state)
+
+    def _apart(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments) if self._thread is None else self._thread.call(None, function, *arguments)
+
+    def _made(self, cls: type, options: Mapping[str, Any]) -> Any:
+        try:
+            return self._apart(partial(cls, **options))
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:  # an exit code of the class's would pass for one of ours
+            reason = hidden(f"{type(error).__name__}: {error}", self.secrets)
+            raise InputError(f"reward {cls.__name__}: cannot be made: raised {reason}") from error
+
+
+def _not_json(value: Any, where: str) -> str | None:
+    """What in a value is of no type that JSON gives back."""
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            return f"{where} has the key {odd[0]!r}"
+        problems = (_not_json(item, f"{where}[{key!r}]") for key, item in value.items())
+    elif isinstance(value, list):
+        problems = (_not_json(item, f"{where}[{i}]") for i, item in enumerate(value))
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    else:
+        return f"{where} is {type(value).__name__}"
+    return next((problem for problem in problems if problem is not None), None)
+
+
+# ---- the state of all scorers of a run ----
+
+
+def scorers_with_state(reward: Any, gold: Any) -> dict[str, PluginReward]:
+    """The objects of a run whose state a checkpoint keeps, by the name of their config key."""
+    named = {"reward": reward, "gold": gold}
+    if isinstance(reward, WeightedSum):
+        named |= {f"terms.{name}": term for name, (_, term) in reward.terms.items()}
+    return {name: one for name, one in named.items() if isinstance(one, PluginReward) and one.has_state}
+
+
+@contextmanager
+def state_kept(scorers: Mapping[str, PluginReward]) -> Iterator[None]:
+    """Afterwards their state is what it was: an evaluation changes nothing of a run."""
+    before = {name: scorer.state_dict() for name, scorer in scorers.items()}
+    try:
+        yield
+    finally:
+        for name, state in before.items():
+            scorers[name].load_state_dict(state)

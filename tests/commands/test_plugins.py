@@ -1,0 +1,242 @@
+"""Reward functions and controllers of a user's, over whole runs: secrets, state, threads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.jsonl import read_jsonl
+
+Cli = Callable[..., Any]
+SECRET = "sk-5e0b7c21d94f"
+
+KEYED = f"""
+import urllib.error
+
+class Scorer:
+    def __init__(self, api_key: str, url: str, headers: dict, broken: bool = False):
+        assert api_key == {SECRET!r}, "the function gets what the variable holds"
+        assert headers == {{"auth": "Bearer {SECRET}"}}
+        assert url == "https://x.org/${{v}}"
+        self.api_key, self.broken, self.calls = api_key, broken, 0
+
+    def __call__(self, prompts, responses):
+        self.calls += 1
+        if self.broken and self.calls > 8:
+            raise PermissionError(f"401 for {{self.api_key}}")
+        return [response.count("a") / 8 for response in responses]
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        assert state["api_key"] == {SECRET!r}, "restored"
+        vars(self).update(state)
+
+class Law:
+    def __init__(self, coef: float, token: str):
+        assert token == {SECRET!r}
+        self.coef, self.token = coef, token
+
+    def update(self, kl, episodes):
+        assert self.token == {SECRET!r}
+        self.coef *= 1.01
+"""
+
+
+@pytest.fixture
+def keyed(tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MY_KEY", SECRET)
+    (tmp_path / "own.py").write_text(KEYED)
+    options = {"api_key": "${MY_KEY}", "url": "https://x.org/$${v}", "headers": {"auth": "Bearer ${MY_KEY}"}}
+    settings = tiny_settings | {
+        "reward": {"kind": "own.py:Scorer", "missing_eos_penalty": 0.0, **options},
+        "kl": {"controller": {"kind": "own.py:Law", "coef": 0.1, "token": "${MY_KEY}"}},
+        "tracking": {"tensorboard": True},
+    }
+    file = tmp_path / "keyed.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+def files_with(folder: Path, text: str) -> list[str]:
+    return [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and text.encode() in path.read_bytes()
+    ]
+
+
+def test_a_secret_of_the_environment_reaches_no_file(rlhf_kl: Cli, keyed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", run)
+    assert outcome.code == 0, outcome.err
+    assert rlhf_kl("report", run).code == 0
+    plugin = "own.py"  # the test's own file, which names the secret to compare it
+    assert files_with(run, SECRET) == [plugin]
+    written = files_with(run, "${MY_KEY}")
+    assert {"config.yaml", "report.html", "summary.json"} <= set(written)
+    assert any(name.startswith("tensorboard/") for name in written)
+    assert any(name.endswith("step-000006/state.json") for name in written)
+    assert SECRET not in outcome.out + outcome.err
+
+
+def test_a_run_with_a_secret_goes_on_with_what_the_variable_holds(
+    rlhf_kl: Cli, keyed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    assert rlhf_kl("train", "--config", keyed, "--output-dir", whole, "--quiet").code == 0
+    crash(whole, crashed, kept=4)
+    resumed = ("train", "--config", keyed, "--output-dir", crashed, "--resume", "--quiet")
+    monkeypatch.delenv("MY_KEY")
+    outcome = rlhf_kl(*resumed)
+    assert outcome.code == 2
+    assert "reward.api_key: the environment variable MY_KEY is not set" in outcome.err
+    monkeypatch.setenv("MY_KEY", SECRET)
+    assert rlhf_kl(*resumed).code == 0
+    assert figures(crashed) == figures(whole)
+
+
+def test_an_error_that_tells_the_secret_is_shown_without_it(rlhf_kl: Cli, keyed: Path, tmp_path: Path) -> None:
+    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", tmp_path / "run", "--set", "reward.broken=true")
+    assert outcome.code == 2
+    assert "raised PermissionError: 401 for ${MY_KEY} on" in outcome.err
+    assert SECRET not in outcome.err
+
+
+def test_what_is_wrong_with_secrets_is_told_by_name(rlhf_kl: Cli, keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = rlhf_kl("config", "validate", keyed, "--set", f"reward.api_key={SECRET}")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: reward.api_key: ")
+    assert "${NAME}" in outcome.err
+    assert SECRET not in outcome.err
+    (keyed.parent / "own.py").write_text(KEYED.replace("api_key: str", "api_key: int"))
+    outcome = rlhf_kl("doctor", "--config", keyed)
+    assert outcome.code == 2
+    assert "reward.api_key: '${MY_KEY}' does not fit" in outcome.err
+    assert SECRET not in outcome.err
+    monkeypatch.delenv("MY_KEY")
+    outcome = rlhf_kl("config", "validate", keyed)
+    assert outcome.code == 0
+    assert "note: reward.api_key: the environment variable MY_KEY is not set" in outcome.err
+    for command in ("doctor", "train", "simulate"):
+        outcome = rlhf_kl(command, "--config", keyed)
+        assert outcome.code == 2
+        assert "kl.controller.token: the environment variable MY_KEY is not set" in outcome.err
+
+
+# ---- state ----
+
+# Scores depend on everything that was scored before.
+DRIFTING = """
+class Drifting:
+    def __init__(self, rate: float = 0.5):
+        self.mean, self.rate = 0.0, rate
+
+    def __call__(self, prompts, responses):
+        scores = [response.count("a") / 8 + 0.3 * len(response) for response in responses]
+        given = [score - self.mean for score in scores]
+        self.mean += self.rate * (sum(scores) / len(scores) - self.mean)
+        return given
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+"""
+PLACES = {
+    "reward": "reward={{kind: '{own}:Drifting', missing_eos_penalty: 0}}",
+    "a term": "reward={{kind: sum, terms: {{a: {{kind: '{own}:Drifting'}}, b: {{kind: '{own}:Drifting', rate: 1}}}}}}",
+    "gold": "reward.gold={own}:Drifting",
+}
+
+
+def crash(whole: Path, place: Path, kept: int) -> None:
+    """A copy that ends after checkpoint `kept`."""
+    shutil.copytree(whole, place)
+    (place / "summary.json").unlink()
+    shutil.rmtree(place / "final")
+    for checkpoint in checkpoints(place / "checkpoints"):
+        if checkpoint.step > kept:
+            shutil.rmtree(checkpoint.path)
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+        for row in read_jsonl(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_scorers_state_is_kept_by_a_checkpoint(train: Callable[..., Any], tmp_path: Path, place: str) -> None:
+    (tmp_path / "own.py").write_text(DRIFTING)
+    setting = PLACES[place].format(own=tmp_path / "own.py")
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    train(whole, setting)
+    crash(whole, crashed, kept=4)
+    train(crashed, setting, resume=True)
+    assert figures(crashed) == figures(whole)
+
+
+def test_evaluations_do_not_move_a_scorers_state(train: Callable[..., Any], tmp_path: Path) -> None:
+    """How often a run is evaluated may change with --resume."""
+    (tmp_path / "own.py").write_text(DRIFTING)
+    setting = PLACES["reward"].format(own=tmp_path / "own.py")
+    for every in (1, 6):
+        train(tmp_path / f"{every}", setting, f"eval.every={every}")
+    often, seldom = (
+        [row["objective/scores"] for row in figures(tmp_path / name) if "objective/scores" in row] for name in "16"
+    )
+    assert often == seldom
+    assert len(set(often)) == 6
+
+
+def test_a_state_that_begins_later_is_said(
+    train: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(DRIFTING.replace("def state_dict", "def other"))
+    setting = PLACES["reward"].format(own=own)
+    train(tmp_path / "whole", setting)
+    crash(tmp_path / "whole", tmp_path / "crashed", kept=4)
+    own.write_text(DRIFTING)
+    train(tmp_path / "crashed", setting, resume=True)
+    assert "reward: the checkpoint holds no state of it" in " ".join(capsys.readouterr().err.split())
+
+
+# ---- threads ----
+
+THREADS = """
+import threading
+
+def main(prompts, responses):
+    is_main = threading.current_thread() is threading.main_thread()
+    return [float(is_main) + 0.001 * response.count("a") for response in responses]
+"""
+
+
+@pytest.mark.parametrize(("limit", "least"), [("null", 1.0), ("60", 0.0)])
+def test_a_reward_function_leaves_the_main_thread_only_for_a_time_limit(
+    train: Callable[..., Any], tmp_path: Path, limit: str, least: float
+) -> None:
+    (tmp_path / "own.py").write_text(THREADS)
+    kind = f"{tmp_path}/own.py:main"
+    settings = [] if limit == "null" else [f"reward.time_limit={limit}"]
+    train(tmp_path / "run", f"reward.kind={kind}", f"reward.gold={kind}", "ppo.total_episodes=32", *settings)
+    rows = figures(tmp_path / "run")
+    found = [row[key] for row in rows for key in ("objective/scores", "objective/gold", "eval/scores", "eval/gold")
+             if row.get(key) is not None]  # fmt: skip
+    assert len(found) == 8
+    assert all(least <= value < least + 0.1 for value in found)
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text())["config"]["reward"]["time_limit"]
+    assert stored == (None if limit == "null" else 60.0)

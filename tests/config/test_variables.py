@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_kl.config.variables import (
+    filled,
+    hidden,
+    missing_variables,
+    restored,
+    secrets_of,
+    stored,
+    variable_problems,
+)
+from rlhf_kl.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-123456")
+    monkeypatch.setenv("SHORT", "ab")
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("NOWHERE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("${MY_KEY}", "sk-123456"),
+        ("Bearer ${MY_KEY}, ${SHORT}", "Bearer sk-123456, ab"),
+        ("$${MY_KEY}", "${MY_KEY}"),
+        ("$$${MY_KEY}", "$${MY_KEY}"),
+        ("a $${ b", "a ${ b"),
+        ("$5 and {x} and $MY_KEY", "$5 and {x} and $MY_KEY"),
+        (["${SHORT}", 3, {"k": "${MY_KEY}"}], ["ab", 3, {"k": "sk-123456"}]),
+        (None, None),
+    ],
+)
+def test_variables_are_filled_in(written: Any, value: Any) -> None:
+    assert filled({"x": written}, "reward") == {"x": value}
+
+
+def test_a_variable_that_is_not_set_is_named() -> None:
+    with pytest.raises(InputError) as caught:
+        filled({"a": "${NOWHERE}", "b": {"c": ["${EMPTY}"]}}, "reward")
+    assert caught.value.problems == [
+        "reward.a: the environment variable NOWHERE is not set",
+        "reward.b.c: the environment variable EMPTY is not set",
+    ]
+    assert missing_variables({"a": "$${NOWHERE}"}, "reward") == []
+
+
+@pytest.mark.parametrize("text", ["${}", "a ${", "${2x}", "${MY-KEY}"])
+def test_a_broken_variable_is_a_problem(text: str) -> None:
+    [problem] = variable_problems({"a": text}, "reward")
+    assert problem.startswith("reward.a: ")
+    assert "$${" in problem
+
+
+@pytest.mark.parametrize("name", ["api_key", "openai_api_key", "token", "HF_TOKEN", "client_secret", "password"])
+def test_a_secret_that_is_written_out_is_refused(name: str) -> None:
+    for options in ({name: "sk-123456"}, {"login": {name: "sk-123456"}}, {"logins": [{name: "$${MY_KEY}"}]}):
+        [problem] = variable_problems(options, "reward")
+        assert f".{name}: " in problem
+        assert "${NAME}" in problem
+        assert "sk-" not in problem
+    for fine in ("${MY_KEY}", "key ${MY_KEY}", "", None, 5, True):
+        assert variable_problems({name: fine}, "reward") == []
+
+
+def test_other_options_may_be_any_text() -> None:
+    assert variable_problems({"tokens": "a", "key": "b", "max_token_count": "c", "url": "$5"}, "reward") == []
+
+
+def test_messages_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGER", "sk-123456-7")
+    secrets = secrets_of({"a": "${MY_KEY}", "b": ["${LONGER}", "${SHORT}", "$${MY_KEY}", "${NOWHERE}"]})
+    assert hidden("401: sk-123456-7 about sk-123456", secrets) == "401: ${LONGER} about ${MY_KEY}"
+    assert "ab" not in secrets  # too short: it would be found in every text
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+held = st.sampled_from(["sk-123456", "xsk-123456x", "MY_KEY", "${MY_KEY}"])
+states = st.recursive(plain | held, lambda v: st.lists(v) | st.dictionaries(st.text() | held, v), max_leaves=8)
+
+
+@given(state=states)
+def test_stored_state_comes_back_without_the_secret_being_in_the_file(state: Any) -> None:
+    text = json.dumps(stored(state, {"sk-123456": "${MY_KEY}"}))
+    assert "sk-123456" not in text
+    assert restored(json.loads(text)) == state

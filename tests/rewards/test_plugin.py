@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.rewards.functions import WeightedSum, checked_scores
+from rlhf_kl.rewards.plugin import PluginReward, scorers_with_state, state_kept
+
+PROMPTS, RESPONSES = ["p", "q"], ["first", "second"]
+
+
+class Counts:
+    """Every score is the number of responses seen before it."""
+
+    def __init__(self, start: Any = 0) -> None:
+        self.seen = start
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        self.seen += len(responses)
+        return [float(self.seen - len(responses) + i) for i in range(len(responses))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Holds(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [{"value": self.seen}]}
+
+
+class KeepsATable:
+    """sqlite refuses a connection in another thread than that which opened it."""
+
+    def __init__(self) -> None:
+        self.table = sqlite3.connect(":memory:")
+        self.table.execute("create table seen (n integer)")
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        self.table.execute("insert into seen values (1)")
+        return [float(threading.current_thread() is threading.main_thread())] * len(responses)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.table.execute("select count(*) from seen").fetchone()[0]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.table.executemany("insert into seen values (?)", [(1,)] * state["rows"])
+
+
+@pytest.mark.parametrize(("limit", "main"), [(None, 1.0), (60.0, 0.0)])
+def test_everything_of_it_runs_in_the_main_thread_unless_it_has_a_time_limit(limit: float | None, main: float) -> None:
+    reward = PluginReward(KeepsATable, {}, limit)
+    assert checked_scores(reward, PROMPTS, RESPONSES, "x").tolist() == [main, main]
+    again = PluginReward(KeepsATable, {}, limit)
+    again.load_state_dict(reward.state_dict())
+    assert again.state_dict() == {"rows": 1}
+
+
+def test_objects_with_a_state_are_found_wherever_they_score() -> None:
+    def plain(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [0.0] * len(responses)
+
+    one, two, gold = (PluginReward(Counts, {"start": n}) for n in (10, 20, 30))
+    terms = WeightedSum({"a": (1.0, one), "b": (0.5, two), "c": (1.0, PluginReward(plain, {}))})
+    assert scorers_with_state(terms, gold) == {"terms.a": one, "terms.b": two, "gold": gold}
+    assert scorers_with_state(one, plain) == {"reward": one}
+    assert scorers_with_state(PluginReward(plain, {}), None) == {}
+
+
+def test_an_evaluation_leaves_the_state_as_it_was() -> None:
+    reward = PluginReward(Counts, {})
+    reward(PROMPTS, RESPONSES)
+    with state_kept({"reward": reward}):
+        assert reward(PROMPTS, RESPONSES) == [2.0, 3.0]
+    assert reward(PROMPTS, RESPONSES) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: 2.0}, {3}, b"x", object(), [[1j]]])
+def test_a_state_that_a_file_would_not_give_back_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match=r"reward Holds: state_dict\(\)\['kept'\]\[0\]\['value'\]") as caught:
+        PluginReward(Holds, {"start": value}).state_dict()
+    assert len(caught.value.problems) == 1
+    assert PluginReward(Holds, {"start": {"a": [1, 2.5, None, True, "x"]}}).state_dict()
+
+
+def test_what_it_raises_does_not_tell_a_secret() -> None:
+    secrets = {"sk-123456": "${MY_KEY}"}
+
+    def refused(prompts: Sequence[str], responses: Sequence[str], key: str) -> list[float]:
+        raise PermissionError(f"401: {key}")
+
+    def odd(prompts: Sequence[str], responses: Sequence[str], key: str) -> Any:
+        return [key] * len(responses)
+
+    class NotMade:
+        def __init__(self, key: str) -> None:
+            raise PermissionError(f"401: {key}")
+
+    for function in (refused, odd):
+        reward = PluginReward(function, {"key": "sk-123456"}, None, secrets)
+        with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
+            checked_scores(reward, PROMPTS, RESPONSES, "x")
+        assert "sk-" not in str(caught.value)
+    with pytest.raises(InputError, match=r"cannot be made: raised PermissionError: 401: \$\{MY_KEY\}"):
+        PluginReward(NotMade, {"key": "sk-123456"}, None, secrets)
