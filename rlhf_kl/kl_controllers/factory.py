@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
-from rlhf_kl.kl_controllers.base import KLController, clip
+from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, clip
 from rlhf_kl.kl_controllers.dual import DualKL
 from rlhf_kl.kl_controllers.exponential import ExponentialKL
 from rlhf_kl.kl_controllers.fixed import FixedKL
@@ -34,7 +34,7 @@ SYNONYMS = {"static": "fixed"}
 RENAMED = {"proportional": "ziegler"}
 
 # Options that the program fills in where a class takes them and the user writes none.
-CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size"}
+CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
 BOUNDS = {"min_coef", "max_coef"}  # of beta; the program keeps them for every class
 COEF_WITHOUT_SCORES = 0.1  # `coef: auto` where no scores are known
 
@@ -68,6 +68,9 @@ def build_controller(
     low, high = bound("min_coef"), bound("max_coef")
     wanted, coef = coef, clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
     provided = {"target": target, "coef": coef, "total_episodes": total_episodes, "batch_size": batch_size}
+    for name, factor in zip(("min_coef", "max_coef"), COEF_SPAN, strict=True):  # a class's own default stays
+        if name in parameters and parameters[name].default in (None, inspect.Parameter.empty):
+            provided[name] = factor * options.get("coef", coef)
     filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
     taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
     return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted)

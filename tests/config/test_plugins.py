@@ -54,8 +54,8 @@ def test_an_unknown_kind_names_the_nearest() -> None:
     assert controller_definition("math:pi").kind == "value"
 
 
-def test_a_controller_that_needs_bounds_is_told_so_by_its_config(tmp_path: Path) -> None:
-    """They are not filled in: what is written reaches the class, and holds for beta whatever the class does."""
+def test_a_controller_that_needs_bounds_gets_them(tmp_path: Path) -> None:
+    """Those that are written, else those around the starting beta; they hold whatever the class does."""
     (tmp_path / "law.py").write_text(
         "class Law:\n"
         "    def __init__(self, coef, min_coef, max_coef):\n"
@@ -63,10 +63,13 @@ def test_a_controller_that_needs_bounds_is_told_so_by_its_config(tmp_path: Path)
         "    def update(self, kl, episodes):\n        self.coef *= 100\n"
     )
     kind = f"{tmp_path}/law.py:Law"
-    assert controller_problems({"kind": kind, "min_coef": 0.01}) == ["kl.controller.max_coef: missing, Law needs it"]
-    law = make_controller(kind, {"min_coef": 0.01, "max_coef": 2.0}, coef=0.5)
-    law.update(0.1, 64)
-    assert (law.controller.given, law.coef) == ((0.01, 2.0), 2.0)
+    assert controller_problems({"kind": kind, "min_coef": 0.01}) == []
+    for options, bounds in (({}, (5e-4, 500.0)), ({"min_coef": 0.01, "max_coef": 2.0}, (0.01, 2.0))):
+        law = make_controller(kind, options, coef=0.5)
+        assert law.controller.given == pytest.approx(bounds)
+        for _ in range(3):
+            law.update(0.1, 64)
+        assert law.coef == pytest.approx(bounds[1])
 
 
 def test_the_plugin_files_of_a_config(tmp_path: Path) -> None:
