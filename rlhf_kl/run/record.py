@@ -15,13 +15,15 @@ from torch import nn
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, Kind
+from rlhf_kl.errors import InputError
 from rlhf_kl.run.checkpoint import checkpoints, prune, save_checkpoint
+from rlhf_kl.run.contents import CHECKPOINT, MODELS, link_problems
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
 from rlhf_kl.run.folders import sweep
 from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl, truncate_after, truncate_at
 from rlhf_kl.run.resume import check_fingerprints, environment, last_checkpoint, report_differences
-from rlhf_kl.run.run_folder import CHECKPOINT, RunFolder, write_json
+from rlhf_kl.run.run_folder import RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import library_state, load_library_state, seed_libraries
@@ -62,9 +64,14 @@ class Recorder:
         seed_libraries(config.run.seed)
 
     def begin(self) -> None:
-        """Open the files. Before this the folder stays free: a run that cannot start does not occupy it."""
+        """Open the files. Before this the folder stays free: a run that cannot start does not occupy it.
+
+        Errors: InputError where the place of a plugin's copy is a link.
+        """
         folder, config = self.folder, self.config
         plugins = self._plugins()
+        if problems := link_problems(folder.path / name for name in plugins):
+            raise InputError(*problems)
         if folder.replaces:
             self._sweep()
             folder.clear()
@@ -89,7 +96,7 @@ class Recorder:
     def _sweep(self) -> None:
         """Remove what processes that were killed left half written."""
         sweep(self.folder.checkpoints, CHECKPOINT)
-        sweep(self.folder.path, re.compile("final"))
+        sweep(self.folder.path, re.compile("|".join(MODELS)))
 
     def _truncate(self, path: Path) -> None:
         """Back to what the checkpoint has seen: the rows after it are computed again."""

@@ -159,6 +159,20 @@ def test_a_folder_that_goes_away_ends_the_run(train: Train, tmp_path: Path, deed
     assert [c.step for c in checkpoints(tmp_path / "moved" / "checkpoints")] == [2]
 
 
+def test_a_link_in_the_place_of_a_plugin_s_copy_is_refused(train: Train, tiny_data: Any, tmp_path: Path) -> None:
+    """One that the run has not made: it is no file of its list yet."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    (tmp_path / "first.py").write_text((tiny_data.folder / "mine.py").read_text())
+    train(tmp_path / "run", "ppo.total_episodes=16", f"reward.kind={tmp_path / 'first.py'}:count")
+    (tmp_path / "precious.py").write_text("mine")
+    (tmp_path / "run" / "mine.py").symlink_to(tmp_path / "precious.py")
+    with pytest.raises(InputError, match=r"run/mine\.py is a link"):
+        train(tmp_path / "run", f"reward.kind={tiny_data.reward}", overwrite=True)
+    assert (tmp_path / "precious.py").read_text() == "mine"
+    assert (tmp_path / "run" / "metrics.jsonl").exists()  # the run of before is still there
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(train: Train, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     places = [tmp_path / "file" / "run", Path("/proc/run"), tmp_path / ("n" * 300)]
