@@ -13,6 +13,7 @@ import typer
 from rlhf_kl.cli import compare, config, doctor, evaluate, generate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.heap import keep_freed_memory
+from rlhf_kl.memory import memory_is_full
 from rlhf_kl.run.text import safe_text
 
 app = typer.Typer(
@@ -78,6 +79,12 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (RuntimeError, MemoryError) as error:
+        if not memory_is_full(error):
+            raise
+        print("error: memory is full: a smaller model, or a device with more memory (run.device), is needed",
+              file=sys.stderr)  # fmt: skip
         return 1
 
 
