@@ -16,6 +16,7 @@ from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.ops.float64 import float64
 from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
 from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
@@ -145,20 +146,20 @@ def policy_figures(
 
     change = "a lower rollout.max_new_tokens or shorter prompts need less"
     for (batch, sampled, responses), exact_kl in fitting_batches(len(prompts), batch_size, respond_and_measure, change):
-        kl.append(exact_kl.double().sum(1))
+        kl.append(float64(exact_kl).sum(1))
         lengths.append(sampled.mask.sum(1))
         ended.append(sampled.ended)
         texts += responses
         if reward is not None:
             scores.append(checked_scores(reward, batch.texts, responses, "function"))
         golds += gold_scores_of(gold, batch.texts, responses) or []
-    per_response, tokens = torch.cat(kl), torch.cat(lengths).double()
+    per_response, tokens = torch.cat(kl), float64(torch.cat(lengths))
     return PolicyFigures(
         kl_token=float(per_response.sum() / tokens.sum()),
         kl_sequence=float(per_response.mean()),
         scores=float(torch.cat(scores).mean()) if scores else None,
         gold=sum(golds) / len(golds) if golds else None,
         length=float(tokens.mean()),
-        eos_rate=float(torch.cat(ended).double().mean()),
+        eos_rate=float(float64(torch.cat(ended)).mean()),
         distinct_2=distinct_n(texts),
     )

@@ -15,6 +15,7 @@ from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.ops.float64 import float64
 from rlhf_kl.ops.masked import masked_mean
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.processes import Processes
@@ -137,18 +138,18 @@ class PPOTrainer:
         A step whose gradient is not finite is left out.
         """
         cfg, device = self.config.ppo, rollout.mask.device
-        tokens = float(self.processes.sum(rollout.mask[rows].sum().double()))
+        tokens = float(self.processes.sum(float64(rollout.mask[rows].sum())))
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
             pieces = list(self.training_passes(rollout, rows, size))
             self.microbatch.largest = max(len(piece.ids) for piece in pieces)
-            sums, largest = torch.zeros(4, dtype=torch.float64, device=device), torch.zeros((), device=device)
+            sums, largest = float64(torch.zeros(4, device=device)), torch.zeros((), device=device)
             for piece in pieces:
                 losses = self.losses(rollout, targets, piece)
                 loss = cfg.vf_coef * losses.value + (losses.policy if step > cfg.value_warmup else 0.0)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
                 (loss / tokens).backward()
-                sums += torch.stack([x.detach().double() for x in losses[:4]])
+                sums += torch.stack([float64(x.detach()) for x in losses[:4]])
                 largest = torch.maximum(largest, losses.max_logratio)
             return sums, largest
 
@@ -212,7 +213,7 @@ class PPOTrainer:
     def mean_kl(self, kl: Tensor, mask: Tensor) -> float:
         """Mean of exact KL (B, T) in the target's unit, over the global batch: nats per token, or per response."""
         count = mask.sum() if self.config.kl.unit == "token" else mask.any(1).sum()
-        total, count = self.processes.sum(torch.stack([kl.double().sum(), count.double()])).tolist()
+        total, count = self.processes.sum(torch.stack([float64(kl).sum(), float64(count)])).tolist()
         return float(total / count)
 
     def kl_now(self, rollout: RolloutBatch) -> float:
@@ -222,12 +223,12 @@ class PPOTrainer:
 
     def descend_kl(self, rollout: RolloutBatch) -> None:
         """One gradient step on the exact KL at the rollout's states, of the length of a usual update."""
-        tokens = float(self.processes.sum(rollout.mask.sum().double()))
+        tokens = float(self.processes.sum(float64(rollout.mask.sum())))
         temperature = self.config.rollout.temperature
         for rows in self.training_passes(rollout, torch.arange(len(rollout)), self.microbatch.rows):
             (exact_kl_of(self.model.policy, self.reference, rows, temperature).sum() / tokens).backward()
         gradients = [(p, p.grad) for p in self.model.trained if p.grad is not None]
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for _, gradient in gradients))
+        norm = math.sqrt(sum(float(float64(gradient).square().sum()) for _, gradient in gradients))
         size = math.sqrt(sum(p.numel() for p in self.model.trained))
         rate = 4 * self.config.ppo.epochs * self.config.ppo.learning_rate * size / max(norm, 1e-12)
         with torch.no_grad():
