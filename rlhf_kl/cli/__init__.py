@@ -15,6 +15,7 @@ from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.heap import keep_freed_memory
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.run.text import safe_text
+from rlhf_kl.threads import wait_without_spinning
 
 app = typer.Typer(
     name="rlhf-kl",
@@ -57,6 +58,7 @@ def _root(
 def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
     keep_freed_memory()
+    wait_without_spinning()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -27,6 +27,7 @@ from rlhf_kl.run.run_folder import RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import library_state, load_library_state, seed_libraries
+from rlhf_kl.threads import keep_threads
 
 
 class Recorder:
@@ -47,12 +48,13 @@ class Recorder:
         """
         self.folder, self.config, self.display = folder, config, display
         self.kind, self.fingerprints = kind, dict(fingerprints)
-        self.environment = environment(device)
         self.checkpoint = None
         if not folder.replaces:
             self._sweep()
             self.checkpoint = last_checkpoint(folder, config, display)
         self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
+        keep_threads(self.state.get("environment", {}).get("threads"))
+        self.environment = environment(device)
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
             report_differences(self.state["environment"], self.environment, display)
