@@ -1,5 +1,5 @@
-# `make help` lists the targets. PYTHON=/path/to/python uses an environment that exists (GPU boxes) and skips
-# the pins; otherwise everything goes into .venv with the versions of .ci/constraints.txt.
+# `make help` lists the targets. PYTHON=/path/to/python uses an environment that exists (GPU boxes) and its torch,
+# without the pins; otherwise everything goes into .venv with the versions of .ci/constraints.txt.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 BASE_PYTHON ?= python3
@@ -7,9 +7,11 @@ CONFIG ?= ppo_adaptive.yaml
 
 ifdef PYTHON
 PY := $(PYTHON)
-READY :=
+INSTALLED := complete-environment
+READY := check-environment
 else
 PY := .venv/bin/python
+INSTALLED := .venv/.ready
 READY := .venv/.ready
 endif
 
@@ -22,10 +24,16 @@ endif
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
 	@touch $@
 
+complete-environment:
+	@"$(PY)" scripts/environment.py
+
+check-environment:
+	@"$(PY)" scripts/environment.py --check
+
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-install: $(READY)  ## make the environment
+install: $(INSTALLED)  ## make the environment; with PYTHON= add to one what it lacks, but for its torch
 
 train: $(READY)  ## train on the built-in model (FRESH=1 starts over, CONFIG=name.yaml)
 	$(PY) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
@@ -80,4 +88,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean
+.PHONY: complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean

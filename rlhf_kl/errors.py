@@ -23,6 +23,14 @@ class RunFailed(RlhfKlError):
     """The machine failed the run (disk full, folder gone, memory full): exit code 1, and `--resume` goes on."""
 
 
+class MemoryFull(RunFailed):
+    """Memory does not hold even the smallest part of some work; `change` says what would need less."""
+
+    def __init__(self, work: str, change: str) -> None:
+        self.work, self.change = work, change
+        super().__init__(f"{work}: {change}")
+
+
 class GuardStop(RlhfKlError):
     """A guard stopped the run (a failed check at step 0, a KL above the ceiling, ...): exit code 3."""
 

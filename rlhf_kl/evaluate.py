@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.ops.float64 import float64
 from rlhf_kl.rewards.functions import GOLD_FAILED, GoldScorer, gold_scores_of, score_responses
-from rlhf_kl.rollout.collect import measure, respond, response_layout
+from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.sft import negative_log_likelihood
@@ -72,21 +75,25 @@ def perplexity(
 
     Without a bos a document's first token has nothing in front of it: neither its nats nor its bytes count.
 
-    `window`: most tokens in one row (default: the model's context); `rows` in one pass; `advance(n)` is called after
-    every n windows. Errors: InputError where nothing can be scored.
+    `window`: most tokens in one row (default: the model's context); `rows` in one pass, fewer where memory is full;
+    `advance(n)` is called after every n windows. Errors: InputError where nothing can be scored; MemoryFull.
     """
     limit = window or context_length(lm.model) or DEFAULT_WINDOW
     pieces = [piece for ids in encode_all(tokenizer, texts) for piece in windows(ids, limit)]
     if not pieces:
         raise InputError("eval.texts: no document has a token to score")
     pieces.sort(key=lambda piece: len(piece.ids))
-    total, count = 0.0, 0
-    for start in range(0, len(pieces), rows):
-        group = pieces[start : start + rows]
+
+    def read(start: int, stop: int) -> tuple[float, int]:
+        group = pieces[start:stop]
         loss, tokens = negative_log_likelihood(lm, [piece.ids for piece in group], [piece.first for piece in group])
-        total, count = total + float(loss), count + tokens
         if advance:
             advance(len(group))
+        return float(loss), tokens
+
+    total, count = 0.0, 0
+    for loss, tokens in fitting_batches(len(pieces), rows, read, "shorter texts to evaluate on need less"):
+        total, count = total + loss, count + tokens
     size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
     nats = total / count
     return Perplexity(
@@ -130,7 +137,7 @@ def policy_figures(
     batch_size: int = ROWS,
     report: Callable[[str], None] = lambda _: None,
 ) -> PolicyFigures:
-    """Sample one response to each prompt, `batch_size` at a time, and measure; `seed` fixes the samples.
+    """Sample one response to each prompt, at most `batch_size` at a time, and measure; `seed` fixes the samples.
 
     A figure is None where a reward model's score is not finite; `report` is told so. Errors: InputError where a
     function misbehaves.
@@ -138,11 +145,15 @@ def policy_figures(
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")
     model, states = ActorCritic(policy), ReferenceStates(reference)
     kl, lengths, ended, texts, scores, golds = [], [], [], [], [], []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts.part(start, start + batch_size)
-        _, sampled, responses = respond(policy, batch, noise[start : start + batch_size], sampling, tokenizer)
-        stats = measure(model, states, response_layout(batch, sampled), sampling.temperature)
-        kl.append(stats.exact_kl.double().sum(1))
+
+    def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
+        batch = prompts.part(start, stop)
+        made = respond(policy, batch, noise[start:stop], sampling, tokenizer)
+        return made, measure(model, states, response_layout(batch, made.sampled), sampling.temperature).exact_kl
+
+    change = "a lower rollout.max_new_tokens or shorter prompts need less"
+    for (batch, sampled, responses), exact_kl in fitting_batches(len(prompts), batch_size, respond_and_measure, change):
+        kl.append(float64(exact_kl).sum(1))
         lengths.append(sampled.mask.sum(1))
         ended.append(sampled.ended)
         texts += responses
@@ -156,13 +167,13 @@ def policy_figures(
     if scores and not bool(torch.isfinite(torch.cat(scores)).all()):
         report("eval-scores: a score of the reward model was not finite: left out")
         scores = []
-    per_response, tokens = torch.cat(kl), torch.cat(lengths).double()
+    per_response, tokens = torch.cat(kl), float64(torch.cat(lengths))
     return PolicyFigures(
         kl_token=float(per_response.sum() / tokens.sum()),
         kl_sequence=float(per_response.mean()),
         scores=float(torch.cat(scores).mean()) if scores else None,
         gold=sum(golds) / len(golds) if golds else None,
         length=float(tokens.mean()),
-        eos_rate=float(torch.cat(ended).double().mean()),
+        eos_rate=float(float64(torch.cat(ended)).mean()),
         distinct_2=distinct_n(texts),
     )

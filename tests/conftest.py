@@ -152,6 +152,32 @@ def own_logits() -> Callable[..., Any]:
     return read
 
 
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """`small_device(4, 9)`: from now on no GPT-2 takes a pass of more than 4 rows, or with more than 9 tokens in a row.
+
+    It returns a list that gets the rows of each pass. The error is the one that torch raises on a CPU.
+    """
+    import torch
+    from transformers import GPT2Model
+
+    forward = GPT2Model.forward
+
+    def shrink(rows: int, length: int = 1000) -> list[int]:
+        passes: list[int] = []
+
+        def limited(self: Any, input_ids: Any = None, **settings: Any) -> Any:
+            passes.append(len(input_ids))
+            if len(input_ids) > rows or input_ids.shape[1] > length:
+                torch.empty(1 << 60)
+            return forward(self, input_ids=input_ids, **settings)
+
+        monkeypatch.setattr(GPT2Model, "forward", limited)
+        return passes
+
+    return shrink
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any, new_model: Callable[..., Any]) -> Path:
     """The seven-letter GPT-2 as a folder that transformers loads; a context of 32."""

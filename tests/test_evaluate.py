@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, MemoryFull
 from rlhf_kl.evaluate import distinct_n, perplexity, policy_figures, windows
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
@@ -146,6 +146,37 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
     assert result.tokens == 10
     assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
     assert perplexity(TransformersLM(new_model()), letters, [text], window=8).tokens == 10
+
+
+def test_less_memory_changes_no_figure(
+    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], small_device: Callable[..., list[int]]
+) -> None:
+    policy, reference = (TransformersLM(new_model(seed)) for seed in (0, 1))
+    prompts = prompts_of(*(x + y for x in "abcd" for y in "abcd"))
+    sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_ids=[letters.eos_token_id], pad_id=letters.pad_token_id)
+
+    def lengths(_: Any, responses: Any) -> list[float]:
+        return [float(len(response)) for response in responses]
+
+    def figures() -> tuple[Any, Any]:
+        on_prompts = policy_figures(policy, reference, prompts, 0, sampling, letters, lengths, lengths, 16)
+        return perplexity(policy, letters, TEXTS * 4), on_prompts
+
+    before = figures()
+    passes = small_device(3)
+    after = figures()
+    assert max(passes) == 16
+    for one, other in zip(before, after, strict=True):
+        assert vars(one) == pytest.approx(vars(other), rel=1e-5)
+
+
+def test_a_text_that_does_not_fit_by_itself(
+    new_model: Make, letters: Any, small_device: Callable[..., list[int]]
+) -> None:
+    model = TransformersLM(new_model())
+    small_device(32, length=8)
+    with pytest.raises(MemoryFull, match="shorter texts"):
+        perplexity(model, letters, TEXTS)
 
 
 def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:

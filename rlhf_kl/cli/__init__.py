@@ -13,7 +13,9 @@ import typer
 from rlhf_kl.cli import compare, config, doctor, evaluate, generate, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.heap import keep_freed_memory
+from rlhf_kl.memory import memory_is_full
 from rlhf_kl.run.text import safe_text
+from rlhf_kl.threads import wait_without_spinning
 
 app = typer.Typer(
     name="rlhf-kl",
@@ -56,6 +58,7 @@ def _root(
 def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
     keep_freed_memory()
+    wait_without_spinning()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -78,6 +81,12 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (RuntimeError, MemoryError) as error:
+        if not memory_is_full(error):
+            raise
+        print("error: memory is full: a smaller model, or a device with more memory (run.device), is needed",
+              file=sys.stderr)  # fmt: skip
         return 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_kl.commands.grid import Failure, Grid, check_folders
+from rlhf_kl.commands.grid import Failure, Grid, check_folders, check_links
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.compare import Comparison, read_comparison
@@ -14,17 +14,20 @@ from rlhf_kl.report.plots.frontier import frontier_charts
 from rlhf_kl.report.plots.render import save_png, save_sheet
 from rlhf_kl.report.table import COLUMNS, equal_kl_rows, text_table, variant_rows
 from rlhf_kl.report.verdict import judge
+from rlhf_kl.run.contents import link_problems
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import write_json
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.run.text import hanging
 
+PAGES = ("compare.json", "compare.html", "compare.png")
 EQUAL_KL_COLUMNS = ("at equal KL", "against", "measure", "difference", "95 % interval", "seeds")
 
 
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:
-    """Train what is missing. Errors: InputError where a folder holds another run."""
+    """Train what is missing. Errors: InputError where a folder holds another run, or what is written is a link."""
+    check_links(plan, PAGES)
     if not overwrite:
         check_folders(plan)
     try:
@@ -48,13 +51,16 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """compare.json, compare.html and the pictures into `folder`; returns what a terminal of `width` columns shows."""
     lines = judge(comparison)
+    pictures = [*compare_charts(comparison), *frontier_charts(comparison)]
+    if problems := link_problems(folder / name for name in (*PAGES, *(f"{chart.slug}.png" for chart in pictures))):
+        raise InputError(*problems)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", comparison.to_json(lines))
         write_atomic(folder / "compare.html", compare_page(comparison, name, lines))
         save_sheet(held_charts(comparison), folder / "compare.png", columns=2, heading=_heading(comparison, name),
                    footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
-        for chart in [*compare_charts(comparison), *frontier_charts(comparison)]:
+        for chart in pictures:
             save_png(chart, folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None

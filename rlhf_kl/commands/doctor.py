@@ -23,11 +23,13 @@ from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.commands.training import Training, evaluate_policy, prepare_training
 from rlhf_kl.config.notes import gradient_notes, unused_notes, world_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
-from rlhf_kl.errors import GuardStop, InputError
+from rlhf_kl.errors import GuardStop, InputError, MemoryFull
+from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.load import context_length, load_tokenizer
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl.run.failures import LESS_MEMORY
 from rlhf_kl.trainers.guards import NonFiniteRollout
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
@@ -71,6 +73,12 @@ def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None 
         found += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
         found.append(Finding("fatal", "start", str(error)))
+    except MemoryFull as error:
+        found.append(Finding("fatal", "memory", error.work, error.change))
+    except (RuntimeError, MemoryError) as error:
+        if not memory_is_full(error):
+            raise
+        found.append(Finding("fatal", "memory", "memory is full: what the run needs does not fit", LESS_MEMORY))
     return found
 
 

@@ -18,6 +18,7 @@ from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.data.texts import UNUSABLE, read_prompts
 from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.value import ActorCritic, frozen_lm
@@ -30,7 +31,7 @@ from rlhf_kl.run.run_folder import RunFolder, newest_run
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 
-ROWS = 32  # responses that are sampled at once
+ROWS = 32  # responses that are sampled at once, where memory holds them
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,12 @@ class _Writer:
         places = [i for i in range(len(prompts)) for _ in range(request.samples)]
         # Noise by place: a response does not depend on how many stand beside it.
         noise = uniforms(len(places), self.sampling.max_new_tokens, request.seed, "generate")
-        for start in range(0, len(places), ROWS):
-            batch = stream.pick(places[start : start + ROWS])
-            yield self._batch(batch, noise[start : start + ROWS])
+
+        def write(start: int, stop: int) -> list[Sample]:
+            return self._batch(stream.pick(places[start:stop]), noise[start:stop])
+
+        change = "a lower --max-new-tokens or shorter prompts need less"
+        yield from fitting_batches(len(places), ROWS, write, change)
 
     def _batch(self, batch: PromptBatch, noise: Any) -> list[Sample]:
         _, sampled, responses = respond(self.policy, batch, noise, self.sampling, self.tokenizer)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.run import stored_config
+from rlhf_kl.run.contents import link_problems
 from rlhf_kl.run.display import Advance, TrainingDisplay
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.resume import finished_summary
@@ -76,6 +78,16 @@ def check_folders(plan: ComparePlan) -> None:
         raise InputError(*problems)
 
 
+def check_links(plan: ComparePlan, pages: Iterable[str]) -> None:
+    """Errors: InputError for each link among `pages`, configs and logs: their targets would be written to.
+
+    The folder of the plan and those of its runs may be links; each run looks after its own.
+    """
+    paths = [plan.folder / name for name in (*pages, "configs", "logs")]
+    if problems := link_problems([*paths, *(path for run in plan.runs for path in _places(plan, run))]):
+        raise InputError(*problems)
+
+
 class Grid:
     """Runs what is not finished, `jobs` at a time; interrupted, the same command goes on."""
 
@@ -113,8 +125,7 @@ class Grid:
             self._report(job)
 
     def _start(self, run: PlannedRun) -> Job:
-        config = self.plan.folder / "configs" / f"{run.name}.yaml"
-        log = self.plan.folder / "logs" / f"{run.name}.log"
+        config, log = _places(self.plan, run)
         for path in (_run_folder(run).path, config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(config, dump_config(run.config))
@@ -157,6 +168,11 @@ class Grid:
                 job.process.send_signal(signal.SIGINT)
         for job in self.running:
             job.process.wait()
+
+
+def _places(plan: ComparePlan, run: PlannedRun) -> tuple[Path, Path]:
+    """The config of a run as its process reads it, and what the process prints."""
+    return plan.folder / "configs" / f"{run.name}.yaml", plan.folder / "logs" / f"{run.name}.log"
 
 
 def _run_folder(run: PlannedRun) -> RunFolder:

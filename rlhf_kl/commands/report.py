@@ -10,6 +10,7 @@ from rlhf_kl.report.pages.report import report_page
 from rlhf_kl.report.plots.render import save_sheet
 from rlhf_kl.report.plots.run import run_charts
 from rlhf_kl.report.run import RunResult, read_run
+from rlhf_kl.run.contents import CLAIMS, link_problems
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import RunFolder
 
@@ -21,6 +22,8 @@ def write_report(path: Path, refresh: int | None = None) -> RunResult:
     """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
     run = read_run(path)
     folder = RunFolder(path)
+    if problems := link_problems(path / name for name in (folder.report.name, PICTURE, CLAIMS)):
+        raise InputError(*problems)
     charts = [chart for chart in run_charts(run) if chart.slug in IN_PICTURE]
     try:
         write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))

@@ -78,7 +78,7 @@ def pick_device(section: RunSection) -> torch.device:
 
     name = section.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"  # mps only where it is asked for: nothing was measured
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"run.device: {name}: no CUDA device is available here")
     number = name.partition(":")[2]

@@ -17,6 +17,7 @@ from rlhf_kl.data.chat import require_chat_template
 from rlhf_kl.data.texts import Example
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
+from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.fingerprint import texts_fingerprint
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids, parameter_count, save_model
@@ -105,10 +106,13 @@ def _learn_responses(config: SFTConfig, resolver: Resolver, display: TrainingDis
 
     @torch.no_grad()
     def evaluate() -> Figures:
-        rows, size, total = list(range(len(kept))), config.sft.microbatch_size, 0.0
-        rows.sort(key=kept.size)
-        for start in range(0, len(rows), size):
-            total += float(kept.loss(rows[start : start + size])[0])
+        rows = sorted(range(len(kept)), key=kept.size)
+
+        def read(start: int, stop: int) -> float:
+            return float(kept.loss(rows[start:stop])[0])
+
+        change = "shorter texts to evaluate on need less"
+        total = sum(fitting_batches(len(rows), config.sft.microbatch_size, read, change))
         loss = total / sum(kept.weight(row) for row in rows)
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 

@@ -10,6 +10,7 @@ from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.evaluate import perplexity, policy_figures
+from rlhf_kl.memory import memory_for
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
@@ -111,6 +112,7 @@ def build_trainer(
     assessor = Assessor(
         model, reference, features, parts.reward, config.reward.kind, shaping, config.rollout.temperature
     )
+    room = memory_for("a rollout does not fit", "lower rollout.batch_size or rollout.max_new_tokens")
     return PPOTrainer(
         config,
         model,
@@ -121,7 +123,7 @@ def build_trainer(
             model.critic,
             config.ppo.critic_learning_rate,
         ),
-        Rollouts(clock.timed("time/rollout_s", sampler), clock.timed("time/score_s", assessor)),
+        Rollouts(clock.timed("time/rollout_s", room(sampler)), clock.timed("time/score_s", room(assessor))),
         reference,
         configured_controller(config.kl, config.ppo, config.rollout, coef),
         features,

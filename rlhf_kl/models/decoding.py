@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf_kl.models.cache import reserve
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
+from rlhf_kl.ops.float64 import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
 
@@ -40,9 +41,9 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     runs with the same seed see the same noise whatever their policies do.
     """
     logp = torch.log_softmax(logits.float() / temperature, -1)
-    cumulative = logp.exp().double().cumsum(-1)
+    cumulative = float64(logp.exp()).cumsum(-1)
     threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, threshold, right=True).clamp_max(logits.shape[-1] - 1)
+    ids = torch.searchsorted(cumulative, threshold, right=True).clamp_max(logits.shape[-1] - 1).to(logp.device)
     return ids.squeeze(1), logp.gather(1, ids).squeeze(1)
 
 
@@ -69,7 +70,7 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
     # Of the rows that are still in the batch:
     rows = tokens = torch.arange(len(mask), device=device)
     alive = torch.ones_like(rows, dtype=torch.bool)
-    noise = noise.to(device)
+    noise = noise if device.type in WITHOUT_FLOAT64 else noise.to(device)
     for column in range(limit):
         if column:
             end = width + column
@@ -89,7 +90,7 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
             kept = alive.nonzero().squeeze(1)
             cache.batch_select_indices(kept)
             rows, alive, noise, tokens, mask, positions = (
-                x.index_select(0, kept) for x in (rows, alive, noise, tokens, mask, positions)
+                x.index_select(0, kept.to(x.device)) for x in (rows, alive, noise, tokens, mask, positions)
             )
     sampled = _until_stop(drawn, len(prompts.copies), stops, sampling.pad_id)
     return sampled._replace(states=_states_of(sampled.mask, drawn, states)) if keep_states else sampled

@@ -17,6 +17,7 @@ from transformers.activations import NewGELUActivation
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
+from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head
 from rlhf_kl.models.quiet import quiet_transformers
 
@@ -68,6 +69,8 @@ def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        if memory_is_full(error):
+            raise
         raise InputError(f"{key} {ref}: cannot be loaded: {_load_failure(error)}") from error
     problems = {
         "weights are missing and would be random": report["missing_keys"],

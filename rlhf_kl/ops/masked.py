@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlhf_kl.ops.float64 import float64
+
 Reduce = Callable[[Tensor], Tensor]
 
 
@@ -27,8 +29,8 @@ def masked_mean(x: Tensor, mask: Tensor, *, reduce: Reduce = _local) -> Tensor:
 
     `reduce` sums a tensor over all processes, so that the mean is that of the global batch.
     """
-    totals = reduce(torch.stack([masked_sum(x, mask).double(), mask.sum().double()]))
-    return (totals[0] / totals[1]).to(x.dtype)
+    totals = reduce(torch.stack([float64(masked_sum(x, mask)), float64(mask.sum())]))
+    return (totals[0] / totals[1]).to(x)
 
 
 def masked_std(x: Tensor, mask: Tensor, *, reduce: Reduce = _local) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
+from rlhf_kl.memory import memory_is_full
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.time_limit import TimeLimitExceeded
 from rlhf_kl.types import RewardFn
@@ -66,7 +67,8 @@ def checked_scores(
 ) -> Tensor:
     """Scores (B,) float32 of a reward function that may misbehave.
 
-    Errors: InputError that names the function, what it did and the sample it did it on.
+    Errors: InputError that names the function, what it did and the sample it did it on; memory that is full is no
+    fault of the function's.
     """
     try:
         return _checked_scores(reward, prompts, responses, name)
@@ -86,6 +88,8 @@ def _checked_scores(
     except TimeLimitExceeded as error:
         raise InputError(f"reward {name}: {error} (reward.time_limit) on {_batch_words(responses)}") from error
     except (Exception, SystemExit) as error:
+        if memory_is_full(error):
+            raise
         culprit = _culprit(reward, prompts, responses)
         raise InputError(f"reward {name}: raised {type(error).__name__}: {error} on {culprit}") from error
     if returned is None:

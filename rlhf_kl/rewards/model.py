@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
+from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import TransformersTrunk
 from rlhf_kl.models.load import context_length, save_model
 from rlhf_kl.models.lora import has_adapter
@@ -125,8 +126,14 @@ class RewardModel:
         overhead = pass_overhead(self.trunk.device)
         lengths = [len(row) for row in rows]
         for group in group_lengths(lengths, most_rows=self.rows, most_tokens=SCORING_TOKENS, overhead=overhead):
-            texts = [rows[i] for i in group]
-            scores[group] = (self._score_and_keep(group, texts) if self.keeps_states else self.forward(texts)).cpu()
+
+            def score(start: int, stop: int, group: Sequence[int] = group) -> None:
+                part = group[start:stop]
+                texts = [rows[i] for i in part]
+                scores[part] = (self._score_and_keep(part, texts) if self.keeps_states else self.forward(texts)).cpu()
+
+            for _ in fitting_batches(len(group), len(group), score, "shorter texts for the reward model need less"):
+                pass
         return scores
 
     def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -16,6 +16,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.tilt import centre_groups, solve_tilt, tilted
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.best_of_n import best_of_n
+from rlhf_kl.ops.float64 import float64
 from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
 from rlhf_kl.rollout.collect import Responses, respond
@@ -127,7 +128,7 @@ class ReferenceSamples:
                 f"reward: cut off at {fitted.clip:g}, every one of {len(shaped)} reference samples scores "
                 f"{float(shaped[0]):g}: set reward.normalize, or a wider reward.clip"
             )
-        length = float(self.traits.lengths.double().mean())
+        length = float(float64(self.traits.lengths).mean())
         clipped = fitted.clipped(self.scores)
         return ReferenceScores(shaped.tolist(), self.groups, length, self.gold, clipped), fitted
 

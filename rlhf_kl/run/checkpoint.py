@@ -18,8 +18,8 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.run.contents import checkpoint_folders
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
-from rlhf_kl.run.run_folder import CHECKPOINT
 
 FORMAT = 3  # of the state; raised whenever a run cannot go on from a checkpoint of before
 
@@ -108,9 +108,7 @@ def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """Complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    present = [Checkpoint(path) for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    present = [Checkpoint(path) for path in checkpoint_folders(folder) if path.is_dir()]
     return sorted(present, key=lambda checkpoint: checkpoint.step)
 
 

@@ -8,31 +8,29 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from rlhf_kl.errors import RunFailed
+from rlhf_kl.errors import MemoryFull, RunFailed
+from rlhf_kl.memory import memory_for
 from rlhf_kl.run.checkpoint import newest_whole
 from rlhf_kl.run.run_folder import RunFolder
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+LESS_MEMORY = "a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts need less"
 BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
 
 
 @contextlib.contextmanager
 def machine_failures(folder: RunFolder) -> Iterator[None]:
-    """Errors: RunFailed in place of an OSError of the disk or the run folder, and of an OutOfMemoryError."""
+    """Errors: RunFailed in place of an OSError of the disk or the run folder, and where memory is full."""
     try:
-        yield
+        with memory_for("what the run needs does not fit", LESS_MEMORY):
+            yield
+    except MemoryFull as error:
+        raise RunFailed(f"{error}; {_way_on(folder)}") from error
     except OSError as error:
         message = _disk_message(folder, error)
         if message is None:
             raise
         raise RunFailed(f"{message}; {_way_on(folder)}") from error
-    except torch.OutOfMemoryError as error:
-        raise RunFailed(
-            "out of memory, also with microbatches of one row: lower rollout.batch_size, rollout.max_new_tokens or "
-            f"the microbatch_size; {_way_on(folder)}"
-        ) from error
 
 
 def _disk_message(folder: RunFolder, error: OSError) -> str | None:

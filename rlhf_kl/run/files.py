@@ -17,7 +17,8 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     """`write_atomic` for bytes."""
     temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link of that name
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

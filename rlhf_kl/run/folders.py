@@ -75,7 +75,7 @@ def sweep(folder: Path, names: re.Pattern[str]) -> None:
     """Clears up what killed processes left of the named folders inside; nobody may be writing there."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None or not names.fullmatch(match[1]) or not path.is_dir():
+        if match is None or not names.fullmatch(match[1]) or not path.is_dir() or path.is_symlink():
             continue
         target = folder / match[1]
         if match[2] == "replaced" and not target.exists():

@@ -16,16 +16,19 @@ from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files, plugin_secrets
 from rlhf_kl.config.schema import AnyConfig, Kind
 from rlhf_kl.config.variables import restored, stored
+from rlhf_kl.errors import InputError
 from rlhf_kl.run.checkpoint import checkpoints, prune, save_checkpoint
+from rlhf_kl.run.contents import CHECKPOINT, MODELS, link_problems
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
 from rlhf_kl.run.folders import sweep
 from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl, truncate_after, truncate_at
 from rlhf_kl.run.resume import check_fingerprints, environment, last_checkpoint, report_differences
-from rlhf_kl.run.run_folder import CHECKPOINT, RunFolder, write_json
+from rlhf_kl.run.run_folder import RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import library_state, load_library_state, seed_libraries
+from rlhf_kl.threads import keep_threads
 
 
 class Recorder:
@@ -46,12 +49,13 @@ class Recorder:
         """
         self.folder, self.config, self.display = folder, config, display
         self.kind, self.fingerprints = kind, dict(fingerprints)
-        self.environment = environment(device)
         self.checkpoint = None
         if not folder.replaces:
             self._sweep()
             self.checkpoint = last_checkpoint(folder, config, display)
         self.state: dict[str, Any] = restored(self.checkpoint.state()) if self.checkpoint else {}
+        keep_threads(self.state.get("environment", {}).get("threads"))
+        self.environment = environment(device)
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
             report_differences(self.state["environment"], self.environment, display)
@@ -63,9 +67,14 @@ class Recorder:
         seed_libraries(config.run.seed)
 
     def begin(self) -> None:
-        """Open the files. Before this the folder stays free: a run that cannot start does not occupy it."""
+        """Open the files. Before this the folder stays free: a run that cannot start does not occupy it.
+
+        Errors: InputError where the place of a plugin's copy is a link.
+        """
         folder, config = self.folder, self.config
         plugins = self._plugins()
+        if problems := link_problems(folder.path / name for name in plugins):
+            raise InputError(*problems)
         if folder.replaces:
             self._sweep()
             folder.clear()
@@ -90,7 +99,7 @@ class Recorder:
     def _sweep(self) -> None:
         """Remove what processes that were killed left half written."""
         sweep(self.folder.checkpoints, CHECKPOINT)
-        sweep(self.folder.path, re.compile("final"))
+        sweep(self.folder.path, re.compile("|".join(MODELS)))
 
     def _truncate(self, path: Path) -> None:
         """Back to what the checkpoint has seen: the rows after it are computed again."""

@@ -6,26 +6,17 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
-import shutil
 import socket
 import tempfile
 from pathlib import Path
 from typing import IO, Any
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.files import write_atomic, write_bytes_atomic
+from rlhf_kl.run import contents
+from rlhf_kl.run.files import write_bytes_atomic
 from rlhf_kl.run.jsonl import encode_json
 
-__all__ = ["RunFolder", "newest_run", "open_run_folder", "write_atomic", "write_json"]
-
 RUNS = Path("runs")
-_LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
-_CLAIMS = ".rlhf-kl.files"
-_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
-CHECKPOINT = re.compile(r"step-\d{6,}")
-_ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # those under a temporary name too
-EVENTS = "events.out.tfevents.*"
 # POSIX locks do not exclude a process from itself, and closing any handle of the file drops them.
 _held: set[Path] = set()
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
@@ -42,10 +33,10 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
-        self.metrics = self.path / "metrics.jsonl"
-        self.samples = self.path / "samples.jsonl"
-        self.tensorboard = self.path / "tensorboard"
-        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / contents.METRICS
+        self.samples = self.path / contents.SAMPLES
+        self.tensorboard = self.path / contents.TENSORBOARD
+        self.checkpoints = self.path / contents.CHECKPOINTS
         self.final = self.path / "final"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
@@ -63,17 +54,12 @@ class RunFolder:
 
         Claimed files are what `--overwrite` removes beside the fixed names.
         """
-        if not _is_plain(name):
-            raise ValueError(f"{name!r} is not a plain file name")
-        claims = self._claims()
-        if name not in claims:
-            write_atomic(self.path / _CLAIMS, "".join(f"{claim}\n" for claim in [*claims, name]))
-        return self.path / name
+        return contents.claim(self.path, name)
 
     def clear(self) -> None:
         """Remove the run that `--overwrite` replaces; nothing where there is none."""
         if self.replaces:
-            _remove_run(self)
+            contents.remove_run(self.path)
             self.replaces = False
 
     def check_there(self) -> None:
@@ -85,7 +71,7 @@ class RunFolder:
             return
         ours = os.fstat(self._lock.fileno())
         try:
-            there = (self.path / _LOCK).stat()
+            there = (self.path / contents.LOCK).stat()
         except OSError:
             there = None
         if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
@@ -104,22 +90,14 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _claims(self) -> list[str]:
-        """Plain names only: a line that somebody edited must not lead out of the folder."""
-        try:
-            lines = (self.path / _CLAIMS).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
-            return []
-        return [line for line in lines if _is_plain(line)]
-
 
 def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """Makes or reopens the run folder at `path` and locks it for this process.
 
     With `overwrite` the run in it stays until `RunFolder.clear`: what cannot start costs nothing.
     Raises `InputError` where the folder holds a run and neither `resume` nor `overwrite` is set, where it
-    holds something that is not a run (then with either option too), where another run is using it, and
-    where it cannot be written.
+    holds something that is not a run (then with either option too), where something that the run writes is a
+    link, where another run is using it, and where it cannot be written. The folder itself may be a link.
     """
     folder = RunFolder(path)
     if resume and overwrite:
@@ -133,7 +111,7 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
         try:
             _refuse(folder, resume=resume, overwrite=overwrite)  # it may have changed before the lock
             folder.replaces = overwrite
-            _remove_leftovers(folder)
+            contents.remove_leftovers(folder.path)
         except BaseException:
             folder.release()
             raise
@@ -166,24 +144,25 @@ def _refuse(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
         return
     if not path.is_dir():
         raise InputError(f"{path} is a file: choose another --output-dir")
-    if not any(entry.name not in {_LOCK, _CLAIMS} for entry in path.iterdir()):
-        return
-    if folder.holds_run and not (resume or overwrite):
-        raise InputError(f"{path} holds a run: --resume goes on with it, --overwrite starts it anew")
-    if not _is_ours(folder):
-        raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
+    if any(entry.name not in {contents.LOCK, contents.CLAIMS} for entry in path.iterdir()):
+        if folder.holds_run and not (resume or overwrite):
+            raise InputError(f"{path} holds a run: --resume goes on with it, --overwrite starts it anew")
+        if not _is_ours(folder):
+            raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
+    if problems := contents.run_link_problems(path):
+        raise InputError(*problems)
 
 
 def _is_ours(folder: RunFolder) -> bool:
     """A lone `config.yaml` may be anybody's; with our lock file or a run's records beside it, it is ours."""
-    if (folder.path / _LOCK).exists():
+    if (folder.path / contents.LOCK).exists():
         return True
-    steps = bool(_matching(folder.checkpoints, CHECKPOINT))
+    steps = bool(contents.checkpoint_folders(folder.checkpoints))
     return folder.config.exists() and (folder.metrics.exists() or steps)
 
 
 def _acquire(folder: RunFolder) -> None:
-    path = folder.path / _LOCK
+    path = folder.path / contents.LOCK
     if folder._key in _held:
         raise InputError(f"{folder.path} is in use by another run of this process")
     lock = path.open("a+", encoding="utf-8")
@@ -208,45 +187,3 @@ def _acquire(folder: RunFolder) -> None:
     lock.flush()
     folder._lock = lock
     _held.add(folder._key)
-
-
-def _remove_run(folder: RunFolder) -> None:
-    """Removes what this program writes and nothing else; the config last, so that a crash leaves a run."""
-    for path in [*_matching(folder.checkpoints, _ANY_CHECKPOINT), folder.final]:
-        _remove(path)
-    for event_file in folder.tensorboard.glob(EVENTS):
-        event_file.unlink()
-    for container in (folder.tensorboard, folder.checkpoints):
-        with contextlib.suppress(OSError):  # absent, or something of the user's is left in it
-            container.rmdir()
-    for name in [*folder._claims(), _CLAIMS, *reversed(_FILES)]:
-        _remove_file(folder.path / name)
-    _remove_leftovers(folder)
-
-
-def _remove_leftovers(folder: RunFolder) -> None:
-    """Files under a temporary name, of processes that were killed."""
-    for leftover in folder.path.glob(".*.tmp"):
-        if leftover.name.removeprefix(".").rsplit(".", 2)[0] in {*_FILES, _CLAIMS}:
-            _remove_file(leftover)
-
-
-def _is_plain(name: str) -> bool:
-    """Whether it is the name of a file directly inside a folder."""
-    return Path(name).name == name and name not in {"", ".", ".."}
-
-
-def _matching(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return [p for p in parent.iterdir() if pattern.fullmatch(p.name)] if parent.is_dir() else []
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        _remove_file(path)
-
-
-def _remove_file(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.config.load import flat
+from rlhf_kl.run.contents import event_files
 from rlhf_kl.run.figures import read_number
-from rlhf_kl.run.run_folder import EVENTS
 from rlhf_kl.run.text import safe_text
 
 # The columns beside the config in the HPARAMS tab.
@@ -40,7 +40,7 @@ class TensorBoardWriter:
             if self._writer is not None:
                 self._writer.close()
             self._folder.mkdir(parents=True, exist_ok=True)
-            for old in self._folder.glob(EVENTS):
+            for old in event_files(self._folder):
                 old.unlink()
             self._summary = summary
             self._writer = writer.FileWriter(str(self._folder), flush_secs=10)

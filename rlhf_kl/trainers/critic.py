@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.models.critic import FeatureCritic
+from rlhf_kl.ops.float64 import float64
 from rlhf_kl.seeding import shuffled
 
 MINIBATCHES = 4  # optimizer steps an epoch, on every process alike
@@ -29,13 +30,13 @@ def fit_critic(
 
     Returns the mean loss of the first epoch, and whether every loss was finite; a step whose loss is not is left out.
     """
-    first = torch.zeros(2, dtype=torch.float64, device=features.device)
+    first = float64(torch.zeros(2, device=features.device))
     finite = True
     for epoch in range(epochs):
         order = shuffled(len(features), seed, "critic", step, epoch).to(features.device)
         for picked in order.tensor_split(MINIBATCHES):
             loss = critic.loss(features.index_select(0, picked), returns.index_select(0, picked)).sum()
-            here = torch.stack([loss.detach().double(), torch.full_like(loss, len(picked)).double()])
+            here = float64(torch.stack([loss.detach(), torch.full_like(loss, len(picked))]))
             whole, count = total(here).tolist()
             if epoch == 0:
                 first += here

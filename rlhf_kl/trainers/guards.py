@@ -8,9 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rlhf_kl.errors import MemoryFull
+from rlhf_kl.memory import free_cached_memory, memory_is_full
 from rlhf_kl.types import RolloutBatch
 
 Result = TypeVar("Result")
+SMALLER_PASS = "shorter rows, an adapter (policy.lora={}) or policy.gradient_checkpointing=true need less"
 
 
 class NonFiniteRollout(Exception):
@@ -56,20 +59,21 @@ class Microbatch:
     def fit(self, attempt: Callable[[int], Result], undo: Callable[[], None]) -> Result:
         """`attempt(rows)`, again with half the rows after `undo()` as long as memory is full.
 
-        Errors: torch.OutOfMemoryError where a single row does not fit.
+        Errors: MemoryFull where a single row does not fit.
         """
         while True:
             self.largest = None
             try:
                 return attempt(self.rows)
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not memory_is_full(error):
+                    raise
                 tried = min(self.rows, self.largest or self.rows)
                 if tried == 1:
-                    raise
+                    raise MemoryFull("memory is full: a training pass of one row does not fit", SMALLER_PASS) from error
             # Out of the handler, which holds the failed pass's tensors.
             undo()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_cached_memory()
             self.halve_to(tried // 2)
             self.notes.append(f"out-of-memory: microbatches have {self.rows} rows from here on")
 

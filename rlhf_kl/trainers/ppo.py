@@ -15,6 +15,7 @@ from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.activations import tokens_of_a_pass
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic, values_in
+from rlhf_kl.ops.float64 import float64
 from rlhf_kl.ops.masked import masked_mean
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.processes import Processes
@@ -146,18 +147,18 @@ class PPOTrainer:
         `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
         cfg, device = self.config.ppo, rollout.mask.device
-        tokens = float(self.processes.sum(rollout.mask[rows].sum().double()))
+        tokens = float(self.processes.sum(float64(rollout.mask[rows].sum())))
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
             pieces = list(self.training_passes(rollout, rows, size))
             self.microbatch.largest = max(len(piece.ids) for piece in pieces)
-            sums, largest = torch.zeros(4, dtype=torch.float64, device=device), torch.zeros((), device=device)
+            sums, largest = float64(torch.zeros(4, device=device)), torch.zeros((), device=device)
             for piece in pieces:
                 losses = self.losses(rollout, targets, piece)
                 loss = cfg.vf_coef * losses.value + (losses.policy if step > cfg.value_warmup else 0.0)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
                 (loss / tokens).backward()
-                sums += torch.stack([x.detach().double() for x in losses[:4]])
+                sums += torch.stack([float64(x.detach()) for x in losses[:4]])
                 largest = torch.maximum(largest, losses.max_logratio)
             return sums, largest
 
@@ -227,8 +228,8 @@ class PPOTrainer:
 
         A ratio estimator: responses are the independent draws, so the standard error is taken between them.
         """
-        sums = torch.where(mask, kl, 0.0).double().sum(1)
-        sizes = mask.double().sum(1) if self.config.kl.unit == "token" else mask.any(1).double()
+        sums = float64(torch.where(mask, kl, 0.0)).sum(1)
+        sizes = float64(mask.sum(1) if self.config.kl.unit == "token" else mask.any(1))
         terms = [sums, sizes, sums * sums, sums * sizes, sizes * sizes, torch.ones_like(sums)]
         total, size, square, product, size_square, rows = self.processes.sum(torch.stack(terms).sum(1)).tolist()
         mean = total / size

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_kl.run.jsonl import read_jsonl
 
@@ -142,3 +143,31 @@ def test_a_disk_that_fills_up_while_it_samples(
     outcome = rlhf_kl("generate", "--run", run, "--prompt", "a", "--output", tmp_path / "x.jsonl", "--quiet")
     assert outcome.code == 1
     assert outcome.err == f"error: --output: {tmp_path}/x.jsonl: cannot be written: No space left on device\n"
+
+
+def test_less_memory_changes_no_sample(rlhf_kl: Cli, run: Path, small_device: Callable[..., list[int]]) -> None:
+    arguments = ("generate", "--run", run, "--prompt", "ab", "--prompt", "d", "--samples", 9, "--json")
+    before = samples_of(rlhf_kl(*arguments))
+    passes = small_device(5)
+    assert samples_of(rlhf_kl(*arguments)) == before
+    assert max(passes) == 18
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_full_memory_is_one_line(rlhf_kl: Cli, run: Path, small_device: Callable[..., list[int]], command: str) -> None:
+    more = ("--prompt", "abcdabcdabcd") if command == "generate" else ()
+    small_device(32, length=8)
+    outcome = rlhf_kl(command, "--run", run, "--quiet", *more)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
+    assert outcome.err.startswith("error: memory is full: a single row does not fit: ")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_model_that_does_not_fit_is_one_line(
+    rlhf_kl: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    more = ("--prompt", "ab") if command == "generate" else ()
+    monkeypatch.setattr("torch.nn.Module.to", lambda *_, **__: torch.empty(1 << 60))
+    outcome = rlhf_kl(command, "--run", run, "--quiet", *more)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
+    assert outcome.err.startswith("error: memory is full: a smaller model")

@@ -52,6 +52,12 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # nothing is left behind
 
 
+def test_full_memory_is_a_finding(doctor: Doctor, small_device: Callable[..., list[int]]) -> None:
+    small_device(0)
+    (found,) = [text for level, text in doctor(code=2)["memory"] if level == "fatal"]
+    assert found.startswith("memory is full: what the run needs does not fit; a smaller model, ")
+
+
 def test_what_a_reader_sees(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     outcome = rlhf_kl("doctor", "--config", tmp_path / "tiny.yaml", "--quiet")

@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.rollout.collect import Sampler
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl
 from rlhf_kl.run.tensorboard import TensorBoardWriter
@@ -159,6 +160,20 @@ def test_a_folder_that_goes_away_ends_the_run(train: Train, tmp_path: Path, deed
     assert [c.step for c in checkpoints(tmp_path / "moved" / "checkpoints")] == [2]
 
 
+def test_a_link_in_the_place_of_a_plugin_s_copy_is_refused(train: Train, tiny_data: Any, tmp_path: Path) -> None:
+    """One that the run has not made: it is no file of its list yet."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    (tmp_path / "first.py").write_text((tiny_data.folder / "mine.py").read_text())
+    train(tmp_path / "run", "ppo.total_episodes=16", f"reward.kind={tmp_path / 'first.py'}:count")
+    (tmp_path / "precious.py").write_text("mine")
+    (tmp_path / "run" / "mine.py").symlink_to(tmp_path / "precious.py")
+    with pytest.raises(InputError, match=r"run/mine\.py is a link"):
+        train(tmp_path / "run", f"reward.kind={tiny_data.reward}", overwrite=True)
+    assert (tmp_path / "precious.py").read_text() == "mine"
+    assert (tmp_path / "run" / "metrics.jsonl").exists()  # the run of before is still there
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(train: Train, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     places = [tmp_path / "file" / "run", Path("/proc/run"), tmp_path / ("n" * 300)]
@@ -200,8 +215,45 @@ def test_memory_that_is_full_with_one_row_ends_the_run_in_words(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(PPOTrainer, "losses", full)
-    with pytest.raises(RunFailed, match=r"rollout\.batch_size.*no checkpoint yet"):
+    with pytest.raises(RunFailed, match=r"of one row does not fit: .*policy\.lora.*no checkpoint yet") as caught:
         train(tmp_path / "run")
+    assert caught.value.exit_code == 1
+    assert "batch_size" not in str(caught.value)  # which would change nothing
+
+
+def test_a_rollout_that_does_not_fit_names_its_own_keys(
+    train: Train, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls, sample = unfinished(tiny_run, tmp_path, 4), [], Sampler.__call__
+
+    def full(self: Sampler, step: int) -> Any:
+        calls.append(step)
+        return sample(self, step) if len(calls) < 2 else torch.empty(1 << 60)
+
+    monkeypatch.setattr(Sampler, "__call__", full)
+    with pytest.raises(RunFailed, match=r"a rollout does not fit: lower rollout\.batch_size.*step 4 is whole"):
+        train(run, resume=True)
+    assert calls == [5, 6]
+
+
+def test_evaluation_goes_on_with_less_memory_and_the_run_stays_what_it_is(
+    train: Train, tiny_run: Path, tmp_path: Path, small_device: Callable[..., list[int]]
+) -> None:
+    """32 texts do not fit at once; the 16 rows of a rollout do."""
+    passes = small_device(16)
+    train(tmp_path / "run")
+    assert max(passes) > 16
+    for row, usual in zip(figures(tmp_path / "run"), figures(tiny_run), strict=True):
+        assert row["step"] == usual["step"]
+        assert row.get("kl/token") == usual.get("kl/token")
+        if "eval/perplexity" in usual:
+            assert row["eval/perplexity"] == pytest.approx(usual["eval/perplexity"], rel=1e-5)
+
+
+def test_a_reward_function_is_not_blamed_for_full_memory(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import torch\ndef score(prompts, responses):\n    torch.empty(1 << 60)\n")
+    with pytest.raises(RunFailed, match="memory is full"):
+        train(tmp_path / "run", f"reward.kind={tmp_path}/own.py:score")
 
 
 # ---- reward functions ----

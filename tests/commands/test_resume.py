@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
 import signal
 import time
@@ -363,6 +364,23 @@ def test_a_smaller_microbatch_may_go_on_and_is_reported(
     train(crashed, "ppo.microbatch_size=4", resume=True)
     assert "ppo.microbatch_size: 8 -> 4" in capsys.readouterr().err
     assert rows(crashed)[-1]["step"] == 7
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_resumed_run_has_the_threads_that_it_had(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        train(tmp_path / "run", "ppo.total_episodes=32")
+        torch.set_num_threads(1)
+        train(tmp_path / "run", "ppo.total_episodes=48", resume=True)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert "threads" not in capsys.readouterr().err
 
 
 def test_other_threads_or_versions_are_reported(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.commands.session import make_accelerator, train_command
+from rlhf_kl.commands.session import make_accelerator, pick_device, train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.display import TrainingDisplay
@@ -22,6 +22,15 @@ def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:
             make_accelerator(RunSection(device="cuda"))
         with pytest.raises(InputError, match=r"run\.device: mps"):
             make_accelerator(RunSection(device="mps"))
+
+
+def test_mps_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device(RunSection(device="auto")).type == "cpu"
+    assert pick_device(RunSection(device="mps")).type == "mps"
 
 
 def test_the_cpu_where_it_is_asked_for(fresh_accelerate: None) -> None:

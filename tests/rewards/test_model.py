@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder
     assert together == pytest.approx(alone, abs=1e-5)
     by_two = RewardModel(model.model, model.tokenizer, rows=2)
     assert by_two(prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+
+
+def test_less_memory_changes_no_score(model: RewardModel, small_device: Callable[..., list[int]]) -> None:
+    prompts, responses = ["a", "abcd", "bb", "d", "cab"], ["b", "", "dcbadcba", "a", "cc"]
+    before = model(prompts, responses)
+    passes = small_device(2)
+    assert model(prompts, responses) == pytest.approx(before, abs=1e-5)
+    assert max(passes) > 2
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])

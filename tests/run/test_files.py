@@ -16,6 +16,14 @@ def test_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
+def test_what_stands_under_the_temporary_name_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / f".a.txt.{os.getpid()}.tmp").symlink_to(tmp_path / "precious")
+    write_atomic(tmp_path / "a.txt", "one")
+    assert (tmp_path / "precious").read_text() == "x"
+    assert (tmp_path / "a.txt").read_text() == "one"
+
+
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     write_atomic(path, "old")

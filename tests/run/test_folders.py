@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.run.contents import CHECKPOINT
 from rlhf_kl.run.folders import remove_folder, sweep, write_folder
-from rlhf_kl.run.run_folder import CHECKPOINT
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
@@ -103,3 +103,12 @@ def test_sweeping_leaves_what_is_not_ours(tmp_path: Path) -> None:
     sweep(tmp_path, CHECKPOINT)
     sweep(tmp_path / "nowhere", CHECKPOINT)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.1.tmp", ".step-000006.1.tmp", "step-000005"]
+
+
+def test_sweeping_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "other" / "precious").mkdir(parents=True)
+    for name in (".final.1.tmp", ".final.replaced"):
+        (tmp_path / name).symlink_to(tmp_path / "other")
+    sweep(tmp_path, re.compile("final"))
+    assert (tmp_path / "other" / "precious").is_dir()
+    assert not (tmp_path / "final").exists()

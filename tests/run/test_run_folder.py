@@ -21,8 +21,9 @@ def _make_run(path: Path) -> None:
         for name in ("step-000005", "step-000010", ".step-000015.tmp"):
             (folder.checkpoints / name).mkdir(parents=True)
             (folder.checkpoints / name / "state.pt").write_text("x")
-        folder.final.mkdir()
-        (folder.final / "model.safetensors").write_text("x")
+        for model in (folder.final, folder.path / "merged"):
+            model.mkdir()
+            (model / "model.safetensors").write_text("x")
         folder.tensorboard.mkdir()
         (folder.tensorboard / "events.out.tfevents.1.host").write_text("x")
         folder.claim("kl.png").write_text("x")
@@ -95,19 +96,70 @@ def test_overwrite_removes_the_run_and_keeps_what_is_the_users(tmp_path: Path) -
     }
 
 
-def test_overwrite_does_not_follow_links(tmp_path: Path) -> None:
+WRITTEN = [
+    *(".rlhf-kl.lock", ".rlhf-kl.files", "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json"),
+    *("report.html", "tensorboard", "checkpoints", "final", "merged", "kl.png", "mine.py"),
+    *("checkpoints/step-000005", "tensorboard/events.out.tfevents.1.host"),
+]
+
+
+def _contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("mode", ["resume", "overwrite"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_link_among_what_a_run_writes_is_refused_and_its_target_kept(tmp_path: Path, name: str, mode: str) -> None:
+    """The real file or folder is moved out, as somebody does who keeps it on another disk."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    _make_run(run)
+    (run / name).rename(elsewhere)
+    (run / name).symlink_to(elsewhere)
+    before = _contents(tmp_path)
+    with pytest.raises(InputError) as caught:
+        open_run_folder(run, resume=mode == "resume", overwrite=mode == "overwrite").clear()
+    assert [problem.partition(" is a link: ")[0] for problem in caught.value.problems] == [str(run / name)]
+    assert _contents(tmp_path) == before
+    assert (run / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", [".rlhf-kl.lock", "metrics.jsonl", "samples.jsonl"])
+def test_a_second_name_of_a_file_that_is_written_in_place_is_refused(tmp_path: Path, name: str) -> None:
+    """As `cp --link` makes it: the rows of the copy would be cut off with those of the run."""
     _make_run(tmp_path / "run")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "model.safetensors").write_text("precious")
-    for file in (tmp_path / "run" / "final").iterdir():
-        file.unlink()
-    (tmp_path / "run" / "final").rmdir()
-    (tmp_path / "run" / "final").symlink_to(elsewhere)
+    (tmp_path / "copy").hardlink_to(tmp_path / "run" / name)
+    before = (tmp_path / "copy").read_bytes()
+    with pytest.raises(InputError, match=f"{name} has a second name"):
+        open_run_folder(tmp_path / "run", resume=True, overwrite=False)
+    assert (tmp_path / "copy").read_bytes() == before
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    _make_run(tmp_path / "run")
+    assert (tmp_path / "disk" / "metrics.jsonl").exists()
+    with open_run_folder(tmp_path / "run", resume=True, overwrite=False), pytest.raises(InputError, match="in use"):
+        open_run_folder(tmp_path / "disk", resume=True, overwrite=False)
     with open_run_folder(tmp_path / "run", resume=False, overwrite=True) as folder:
         folder.clear()
-    assert (elsewhere / "model.safetensors").read_text() == "precious"
-    assert not (tmp_path / "run" / "final").exists()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [".rlhf-kl.lock"]
+    assert (tmp_path / "run").is_symlink()
+
+
+def test_links_of_the_users_own_stay_and_so_do_their_targets(tmp_path: Path) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    _make_run(run)
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    for place in (run, run / "tensorboard", run / "checkpoints"):
+        (place / "mine").symlink_to(precious)
+    (run / "final" / "notes").symlink_to(precious)
+    with open_run_folder(run, resume=False, overwrite=True) as folder:
+        folder.clear()
+    assert (precious / "file").read_text() == "x"
+    left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_symlink()}
+    assert left == {"mine", "tensorboard/mine", "checkpoints/mine"}
 
 
 def test_an_edited_list_of_files_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:

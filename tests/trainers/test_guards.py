@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf_kl.errors import MemoryFull
 from rlhf_kl.trainers.guards import Microbatch, all_finite, non_finite_figure
 from rlhf_kl.types import RolloutBatch
 
@@ -34,6 +35,13 @@ def test_a_microbatch_is_halved_until_it_fits_and_stays_so() -> None:
     assert microbatch.halved == 4
 
 
+def test_on_a_cpu_it_is_halved_too() -> None:
+    """The error is torch's own: a RuntimeError of its allocator."""
+    microbatch = Microbatch(8)
+    made = microbatch.fit(lambda rows: torch.empty(1 << 60 if rows > 2 else rows), lambda: None)
+    assert (len(made), microbatch.halved) == (2, 2)
+
+
 def test_it_is_halved_from_what_was_tried() -> None:
     """Passes with room for five rows only: half of sixteen would be the same passes again."""
     microbatch, calls = Microbatch(16), []
@@ -51,7 +59,7 @@ def test_it_is_halved_from_what_was_tried() -> None:
 
 def test_a_single_row_that_does_not_fit_is_the_end() -> None:
     microbatch, calls = Microbatch(3), []
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(MemoryFull, match="one row does not fit"):
         microbatch.fit(device_of(0, calls), lambda: None)
     assert calls == [3, 1]
 

@@ -108,7 +108,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
     """Seed of every random choice."""
     device: str = "auto"
-    """auto (the best there is), cpu, cuda, cuda:N or mps."""
+    """auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps (never measured)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32."""
     trust_remote_code: bool = False

@@ -1,0 +1,32 @@
+"""Threads of OpenMP, which torch computes with on a CPU: how long they wait busily, and how many there are."""
+
+from __future__ import annotations
+
+import os
+
+SPIN_ROUNDS = 1000  # of a loop: some microseconds
+OURS_TO_SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+NUMBER = "OMP_NUM_THREADS"
+
+
+def wait_without_spinning() -> bool:
+    """Let threads that wait for each other sleep after a moment; returns whether that was set.
+
+    Call it before torch is imported. By default they spin for milliseconds: beside another run on the same cores a
+    thread then keeps busy the core that the thread it waits for needs. Left alone where the user has set one of the
+    variables.
+    """
+    if any(os.environ.get(name) for name in OURS_TO_SET):
+        return False
+    os.environ["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)  # GNU's OpenMP, that of torch on Linux
+    os.environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's, in milliseconds
+    return True
+
+
+def keep_threads(saved: str | None) -> None:
+    """As many threads as before, where this machine has the cores and the user sets no number: sums stay the same."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if saved is not None and not os.environ.get(NUMBER) and int(saved) <= cores:
+        torch.set_num_threads(int(saved))

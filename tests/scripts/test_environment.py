@@ -1,0 +1,138 @@
+"""`make install PYTHON=...` against small environments with a pip that writes down what it is asked for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pip
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "peft", "tensorboard", "numpy")
+MORE = ("psutil", "typer", "rich", "pydantic", "pyyaml", "matplotlib", "jinja2", "pillow", "pytest", "pytest-timeout")
+DEV = ("hypothesis", "ruff", "mypy", "types-pyyaml", "import-linter", "rlhf-kl")
+VERSIONS = dict.fromkeys((*NAMES, *MORE, *DEV), "999") | {
+    "torch": "2.9.0+cu128",
+    "transformers": "5.1",
+    "pydantic": "2.12",
+}
+PIP = """
+import pathlib, sys
+place = sys.argv.index("--constraint") + 1
+pathlib.Path(sys.prefix, "asked").write_text(" ".join(sys.argv[place + 1:]) + "|" + open(sys.argv[place]).read())
+sys.exit(1)
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Callable[..., Path]:
+    """`environment(torch=None, numpy="1.0")`: the python of one where these differ from all that is needed."""
+
+    def make(**changes: str | None) -> Path:
+        place = tmp_path / "environment"
+        venv.create(place)
+        site = place / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+        (site / "pip").mkdir()
+        (site / "pip" / "_vendor").symlink_to(Path(pip.__file__).parent / "_vendor")
+        (site / "pip" / "__init__.py").write_text("")
+        (site / "pip" / "__main__.py").write_text(PIP)
+        for name, version in (VERSIONS | changes).items():
+            if version is not None:
+                folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+                folder.mkdir()
+                (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for name in ("torch", "transformers"):
+            (site / f"{name}.py").write_text(f"__version__ = '{VERSIONS[name]}'\n")
+        with (site / "torch.py").open("a") as file:
+            file.write("class version: cuda = '12.8'\nclass cuda:\n    is_available = staticmethod(lambda: True)\n")
+            file.write("    device_count = staticmethod(lambda: 2)\n    get_device_name = 'GPU {}'.format\n")
+        return place / "bin" / "python"
+
+    return make
+
+
+def make(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    return line
+
+
+def test_an_environment_that_has_everything_is_described(environment: Callable[..., Path]) -> None:
+    python = environment()
+    done = make("install", f"PYTHON={python}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Python 3.")
+    assert lines[1:] == [
+        "nothing is missing",
+        "torch 2.9.0+cu128, CUDA 12.8, transformers 5.1",
+        "GPUs: GPU 0, GPU 1",
+    ]
+    assert make("check-environment", f"PYTHON={python}").returncode == 0
+    assert not (python.parents[1] / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "constraint"),
+    [
+        ({"peft": None}, "missing: peft>=0.17\ntorch 2.9.0+cu128 stays as it is", "torch==2.9.0+cu128\n"),
+        ({"torch": "2.7.0a0+nv25", "rlhf-kl": None}, "missing: rlhf-kl\ntorch 2.7.0a0", "torch==2.7.0a0+nv25\n"),
+        ({"transformers": "4.57.1"}, "missing: transformers>=5.0,<6 (4.57.1 is here)", "torch==2.9.0+cu128\n"),
+        ({"torch": None}, "missing: torch>=2.6\nthere is no torch here", ""),
+    ],
+)
+def test_pip_is_asked_for_what_is_missing_but_for_another_torch(
+    environment: Callable[..., Path], changes: dict[str, str | None], said: str, constraint: str
+) -> None:
+    python = environment(**changes)
+    done = make("install", f"PYTHON={python}")
+    assert said in done.stdout
+    assert (python.parents[1] / "asked").read_text() == f"--editable .[dev]|{constraint}"
+    assert error_of(done).startswith("error: pip could not")  # the pip of these tests never can
+
+
+def test_a_torch_that_is_too_old_is_not_replaced(environment: Callable[..., Path]) -> None:
+    python = environment(torch="2.5.1")
+    done = make("install", f"PYTHON={python}")
+    assert done.returncode == 2
+    assert "torch>=2.6 (2.5.1 is here), and its torch is left as it is: update torch yourself" in error_of(done)
+    assert not (python.parents[1] / "asked").exists()
+
+
+@pytest.mark.parametrize("target", ["train", "test", "lint", "bench", "gpu-tldr"])
+def test_every_target_says_what_an_environment_lacks(environment: Callable[..., Path], target: str) -> None:
+    python = environment(peft=None, numpy="1.0")
+    done = make(target, f"PYTHON={python}")
+    assert done.returncode == 2
+    lacks = f"{python} lacks peft>=0.17, numpy>=1.26 (1.0 is here): make install PYTHON={python}"
+    assert error_of(done) == f"error: {lacks}"
+
+
+def test_an_environment_without_pip(environment: Callable[..., Path]) -> None:
+    python = environment()
+    shutil.rmtree(next(python.parents[1].glob("lib/*/site-packages/pip")))
+    assert error_of(make("install", f"PYTHON={python}")).endswith("it has no pip: " + f"{python} -m ensurepip")
+
+
+def test_a_python_that_the_system_manages_is_left_alone(environment: Callable[..., Path], tmp_path: Path) -> None:
+    """As Debian marks it (PEP 668)."""
+    (tmp_path / "EXTERNALLY-MANAGED").write_text("")
+    code = (
+        "import runpy, sys, sysconfig; sys.base_prefix = sys.prefix; "
+        f"sysconfig.get_path = lambda *_: {str(tmp_path)!r}; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    python, script = environment(peft=None), ROOT / "scripts" / "environment.py"
+    done = subprocess.run([python, "-c", code, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "the system manages its packages, so pip may not: make an environment that sees them" in error_of(done)
+    assert not (python.parents[1] / "asked").exists()
