@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from collections.abc import Callable
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-import pip
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "peft", "tensorboard", "numpy")
-MORE = ("psutil", "typer", "rich", "pydantic", "pyyaml", "matplotlib", "jinja2", "pillow", "pytest", "pytest-timeout")
-DEV = ("hypothesis", "ruff", "mypy", "types-pyyaml", "import-linter", "rlhf-kl")
-VERSIONS = dict.fromkeys((*NAMES, *MORE, *DEV), "999") | {
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NEEDED = [re.split(r"[^\w.-]", line)[0] for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]]
+VERSIONS = dict.fromkeys((*NEEDED, PROJECT["name"]), "999") | {
     "torch": "2.9.0+cu128",
     "transformers": "5.1",
     "pydantic": "2.12",
@@ -39,7 +40,8 @@ def environment(tmp_path: Path) -> Callable[..., Path]:
         venv.create(place)
         site = place / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
         (site / "pip").mkdir()
-        (site / "pip" / "_vendor").symlink_to(Path(pip.__file__).parent / "_vendor")
+        # Not by importing pip: that changes how setuptools finds distutils in this process.
+        (site / "pip" / "_vendor").symlink_to(Path(str(distribution("pip").locate_file("pip/_vendor"))))
         (site / "pip" / "__init__.py").write_text("")
         (site / "pip" / "__main__.py").write_text(PIP)
         for name, version in (VERSIONS | changes).items():
