@@ -9,10 +9,12 @@ ifdef PYTHON
 PY := $(PYTHON)
 INSTALLED := complete-environment
 READY := check-environment
+DEV_READY := check-dev-environment
 else
 PY := .venv/bin/python
 INSTALLED := .venv/.ready
 READY := .venv/.ready
+DEV_READY := .venv/.ready
 endif
 
 .venv/.ready: pyproject.toml .ci/constraints.txt
@@ -30,6 +32,9 @@ complete-environment:
 check-environment:
 	@"$(PY)" scripts/environment.py --check
 
+check-dev-environment:
+	@"$(PY)" scripts/environment.py --check-dev
+
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
@@ -38,20 +43,20 @@ install: $(INSTALLED)  ## make the environment; with PYTHON= add to one what it 
 train: $(READY)  ## train on the built-in model (FRESH=1 starts over, CONFIG=name.yaml)
 	$(PY) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
-test: $(READY)  ## the tests that finish in minutes
+test: $(DEV_READY)  ## the tests that finish in minutes
 	$(PY) -m pytest
 
-test-slow: $(READY)  ## the tests that take longer
+test-slow: $(DEV_READY)  ## the tests that take longer
 	$(PY) -m pytest -m slow
 
-lint: $(READY)  ## ruff: style and formatting
+lint: $(DEV_READY)  ## ruff: style and formatting
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: $(READY)  ## mypy, strict
+types: $(DEV_READY)  ## mypy, strict
 	$(PY) -m mypy
 
-imports: $(READY)  ## the layers that modules may import from
+imports: $(DEV_READY)  ## the layers that modules may import from
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 check: lint types imports test  ## everything that CI runs
@@ -65,7 +70,7 @@ bench-plant: $(READY)  ## the same on simulated plants (a minute)
 test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50; some minutes)
 	$(PY) scripts/crash_test.py --kills $(or $(KILLS),50)
 
-fuzz: $(READY)  ## generated configs and data files (FUZZ=10000; some minutes)
+fuzz: $(DEV_READY)  ## generated configs and data files (FUZZ=10000; some minutes)
 	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest tests/fuzz --timeout 0
 
 gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)
@@ -88,4 +93,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean

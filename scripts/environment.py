@@ -1,11 +1,13 @@
 """`make install PYTHON=...`: adds what is missing to an environment that exists, and leaves its torch as it is.
 
 Run by the python of that environment; needs nothing but its pip. `--check` installs nothing and fails where something
-is missing. Exit code 2 with a line for what stands in the way.
+is missing that a run needs, `--check-dev` also where a tool of the tests is. Exit code 2 with a line for what stands in
+the way.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -28,11 +30,7 @@ def obstacle() -> str | None:
     """Why nothing can be installed here; None where it can."""
     if sys.version_info < (3, 11):  # noqa: UP036  whatever PYTHON= names
         return f"Python 3.11 or newer is needed, this one is {platform.python_version()}"
-    try:
-        import pip  # noqa: F401
-    except ImportError:
-        return f"it has no pip: {sys.executable} -m ensurepip"
-    return None
+    return None if importlib.util.find_spec("pip") else f"it has no pip: {sys.executable} -m ensurepip"
 
 
 def installed(name: str) -> str | None:
@@ -43,21 +41,27 @@ def installed(name: str) -> str | None:
         return None
 
 
-def missing() -> list[str]:
-    """The project's requirements that nothing here fulfils, as they are written; the project itself is one."""
+def missing(*, dev: bool = True) -> list[str]:
+    """The project's requirements that nothing here fulfils, as they are written.
+
+    `dev`: also those of its tests, and the project itself, which runs from its folder without being installed.
+    """
     import tomllib
 
-    from pip._vendor.packaging.requirements import Requirement
+    if importlib.util.find_spec("packaging"):
+        from packaging.requirements import Requirement
+    else:
+        from pip._vendor.packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = project["dependencies"] + (project["optional-dependencies"]["dev"] if dev else [])
     lines = []
     for line in wanted:
         need = Requirement(line)
         version = installed(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             lines.append(line + ("" if version is None else f" ({version} is here)"))
-    return [*lines, *([] if installed(project["name"]) else [project["name"]])]
+    return [*lines, *([project["name"]] if dev and not installed(project["name"]) else [])]
 
 
 def forbidden(lacking: list[str]) -> str | None:
@@ -97,11 +101,12 @@ def install(lacking: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    check = arguments == ["--check"]
-    if (problem := obstacle()) is not None:
+    check = bool(arguments)
+    able = bool(importlib.util.find_spec("packaging")) and check and sys.version_info >= (3, 11)
+    if not able and (problem := obstacle()) is not None:
         print(f"error: {sys.executable}: {problem}", file=sys.stderr)
         return 2
-    lacking = missing()
+    lacking = missing(dev=arguments != ["--check"])
     if check:
         if lacking:
             words = f"{sys.executable} lacks {', '.join(lacking)}"

@@ -113,8 +113,8 @@ def _setup(
         target = run.kl.target_value if target is None else target
         per_sequence = run.kl.unit == "sequence"
         if episodes is None and updates is None:
-            total, updates = run.ppo.total_episodes, run.updates
-        episodes, updates = episodes or run.rollout.batch_size, updates or run.updates
+            total = max(1, run.ppo.total_episodes - run.ppo.value_warmup * run.rollout.batch_size)
+        episodes, updates = episodes or run.rollout.batch_size, updates or run.controlled_updates
     kind, episodes = stored_name(kind or "adaptive"), episodes or 64
     if target is not None and not 0.0 < target < math.inf:
         raise InputError(f"--target must be a finite number above 0: {target:g}")

@@ -228,8 +228,8 @@ def _scores(training: Training) -> Iterator[Finding]:
 
 def _beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     control, batch = training.trainer.controller, config.rollout.batch_size
-    low, high = control.reach(config.updates, batch)
-    warnings = [*control.start_warnings(config.updates, batch), *gradient_notes(config)]
+    low, high = control.reach(config.controlled_updates, batch)
+    warnings = [*control.start_warnings(config.controlled_updates, batch), *gradient_notes(config)]
     for warning in warnings:
         yield Finding("doubtful", "beta", warning)
     if not warnings:

@@ -71,7 +71,7 @@ class RunGuards:
         if self.turned_back or not whole:
             since = "again after going back to a checkpoint" if self.turned_back else "with no checkpoint to go back to"
             return f"{what} in update {update.row['step']}, {since}"
-        self.training.load(whole[-1])
+        self.training.go_back(whole[-1])
         self.skipped, self.turned_back = 0, True
         update.row["alerts"].append(f"rolled-back: {what}; back to the policy of update {whole[-1].step}")
         return None

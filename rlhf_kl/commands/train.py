@@ -224,7 +224,7 @@ class TrainRun:
                 "episodes": updates * batch,
             }
         )
-        low, high = control.reach(updates, batch)
+        low, high = control.reach(config.controlled_updates, batch)
         self.display.message(
             f"KL target {kl.target_value:g} nats per {kl.unit}"
             + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
@@ -232,7 +232,11 @@ class TrainRun:
             + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
         )
         scores = self.training.reference_scores
-        for warning in [*scores.start_warnings(), *control.start_warnings(updates, batch), *start_notes(config)]:
+        for warning in [
+            *scores.start_warnings(),
+            *control.start_warnings(config.controlled_updates, batch),
+            *start_notes(config),
+        ]:
             self.display.alert(warning)
 
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
@@ -304,6 +308,7 @@ def kl_alerts(config: TrainConfig, training: Training) -> KLAlerts:
         total_updates=config.updates,
         min_coef=control.min_coef if adjusts else None,
         max_coef=control.max_coef if adjusts else None,
+        ceiling=config.kl.ceiling is not None,
     )
 
 

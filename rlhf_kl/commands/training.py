@@ -17,7 +17,7 @@ from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.plugin import PluginReward, scorers_with_state, state_kept
+from rlhf_kl.rewards.plugin import PluginReward, load_states, scorers_with_state, state_kept, states_of
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
@@ -51,7 +51,7 @@ class Training:
             "shaping": self.shaping.state_dict(),
             "starting_coef": self.coef,
             "reference_scores": vars(self.reference_scores),
-            "scorers": {name: scorer.state_dict() for name, scorer in self.scorers.items()},
+            "scorers": states_of(self.scorers),
         }
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None) -> None:
@@ -60,9 +60,7 @@ class Training:
         checkpoint.load_optimizer(self.trainer.optimizer)
         if state is not None:
             self.trainer.load_state_dict(state["trainer"])
-            for name, saved in state["scorers"].items():
-                if name in self.scorers:
-                    self.scorers[name].load_state_dict(saved)
+            load_states(self.scorers, state["scorers"])
             self.next_step = checkpoint.step + 1
 
     def go_back(self, checkpoint: Checkpoint) -> None:
@@ -91,6 +89,8 @@ def prepare_training(
     clock = Clock()
     trainer = build_trainer(config, parts, scores, shaping, coef, clock)
     training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
+    for name in training.scorers.keys() - states_of(training.scorers):
+        display.alert(f"{name}: its state_dict does not give what can be saved, so --resume begins it anew")
     if checkpoint is not None:
         training.load(checkpoint, state)
         display.message(f"going on from update {checkpoint.step}")

@@ -7,6 +7,7 @@ and `eval` and `generate` where these are allowed to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> Guar
     try:
         if name in CONTROLLERS:
             return build_controller(name, options, **sizes)
-        return build_controller(load_attribute(kind, search=[Path.cwd()]), filled(options, where), **sizes)
+        hide = partial(hidden, secrets=secrets_of(options))
+        return build_controller(load_attribute(kind, search=[Path.cwd()]), filled(options, where), hide=hide, **sizes)
     except InputError:
         raise
     except (TypeError, ValueError) as error:

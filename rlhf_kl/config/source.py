@@ -16,7 +16,6 @@ from rlhf_kl.components import reference_file, suggestion
 from rlhf_kl.config.definitions import Definition
 from rlhf_kl.errors import InputError
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _BINDS_ANYTHING = {"globals", "locals", "vars", "exec", "eval", "setattr"}  # called in a module's body
 

@@ -43,16 +43,23 @@ def missing_variables(options: Mapping[str, Any], where: str) -> list[str]:
 def variable_problems(options: Mapping[str, Any], where: str) -> list[str]:
     """Problems of how options are written, whatever the environment: broken variables, secrets that are spelt out."""
     problems = []
+    for key, _ in _numbers(options, where):
+        if any(fnmatch(key.rpartition(".")[2].lower(), pattern) for pattern in SECRETS if pattern != "*token"):
+            problems.append(_secret_problem(key))  # but tokens are counted too: max_token: 5
     for key, text in _texts(options, where):
         name = key.rpartition(".")[2].lower()
         if any(not m[1] and not m[2] for m in _VARIABLE.finditer(text)):
             problems.append(f"{key}: after ${{ comes a name and }}, as in ${{NAME}}; a literal ${{ is written $${{")
         elif text and not _names(text) and any(fnmatch(name, pattern) for pattern in SECRETS):
-            problems.append(
-                f"{key}: a config is copied into every run, so a secret does not belong into it: write ${{NAME}} and "
-                "set NAME in the environment (what is no secret needs an option of another name)"
-            )
+            problems.append(_secret_problem(key))
     return problems
+
+
+def _secret_problem(key: str) -> str:
+    return (
+        f"{key}: a config is copied into every run, so a secret does not belong into it: write ${{NAME}} and "
+        "set NAME in the environment (what is no secret needs an option of another name)"
+    )
 
 
 def secrets_of(options: Mapping[str, Any]) -> dict[str, str]:
@@ -94,11 +101,25 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return [_each_text(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Dotted key and text of every text in a value."""
-    if isinstance(value, str):
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a value that is no list and no mapping."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item, key)
+    else:
         yield key, value
-    for name, item in value.items() if isinstance(value, Mapping) else ():
-        yield from _texts(item, f"{key}.{name}" if key else str(name))
-    for item in value if isinstance(value, (list, tuple)) else ():
-        yield from _texts(item, key)
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    return ((name, leaf) for name, leaf in _leaves(value, key) if isinstance(leaf, str))
+
+
+def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
+    return (
+        (name, leaf)
+        for name, leaf in _leaves(value, key)
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+    )

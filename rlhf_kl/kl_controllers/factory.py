@@ -47,6 +47,7 @@ def build_controller(
     coef: float = COEF_WITHOUT_SCORES,
     total_episodes: int | None = None,
     batch_size: int | None = None,
+    hide: Callable[[str], str] = str,
 ) -> GuardedController:
     """The controller `kind(**options)`, guarded.
 
@@ -54,7 +55,8 @@ def build_controller(
     options: those that the user wrote. A `coef` among them is the starting beta and must lie inside the bounds,
     `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
     The other arguments are passed on where the class takes them and the options leave them out; None = not known.
-    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit.
+    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit. `hide`: see
+    `GuardedController`.
     Raises ValueError and TypeError: no such kind, or values that the class refuses.
     """
     cls = builtin_controller(kind) if isinstance(kind, str) else kind
@@ -73,7 +75,7 @@ def build_controller(
             provided[name] = factor * options.get("coef", coef)
     filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
     taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
-    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted)
+    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted, hide)
 
 
 def builtin_controller(name: str) -> type[KLController]:

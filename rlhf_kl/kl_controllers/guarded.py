@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.base import (
     KLController,
     clip,
@@ -34,11 +36,15 @@ class GuardedController:
         min_coef: float | None = None,
         max_coef: float | None = None,
         wanted: float | None = None,
+        hide: Callable[[str], str] = str,
     ) -> None:
-        """`wanted`: the coef that was found for the start, where the bounds have moved it."""
+        """`wanted`: the coef that was found for the start, where the bounds have moved it.
+
+        `hide` takes out of a message of the controller's own code what nobody may read.
+        """
         if not hasattr(controller, "coef") or not callable(getattr(controller, "update", None)):
             raise ValueError(f"{type(controller).__name__} needs `coef` and `update(kl, episodes)`")
-        self.controller, self.wanted, self.raised = controller, wanted, 1.0
+        self.controller, self.wanted, self.hide, self.raised = controller, wanted, hide, 1.0
         self._coef = require_number("coef", float(controller.coef))
         if self._coef < 0.0:
             raise ValueError(f"coef must not be negative, got {self._coef:g}")
@@ -67,16 +73,17 @@ class GuardedController:
     def update(self, kl: float | None, episodes: int) -> list[str]:
         """Move coef after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
 
-        Returns alerts, each `name: what happened`.
+        Returns alerts, each `name: what happened`. Errors: InputError where the controller's own code fails.
         """
         if kl is None or not math.isfinite(kl):
             return [f"kl-not-finite: measured KL is {kl}; coef stays at {self._coef:.6g}"]
         before = copy.deepcopy(self._controller_state())
         try:
-            self.controller.update(float(kl), int(episodes))
-            coef = self.raised * float(self.controller.coef)
+            with self._own_code("update"):
+                self.controller.update(float(kl), int(episodes))
+                coef = self.raised * float(self.controller.coef)
         except ArithmeticError as error:
-            coef, reason = math.nan, f"{type(error).__name__}: {error}"
+            coef, reason = math.nan, self.hide(f"{type(error).__name__}: {error}")
         else:
             reason = f"the controller set it to {coef}"
         if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._starts_at_zero):
@@ -104,7 +111,18 @@ class GuardedController:
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         """`KLController.observe_update`, unless a figure is not finite."""
         if self.needs_update_kl and all(map(math.isfinite, (kl_before, kl_after, kl_uncut))):
-            self.controller.observe_update(float(kl_before), float(kl_after), float(kl_uncut))
+            with self._own_code("observe_update"):
+                self.controller.observe_update(float(kl_before), float(kl_after), float(kl_uncut))
+
+    @contextlib.contextmanager
+    def _own_code(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except ArithmeticError:
+            raise
+        except Exception as error:
+            where = f"kl.controller: {type(self.controller).__name__}.{method}"
+            raise InputError(f"{where} raised {self.hide(f'{type(error).__name__}: {error}')}") from error
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest coef this run can arrive at, as far as the controller knows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlhf_kl.kl_controllers.base import KLController, require_positive
+from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, require_positive
 
 SHAPES = ("constant", "linear", "cosine")
 
@@ -37,6 +37,9 @@ class ScheduledKL(KLController):
         self.total_episodes = require_positive("total_episodes", total_episodes)
         self.episodes_seen = 0
         self.coef = self.start_coef
+        # Around both ends: nothing of what is written is cut off, and a rollback can raise it.
+        low, high = sorted((self.start_coef, self.end_coef))
+        self.min_coef, self.max_coef = COEF_SPAN[0] * low, COEF_SPAN[1] * high
 
     def update(self, kl: float, episodes: int) -> None:
         self.episodes_seen += episodes

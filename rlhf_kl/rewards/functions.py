@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
+from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.time_limit import TimeLimitExceeded
@@ -144,3 +145,7 @@ def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: S
         return GoldScores(checked_scores(gold, prompts, responses, "gold").tolist())
     except InputError as error:
         return GoldScores(None, str(error))
+    except Exception as error:
+        if not memory_is_full(error):
+            raise
+        return GoldScores(None, f"reward gold: memory is full: {first_line(error)}")

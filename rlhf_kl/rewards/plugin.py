@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,8 @@ class PluginReward:
         self.secrets = dict(secrets or {})
         self._thread = OwnThread() if time_limit is not None else None
         self._limit = time_limit
-        made = self._made(attribute, options) if inspect.isclass(attribute) else partial(attribute, **options)
-        self._function: Any = made
+        self._object: Any = self._made(attribute, options) if inspect.isclass(attribute) else attribute
+        self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Any:
         """Whatever it returns. Errors: whatever it raises, and TimeLimitExceeded."""
@@ -45,27 +46,36 @@ class PluginReward:
 
     @property
     def has_state(self) -> bool:
-        """Whether it is an object that a checkpoint can keep."""
-        return all(callable(getattr(self._function, name, None)) for name in ("state_dict", "load_state_dict"))
+        """Whether it is an object with a state of its own. That of a torch module is its weights, which stay."""
+        if not all(callable(getattr(self._object, name, None)) for name in ("state_dict", "load_state_dict")):
+            return False
+        return not getattr(self._object.state_dict, "__module__", "").startswith("torch.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state. Errors: InputError for one that JSON would not give back as it was."""
-        state: dict[str, Any] = self._apart(self._function.state_dict)
+        """A copy of its state. Errors: InputError where it fails, or JSON would not give it back as it was."""
+        state: dict[str, Any] = self._apart("state_dict")
         if (problem := _not_json(state, "state_dict()")) is not None:
-            name = type(self._function).__name__
+            name = type(self._object).__name__
             raise InputError(f"reward {name}: {problem}: state is made of numbers, texts, lists, and mappings of texts")
-        return state
+        return copy.deepcopy(state)  # the object may go on with its own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
-        self._apart(self._function.load_state_dict, state)
+        """Take over a saved state. Errors: InputError where it fails."""
+        self._apart("load_state_dict", copy.deepcopy(state))
 
-    def _apart(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _apart(self, method: str, *arguments: Any) -> Any:
+        try:
+            return self._in_its_thread(getattr(self._object, method), *arguments)
+        except Exception as error:
+            reason = hidden(f"{type(error).__name__}: {error}", self.secrets)
+            raise InputError(f"reward {type(self._object).__name__}: {method} raised {reason}") from error
+
+    def _in_its_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments) if self._thread is None else self._thread.call(None, function, *arguments)
 
     def _made(self, cls: type, options: Mapping[str, Any]) -> Any:
         try:
-            return self._apart(partial(cls, **options))
+            return self._in_its_thread(partial(cls, **options))
         except InputError:
             raise
         except (Exception, SystemExit) as error:  # an exit code of the class's would pass for one of ours
@@ -99,12 +109,35 @@ def scorers_with_state(reward: Any, gold: Any) -> dict[str, PluginReward]:
     return {name: one for name, one in named.items() if isinstance(one, PluginReward) and one.has_state}
 
 
+def states_of(scorers: Mapping[str, PluginReward]) -> dict[str, dict[str, Any]]:
+    """Their states by name. Gold, which is only logged, is left out where its own fails.
+
+    Errors: InputError, see `PluginReward.state_dict`.
+    """
+    states = {}
+    for name, scorer in scorers.items():
+        with _only_logged(name):
+            states[name] = scorer.state_dict()
+    return states
+
+
+def load_states(scorers: Mapping[str, PluginReward], states: Mapping[str, dict[str, Any]]) -> None:
+    """Take over the states of those that are there. Errors: InputError, see `PluginReward.load_state_dict`."""
+    for name in scorers.keys() & states.keys():
+        with _only_logged(name):
+            scorers[name].load_state_dict(states[name])
+
+
 @contextmanager
 def state_kept(scorers: Mapping[str, PluginReward]) -> Iterator[None]:
     """Afterwards their state is what it was: an evaluation changes nothing of a run."""
-    before = {name: scorer.state_dict() for name, scorer in scorers.items()}
+    before = states_of(scorers)
     try:
         yield
     finally:
-        for name, state in before.items():
-            scorers[name].load_state_dict(state)
+        load_states(scorers, before)
+
+
+def _only_logged(name: str) -> AbstractContextManager[None]:
+    """Nothing that gold does wrong ends a run."""
+    return suppress(InputError) if name == "gold" else nullcontext()

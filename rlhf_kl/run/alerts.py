@@ -44,19 +44,21 @@ class KLAlerts:
         total_updates: int | None = None,
         min_coef: float | None = None,
         max_coef: float | None = None,
+        ceiling: bool = False,
         window: int = 100,
     ) -> None:
         """`target` in nats per `unit`; None watches only what needs no target (then per token).
 
         The mean is over the last `window` updates without the warm-up, a sixth of the run (3 to 20 updates),
         in which a KL that starts at 0 is still on its way. `kind`: the controller's; `adaptive` is not advised to use
-        adaptive. `min_coef, max_coef`: its bounds.
+        adaptive. `min_coef, max_coef`: its bounds. `ceiling`: whether there is one already.
         """
         self.target = target
         self.unit = unit if target is not None else "token"
         self.warmup = min(20, max(3, (total_updates or 60) // 6))
         self._adaptive = kind == "adaptive"
         self._bounds = (min_coef, max_coef)
+        self._set_ceiling = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
         self._window = window
         self._updates = 0
         self._kls: list[float] = []  # the last `window` values, warm-up included
@@ -124,10 +126,10 @@ class KLAlerts:
              f"{ratio:.2f}x {target}: the budget is not used. Lower kl.controller.coef, or "
              f"{self._adapt_or('raise ppo.learning_rate')}"),
             ("kl-above-target", ratio > 2, ratio < 1.8,
-             f"{ratio:.1f}x {target}. Raise kl.controller.coef, lower ppo.learning_rate, or set kl.ceiling"),
+             f"{ratio:.1f}x {target}. Raise kl.controller.coef, lower ppo.learning_rate, or {self._set_ceiling}"),
             ("kl-drifting", ratio > _DRIFTING, ratio < 1.2,
              f"{ratio:.2f}x {target}: the policy drifts past its budget. Raise kl.controller.coef, or "
-             f"{self._adapt_or('set kl.ceiling')}"),
+             f"{self._adapt_or(self._set_ceiling)}"),
         )  # fmt: skip
         alerts = [f"{slug}: {figures}, {words}" for slug, on, off, words in cases if self._begins(slug, on, off)]
         return alerts[:1]  # the first is the gravest
@@ -145,7 +147,7 @@ class KLAlerts:
         times = f"{kl / usual:.1f}x" if usual > 0 else "far above"
         return [
             f"kl-spike: the KL of this update is {self._nats(kl)}, {times} the median of the {len(recent)} "
-            "before it. Set kl.ceiling or ppo.max_update_kl, or lower ppo.learning_rate"
+            f"before it. Lower ppo.learning_rate, set ppo.max_update_kl, or {self._set_ceiling}"
         ]
 
     def _climb(self, kl: float) -> list[str]:
@@ -157,9 +159,10 @@ class KLAlerts:
         if not self._begins("kl-climbing", bool(climbs), settled, hold=3):
             return []
         low, _, high = thirds(self._kls[-climbs[0] :])
+        advice = f"Raise kl.controller.coef, {self._set_ceiling}, or {self._adapt_or('lower ppo.learning_rate')}"
         return [
             f"kl-climbing: KL rose from {low:.3g} to {self._nats(high)} over the last {climbs[0]} updates and "
-            f"is still rising. Raise kl.controller.coef, set kl.ceiling, or {self._adapt_or('lower ppo.learning_rate')}"
+            f"is still rising. {advice}"
         ]
 
     def _bounds_reached(self, row: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
+from rlhf_kl.config.variables import restored
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.contents import checkpoint_folders
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
@@ -36,14 +37,17 @@ class Checkpoint:
         return int(self.path.name.removeprefix("step-"))
 
     def state(self) -> dict[str, Any]:
-        """The JSON part. Errors: InputError where another version of this program wrote it."""
+        """The JSON part, with what variables of the config hold now.
+
+        Errors: InputError where another version of this program wrote it.
+        """
         state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
         if state.get("format") != FORMAT:
             raise InputError(
                 f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
                 "--overwrite starts anew, --output-dir leaves it where it is"
             )
-        return state
+        return restored(state)  # type: ignore[no-any-return]
 
     def load_model(self, model: nn.Module) -> None:
         """Weights into a module of the same shape, tied tensors included."""

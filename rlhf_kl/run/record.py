@@ -15,7 +15,7 @@ from torch import nn
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files, plugin_secrets
 from rlhf_kl.config.schema import AnyConfig, Kind
-from rlhf_kl.config.variables import restored, stored
+from rlhf_kl.config.variables import stored
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.checkpoint import checkpoints, prune, save_checkpoint
 from rlhf_kl.run.contents import CHECKPOINT, MODELS, link_problems
@@ -53,7 +53,7 @@ class Recorder:
         if not folder.replaces:
             self._sweep()
             self.checkpoint = last_checkpoint(folder, config, display)
-        self.state: dict[str, Any] = restored(self.checkpoint.state()) if self.checkpoint else {}
+        self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         keep_threads(self.state.get("environment", {}).get("threads"))
         self.environment = environment(device)
         if self.checkpoint is not None:

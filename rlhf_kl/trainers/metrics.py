@@ -40,6 +40,7 @@ def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
         "kl/coef_next": update.coef_next,
         "kl/ceiling": config.kl.ceiling_value,
         "kl/backtrack_factor": update.ceiling.factor,
+        "kl/pulled_back": float(update.ceiling.pulled_back),
         "kl/after_update": update.ceiling.kl_after,
     }
 
@@ -53,6 +54,7 @@ def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> d
         "kl/coef_next": coef,
         "kl/ceiling": config.kl.ceiling_value,
         "kl/backtrack_factor": 1.0,
+        "kl/pulled_back": 0.0,
         "kl/after_update": math.nan,
     }
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.errors import GuardStop
+from rlhf_kl.models.load import save_model
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout import collect
 from rlhf_kl.rollout.collect import Rollouts
@@ -363,3 +364,15 @@ def test_a_ceiling_that_shortens_in_vain_ends_the_run(
     with pytest.raises(GuardStop, match=r"above the ceiling 2e-06, and so it was in 10 updates in a row") as caught:
         train(tmp_path / "run", *settings, "ppo.learning_rate=1e-2", "ppo.total_episodes=240")
     assert caught.value.exit_code == 3
+
+
+def test_a_ceiling_below_a_reference_of_another_architecture_ends_the_run(
+    train: Train, tmp_path: Path, new_model: Callable[..., Any], letters: Any
+) -> None:
+    """No line leads from the policy to it, and a reward that pulls elsewhere does not bring the KL down."""
+    wider = new_model(seed=5, spread=1.0, hidden_size=24)
+    save_model(wider, letters, tmp_path / "wider")
+    settings = (f"reference.model='{tmp_path}/wider'", "kl.target=0.001", "kl.ceiling.value=0.002")
+    with pytest.raises(GuardStop, match=r"in 10 updates in a row, although each was shortened"):
+        train(tmp_path / "run", *settings, "kl.controller={kind: fixed, coef: 1e-6}", "ppo.total_episodes=320")
+    assert {row["kl/pulled_back"] for row in rows(tmp_path / "run")} == {0.0}

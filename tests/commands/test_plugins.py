@@ -105,6 +105,32 @@ def test_a_run_with_a_secret_goes_on_with_what_the_variable_holds(
     assert figures(crashed) == figures(whole)
 
 
+def test_a_rollback_gives_back_what_the_variable_holds(rlhf_kl: Cli, keyed: Path, tmp_path: Path) -> None:
+    """`load_state_dict` of the scorer and `update` of the controller refuse anything else."""
+    settings = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
+    changes = [word for setting in settings for word in ("--set", setting)]
+    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", tmp_path / "run", *changes)
+    assert outcome.code == 0, outcome.err
+    assert "rolled-back" in outcome.err
+    assert files_with(tmp_path / "run", SECRET) == ["own.py"]
+
+
+@pytest.mark.parametrize(("error", "code"), [("OverflowError", 0), ("KeyError", 2)])
+def test_an_error_of_a_controller_is_shown_without_the_secret(
+    rlhf_kl: Cli, keyed: Path, tmp_path: Path, error: str, code: int
+) -> None:
+    """An arithmetic one leaves beta where it is; any other ends the run in one line."""
+    failing = KEYED.replace("        self.coef *= 1.01", f"        raise {error}(f'at {{self.token}}')")
+    (keyed.parent / "own.py").write_text(failing)
+    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", tmp_path / "run")
+    assert outcome.code == code
+    assert f"{error}: " in outcome.err
+    assert "at ${MY_KEY}" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert SECRET not in outcome.err
+    assert files_with(tmp_path / "run", SECRET) == ["own.py"]
+
+
 def test_an_error_that_tells_the_secret_is_shown_without_it(rlhf_kl: Cli, keyed: Path, tmp_path: Path) -> None:
     outcome = rlhf_kl("train", "--config", keyed, "--output-dir", tmp_path / "run", "--set", "reward.broken=true")
     assert outcome.code == 2

@@ -43,7 +43,7 @@ def test_a_class_gets_the_values_that_it_takes():
     assert build_controller(CountsEpisodes, {}, **RUN).controller.sizes == (640, 64)
     assert {
         p.name for p in inspect.signature(build_controller).parameters.values() if p.kind is p.KEYWORD_ONLY
-    } == CONTROLLER_PROVIDED - BOUNDS
+    } == CONTROLLER_PROVIDED - BOUNDS | {"hide"}
 
 
 def test_written_options_win_and_unknown_values_are_left_out():

@@ -214,6 +214,14 @@ def test_a_rollback_raises_a_schedule_for_good():
         assert plain.coef == pytest.approx(0.1 + 0.02 * updates)
 
 
+def test_both_ends_of_a_schedule_are_within_its_bounds():
+    guarded = build_controller("schedule", {"coef": 0.001, "end_coef": 5.0}, total_episodes=640, batch_size=64)
+    for _ in range(10):
+        guarded.update(0.1, 64)
+    assert guarded.coef == 5.0
+    assert guarded.raise_coef(2.0)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_a_raised_law_goes_on_in_its_own_scale(kind):
     """Its factor is kept: what the law makes of the same KLs is twice as much."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.functions import WeightedSum, checked_scores
-from rlhf_kl.rewards.plugin import PluginReward, scorers_with_state, state_kept
+from rlhf_kl.rewards.plugin import PluginReward, scorers_with_state, state_kept, states_of
 
 PROMPTS, RESPONSES = ["p", "q"], ["first", "second"]
 
@@ -110,3 +111,61 @@ def test_what_it_raises_does_not_tell_a_secret() -> None:
         assert "sk-" not in str(caught.value)
     with pytest.raises(InputError, match=r"cannot be made: raised PermissionError: 401: \$\{MY_KEY\}"):
         PluginReward(NotMade, {"key": "sk-123456"}, None, secrets)
+
+
+class Live(Counts):
+    """Its state is the mapping that it goes on to change."""
+
+    def __init__(self) -> None:
+        self.kept = {"seen": [0]}
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        self.kept["seen"][0] += len(responses)
+        return [float(self.kept["seen"][0])] * len(responses)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("made", [Live, Live()])  # a class, and an instance in the user's module
+def test_a_state_that_goes_on_changing_is_copied(made: Any) -> None:
+    reward = PluginReward(made, {})
+    assert reward.has_state
+    with state_kept({"reward": reward}):
+        reward(PROMPTS, RESPONSES)
+        first = reward.state_dict()
+        reward(PROMPTS, RESPONSES)
+        assert first == {"seen": [2]}
+    assert reward.state_dict() == {"seen": [0]}
+    assert reward(PROMPTS, RESPONSES) == [2.0, 2.0]
+
+
+def test_the_weights_of_a_torch_module_are_no_state() -> None:
+    class Scores(torch.nn.Linear):
+        def forward(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+            return [0.0] * len(responses)
+
+    assert not PluginReward(Scores, {"in_features": 2, "out_features": 1}).has_state
+
+
+class Fails(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no disk for sk-123")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("no disk for sk-123")
+
+
+def test_a_state_that_fails_is_told_without_a_secret_and_costs_gold_nothing() -> None:
+    reward = PluginReward(Fails, {}, secrets={"sk-123": "${KEY}"})
+    for attempt in (reward.state_dict, lambda: reward.load_state_dict({})):
+        with pytest.raises(InputError, match=r"reward Fails: .*state_dict raised ValueError: no disk for \$\{KEY\}"):
+            attempt()
+    with pytest.raises(InputError):
+        states_of({"reward": reward})
+    counts = PluginReward(Counts, {})
+    with state_kept({"gold": reward, "reward": counts}):
+        assert states_of({"gold": reward, "reward": counts}) == {"reward": {"seen": 0}}

@@ -119,6 +119,21 @@ def test_every_target_says_what_an_environment_lacks(environment: Callable[..., 
     assert error_of(done) == f"error: {lacks}"
 
 
+def test_a_run_needs_no_tools_of_the_tests_and_no_pip(environment: Callable[..., Path]) -> None:
+    python = environment(ruff=None, mypy=None, **{"rlhf-kl": None})
+    checked = [sys.executable, "-c", "import importlib.util; print(importlib.util.find_spec('packaging').origin)"]
+    packaging = Path(subprocess.run(checked, capture_output=True, text=True, check=True).stdout.strip()).parent
+    site = next(python.parents[1].glob("lib/*/site-packages"))
+    (site / "packaging").symlink_to(packaging)
+    shutil.rmtree(site / "pip")
+    script = ROOT / "scripts" / "environment.py"
+    done = [
+        subprocess.run([python, script, word], capture_output=True, text=True) for word in ("--check", "--check-dev")
+    ]
+    assert [one.returncode for one in done] == [0, 2]
+    assert "lacks ruff>=" in error_of(done[1])
+
+
 def test_an_environment_without_pip(environment: Callable[..., Path]) -> None:
     python = environment()
     shutil.rmtree(next(python.parents[1].glob("lib/*/site-packages/pip")))

@@ -74,7 +74,7 @@ class ControllerSection(Section):
 
 class CeilingSection(Section):
     value: float | str = "1.5x"
-    """The KL that must not be passed: nats in kl.unit, or a multiple of the target such as 1.5x."""
+    """The KL that the next rollout is to stay below: nats in kl.unit, or a multiple of the target such as 1.5x."""
     action: Literal["backtrack", "rollback", "stop"] = "backtrack"
     """backtrack shortens the update, rollback goes back to a checkpoint, stop ends the run."""
 

@@ -217,6 +217,11 @@ class TrainConfig(Section):
         return math.ceil(self.ppo.total_episodes / self.rollout.batch_size)
 
     @property
+    def controlled_updates(self) -> int:
+        """Those in which the controller moves beta: not while the value function warms up alone."""
+        return max(1, self.updates - self.ppo.value_warmup)
+
+    @property
     def critic_lam(self) -> float:
         """Lambda of the value function's targets."""
         otherwise = 1.0 if self.policy.value == "features" else self.ppo.lam
