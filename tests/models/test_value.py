@@ -20,6 +20,7 @@ from rlhf_kl.models.value import (
     frozen_lm,
     shared_trainable,
     value_head_from_reward,
+    values_in,
     zero_head,
 )
 from rlhf_kl.ops.packing import Packed, text_layout
@@ -137,3 +138,11 @@ def test_a_frozen_model_has_no_gradients(new_model: Make) -> None:
     for model in (freeze(new_model().train()), frozen_lm(new_model(), torch.float32, torch.device("cpu")).module):
         assert not model.training
         assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_the_values_of_a_reference_are_those_of_the_same_names(new_model: Make) -> None:
+    policy, start = new_model(seed=1), new_model(seed=2)
+    values = values_in(TransformersLM(start), TransformersLM(policy))
+    assert values is not None
+    assert all(torch.equal(a, b) for a, b in zip(values, start.parameters(), strict=True))
+    assert values_in(TransformersLM(new_model(hidden_size=24)), TransformersLM(policy)) is None

@@ -92,6 +92,12 @@ def test_the_unit_chooses_the_row_key() -> None:
     assert _run(KLAlerts(0.1, unit="token"), lambda _: row, 60) == []
 
 
+def test_no_alert_asks_for_a_ceiling_that_is_there() -> None:
+    for ceiling in (False, True):
+        [alert, *_] = _run(KLAlerts(0.1, kind="adaptive", ceiling=ceiling), lambda _: {"kl/token": 0.25}, 60)
+        assert ("set kl.ceiling" in alert) != ceiling
+
+
 def test_again_only_after_it_cleared_with_a_margin() -> None:
     alerts = KLAlerts(1.0, total_updates=18, window=10)
     hover = _run(alerts, lambda step: {"kl/token": 2.05 if (step // 10) % 2 else 1.95}, 200)
