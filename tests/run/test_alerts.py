@@ -94,7 +94,8 @@ def test_the_unit_chooses_the_row_key() -> None:
 
 def test_no_alert_asks_for_a_ceiling_that_is_there() -> None:
     for ceiling in (False, True):
-        [alert, *_] = _run(KLAlerts(0.1, kind="adaptive", ceiling=ceiling), lambda _: {"kl/token": 0.25}, 60)
+        watch = KLAlerts(0.1, kind="adaptive", ceiling=ceiling)
+        [alert, *_] = [words for step in range(1, 61) for words in watch({"step": step, "kl/token": 0.25})]
         assert ("set kl.ceiling" in alert) != ceiling
 
 
