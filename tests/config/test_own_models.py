@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_kl.config.load import dump_config, json_schema, load_config
 from rlhf_kl.config.paths import shipped_configs
-from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema import Kind, TrainConfig
 from rlhf_kl.errors import InputError
 
 NAMED = {
@@ -93,3 +93,25 @@ def test_an_editor_asks_for_nothing_that_another_file_may_hold() -> None:
     schema = json_schema("train")
     assert "required" not in schema
     assert [name for name, part in schema["$defs"].items() if "required" in part] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "missing"),
+    [
+        ("sft", "sft", "data.texts is missing: texts to train on"),
+        ("reward-model", "reward_model", "data.pairs must be given where there are no data.labels"),
+    ],
+)
+def test_supervised_training_of_an_own_model_takes_no_built_in_data(
+    tmp_path: Path, kind: Kind, section: str, missing: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"policy: {{model: ./model}}\n{section}: {{epochs: 1}}\n")
+    with pytest.raises(InputError) as caught:
+        load_config(kind, file)
+    assert [problem for problem in caught.value.problems if missing in problem]
+    for world in ("builtin:reviews", "builtin:reviews-small"):
+        file.write_text(f"policy: {{model: '{world}'}}\n{section}: {{epochs: 1}}\n")
+        data = load_config(kind, file).data
+        assert world in (getattr(data, "texts", None), getattr(data, "pairs", None))

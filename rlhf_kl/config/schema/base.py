@@ -13,6 +13,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.templates import template_fields
 
 BUILTIN = "builtin:"  # before the name of a built-in world
+DEFAULT_WORLD = f"{BUILTIN}reviews"
 LARGEST = 10**12  # beyond any run, and still exact as a float
 SEEDS = 2**32  # a seed is below
 

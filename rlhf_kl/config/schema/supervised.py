@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from rlhf_kl.config.schema.base import (
+    BUILTIN,
+    DEFAULT_WORLD,
     CheckpointSection,
     Count,
     EpochsSection,
@@ -24,6 +26,19 @@ from rlhf_kl.config.schema.base import (
     system_problems,
 )
 from rlhf_kl.errors import InputError
+
+
+def with_world(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    """A copy of a mapping in which a built-in model, or a new one, learns from a built-in world: as `data.key`.
+
+    To a model of the user's own nothing is added, so what is left out is missing there.
+    """
+    policy, data = raw.get("policy", {}), raw.get("data", {})
+    model = policy.get("model") if isinstance(policy, dict) else None
+    own = isinstance(model, str) and not model.startswith(BUILTIN)
+    if isinstance(data, dict) and not own and data.get(key) is None and data.get("labels") is None:
+        data = data | {key: model if isinstance(model, str) else DEFAULT_WORLD}
+    return raw | {"data": data}
 
 
 class ArchitectureSection(Section):
@@ -59,8 +74,11 @@ class SFTPolicySection(TunedSection):
 
 
 class SFTDataSection(Section):
-    texts: Source = "builtin:reviews"
-    """Texts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME."""
+    texts: Source
+    """Texts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME.
+
+    Where not written, those of a built-in world, unless the model is one of your own.
+    """
     split: Name = "train"
     """Split of a hub id or folder, such as train or train[:1000]."""
     column: Name = "text"
@@ -111,15 +129,20 @@ class SFTConfig(Section):
 
     run: RunSection = Field(default_factory=RunSection)
     policy: SFTPolicySection = Field(default_factory=SFTPolicySection)
-    data: SFTDataSection = Field(default_factory=SFTDataSection)
+    data: SFTDataSection
     sft: SFTSection = Field(default_factory=SFTSection)
     eval: SFTEvalSection = Field(default_factory=SFTEvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _world(cls, raw: Any) -> Any:
+        return with_world(raw, "texts") if isinstance(raw, dict) else raw
+
 
 class TrunkSection(TunedSection):
-    model: Source = "builtin:reviews"
+    model: Source = DEFAULT_WORLD
     """Language model that the reward model starts from."""
 
 
@@ -130,8 +153,11 @@ class PairsSection(Section):
     """Column or key of a labelled text."""
     label_column: Name = "label"
     """Column or key of the label."""
-    pairs: OptionalSource = Field(default_factory=lambda data: None if data.get("labels") else "builtin:reviews")
-    """Preference pairs to train on: .jsonl .json .csv .parquet, a hub id, or builtin:NAME."""
+    pairs: OptionalSource = None
+    """Preference pairs to train on: .jsonl .json .csv .parquet, a hub id, or builtin:NAME.
+
+    Where neither they nor labels are written, those of a built-in model.
+    """
     split: Name = "train"
     """Split of a hub id or folder, such as train or train[:1000]."""
     prompt_column: Name | None = "prompt"
@@ -178,8 +204,13 @@ class RewardModelConfig(Section):
 
     run: RunSection = Field(default_factory=RunSection)
     policy: TrunkSection = Field(default_factory=TrunkSection)
-    data: PairsSection = Field(default_factory=PairsSection)
+    data: PairsSection
     reward_model: RewardModelSection = Field(default_factory=RewardModelSection)
     eval: RewardModelEvalSection = Field(default_factory=RewardModelEvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _world(cls, raw: Any) -> Any:
+        return with_world(raw, "pairs") if isinstance(raw, dict) else raw

@@ -11,6 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.config.schema.base import (
     BUILTIN,
+    DEFAULT_WORLD,
     LARGEST,
     CheckpointSection,
     Count,
@@ -33,8 +34,6 @@ from rlhf_kl.config.schema.base import (
 )
 from rlhf_kl.config.schema.kl import KLSection
 from rlhf_kl.config.schema.reward import RewardSection
-
-DEFAULT_POLICY = f"{BUILTIN}reviews"
 
 
 class PolicySection(TunedSection):
@@ -172,7 +171,7 @@ def with_world(raw: dict[str, Any]) -> dict[str, Any]:
     """
     raw = copy.deepcopy(raw)
     policy = raw.setdefault("policy", {})
-    world = policy.setdefault("model", DEFAULT_POLICY) if isinstance(policy, dict) else DEFAULT_POLICY
+    world = policy.setdefault("model", DEFAULT_WORLD) if isinstance(policy, dict) else DEFAULT_WORLD
     builtin = isinstance(world, str) and world.startswith(BUILTIN)
     for section, key in (("policy", "model"), ("data", "prompts"), ("eval", "texts"), ("reward", "model")):
         mapping = raw.setdefault(section, {})
