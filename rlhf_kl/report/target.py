@@ -38,7 +38,7 @@ def _family_line(family: str, members: Sequence[Variant]) -> str:
     if not members[0].is_controlled:
         parts = [f"at the {goal} with {', '.join(map(_place, kept))}"] if kept else []
         parts += [f"away from {'it' if kept else f'the {goal}'} with {places}"] if missed else []
-        return f"{family} holds nothing, as its beta does not depend on the KL; it ran {', and '.join(parts)}."
+        return f"{family} holds nothing, as its beta does not depend on the KL; its KL was {', and '.join(parts)}."
     if missed and kept:
         names = " and ".join(variant.name for variant in kept)
         return f"{family} held the {goal} only at {names}, and missed it: {places}."
