@@ -30,8 +30,8 @@ def test_a_constant_beta_that_lands_in_the_band_has_held_nothing(grid: Grid) -> 
         "the updates in band."
     )
     assert lines[1] == (
-        "static holds nothing, as its beta does not depend on the KL; its KL was at the target of 0.1 nats per token with "
-        "static-1x (1.0x the target, tail error 0.02, 100% in band), and away from it with static-0.1x (4.1x the "
+        "static holds nothing, as its beta does not depend on the KL; its KL was at the target of 0.1 nats per token "
+        "with static-1x (1.0x the target, tail error 0.02, 100% in band), and away from it with static-0.1x (4.1x the "
         "target, tail error 3.1, 0% in band), static-10x (0.10x the target, tail error 0.90, 0% in band)."
     )
     assert lines[2] == HELD
