@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -60,7 +61,10 @@ def environment(tmp_path: Path) -> Callable[..., Path]:
 
 
 def make(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["make", "--no-print-directory", *map(str, arguments)]
+    # These tests run under make themselves.
+    apart = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=apart)
 
 
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
