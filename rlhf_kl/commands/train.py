@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from safetensors.torch import save_file
 
 from rlhf_kl.commands.guards import RunGuards, StepResult
@@ -26,6 +25,7 @@ from rlhf_kl.report.control import end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.clock import speed
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.folders import write_folder
@@ -323,24 +323,3 @@ def check_first(row: dict[str, Any], config: TrainConfig) -> None:
             f"step {row['step'] - 1}: before the policy's first optimizer step a log-prob differs by "
             f"{gap:.3g} from the rollout's own"
         )
-
-
-def speed(row: dict[str, Any], seconds: float, samples: int, device: torch.device) -> dict[str, float]:
-    """Rates over the whole step by the wall clock: evaluation, logging and checkpoints included."""
-    return {
-        "time/step_s": seconds,
-        "perf/samples_per_s": samples / seconds,
-        "perf/tokens_per_s": samples * row["rollout/response_length"] / seconds,
-        "perf/peak_memory_mb": peak_memory_mb(device),
-    }
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Peak memory in MiB: of the GPU's allocator, else of this process."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device)) / 2**20
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -63,13 +63,6 @@ class GuardedController:
         """Whether beta answers to the KL: not where it is 0, constant or scheduled."""
         return bool(getattr(self.controller, "adjusts", True)) and self._coef > 0.0
 
-    @property
-    def at_bound(self) -> bool:
-        """Whether coef lies at one of its bounds; False for one that does not answer to the KL."""
-        if not self.adjusts:
-            return False
-        return self._coef <= self.min_coef * (1 + 1e-9) or self._coef >= self.max_coef * (1 - 1e-9)
-
     def update(self, kl: float | None, episodes: int) -> list[str]:
         """Move coef after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
 
