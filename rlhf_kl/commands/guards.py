@@ -87,7 +87,10 @@ class RunGuards:
         where = f"KL {value:.4g} nats per {self.config.kl.unit} is above the ceiling {limit:.4g}"
         if ceiling.action == "stop":
             return f"{where} in update {row['step']}"
-        return self._roll_back(row, where, limit) if ceiling.action == "rollback" else self._lose_patience(value, where)
+        if ceiling.action == "rollback":
+            return self._roll_back(row, where, limit)
+        frozen = row["step"] <= self.config.ppo.value_warmup  # then nothing is shortened
+        return None if frozen else self._lose_patience(value, where)
 
     def _roll_back(self, row: dict[str, Any], where: str, limit: float) -> str | None:
         """Back to all that the newest checkpoint knew whose policy measured below the ceiling, with beta doubled.

@@ -300,14 +300,13 @@ class TrainRun:
 def kl_alerts(config: TrainConfig, training: Training) -> KLAlerts:
     """The alerts that watch this run's rows."""
     control = training.trainer.controller
-    adjusts = getattr(control.controller, "adjusts", True)  # a constant beta may lie on a bound by design
     return KLAlerts(
         None if training.coef == 0 else config.kl.target_value,
         unit=config.kl.unit,
         kind=config.kl.controller.kind,
         total_updates=config.updates,
-        min_coef=control.min_coef if adjusts else None,
-        max_coef=control.max_coef if adjusts else None,
+        min_coef=control.min_coef if control.adjusts else None,
+        max_coef=control.max_coef if control.adjusts else None,
         ceiling=config.kl.ceiling is not None,
     )
 

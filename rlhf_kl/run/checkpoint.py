@@ -47,7 +47,8 @@ class Checkpoint:
                 f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
                 "--overwrite starts anew, --output-dir leaves it where it is"
             )
-        return restored(state)  # type: ignore[no-any-return]
+        whole: dict[str, Any] = restored(state)
+        return whole
 
     def load_model(self, model: nn.Module) -> None:
         """Weights into a module of the same shape, tied tensors included."""

@@ -88,9 +88,9 @@ class PPOTrainer:
         before = self.ceiling.snapshot()
         losses, skipped = self.optimize(rollout, targets, step)  # 4. clipped epochs
         kl = self.mean_kl(rollout.exact_kl, rollout.mask)
-        result = self.ceiling.hold(rollout, before, kl)
-        alerts = []
+        result, alerts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), []
         if step > self.config.ppo.value_warmup:  # while the policy is frozen its KL tells nothing about beta
+            result = self.ceiling.hold(rollout, before, kl)
             self.controller.observe_update(result.kl_before, result.kl_after, result.kl_uncut)
             alerts = self.controller.update(kl.mean, self.config.rollout.batch_size)  # 5. move beta toward the target
         return Update(rollout, coef, self.controller.coef, losses, result, alerts + self.microbatch.alerts(), skipped)

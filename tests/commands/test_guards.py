@@ -376,3 +376,6 @@ def test_a_ceiling_below_a_reference_of_another_architecture_ends_the_run(
     with pytest.raises(GuardStop, match=r"in 10 updates in a row, although each was shortened"):
         train(tmp_path / "run", *settings, "kl.controller={kind: fixed, coef: 1e-6}", "ppo.total_episodes=320")
     assert {row["kl/pulled_back"] for row in rows(tmp_path / "run")} == {0.0}
+    # While the policy is frozen nothing is shortened, and nothing is held against it.
+    frozen = (*settings, "kl.controller={kind: fixed, coef: 1e-6}", "ppo.total_episodes=240", "ppo.value_warmup=12")
+    assert train(tmp_path / "frozen", *frozen)["stopped_by"] is None

@@ -185,12 +185,15 @@ def test_while_the_policy_is_frozen_its_controller_and_its_ceiling_learn_nothing
         ppo={"value_warmup": 3}, controller=GuardedController(law), kl={"target": 0.1, "ceiling": {"value": "1.5x"}}
     )
     start = trainer.state_dict()["ceiling"]
+    assert start["made"] is None
     rows = [row_of(trainer, step) for step in (1, 2, 3)]
     assert [row["kl/coef_next"] for row in rows] == [0.2, 0.2, 0.2]
     assert (law.updates, law.observed) == ([], [])
-    assert trainer.state_dict()["ceiling"]["product"] == pytest.approx(start["product"], rel=0.5)
+    assert trainer.state_dict()["ceiling"] == start
+    assert [row["kl/after_update"] for row in rows] == [row["kl/token"] for row in rows]
     row_of(trainer, 4)
     assert len(law.updates) == len(law.observed) == 1
+    assert trainer.state_dict()["ceiling"]["made"] is not None
 
 
 def test_a_learning_rate_that_falls(make_trainer: Make) -> None:
