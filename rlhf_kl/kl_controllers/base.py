@@ -81,6 +81,14 @@ class KLController:
         and equals `kl_after` elsewhere. The states are the same: the difference has no noise of sampling.
         """
 
+    def observe_rate(self, factor: float) -> None:
+        """The learning rate of the next update is `factor` times that of the last one: so is the policy's step."""
+
+    @property
+    def spent(self) -> bool:
+        """Whether a lower beta would not carry the policy farther from its reference."""
+        return self.coef <= self.min_coef
+
     def log_steps(self, episodes: int) -> tuple[float, float]:
         """Largest fall and rise of log(coef) in one update while the KL is between 0 and 2x target."""
         return math.inf, math.inf

@@ -13,11 +13,7 @@ Floats = npt.NDArray[np.float64]
 
 GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; wider bounds than the points can cover make the steps longer
 PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta
-DIFFUSION = 0.125  # share that moves to either neighbour every update: log b wanders by half a grid step
-PACES = np.array([0.3, 0.6, 1.0, 1.7, 3.0, 6.0, 12.0])  # multiples of the guess
-PACE_SPREAD = 0.5  # of the logarithm of the pace around the guess
-PACE_RETURN = 0.02  # share of the belief about the pace that goes back to the guess every update
-TAILS = 4.0  # degrees of freedom of Student's t: an odd update proves little
+PACES = np.array([0.25, 0.5, 1.0, 2.0, 4.0])  # multiples of the guess
 NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
 
 
@@ -33,9 +29,9 @@ class Belief:
         low, high = math.log(min_coef) - 1.0, math.log(max_coef) + 1.0
         points = math.ceil((high - low) / max(GRID_STEP, (high - low) / GRID_POINTS)) + 1
         self.log_holding: Floats = np.linspace(low, high, points)
-        self.pace_prior = _normalised(np.exp(-0.5 * (np.log(PACES) / PACE_SPREAD) ** 2))
+        paces = _normalised(np.exp(-0.5 * (np.log(PACES) / model.pace_spread) ** 2))
         distance = (self.log_holding - math.log(coef)) / PRIOR_SPREAD
-        self.probabilities: Floats = np.outer(_normalised(np.exp(-0.5 * distance**2)), self.pace_prior)
+        self.probabilities: Floats = np.outer(_normalised(np.exp(-0.5 * distance**2)), paces)
 
     @property
     def holding_coef(self) -> float:
@@ -51,6 +47,10 @@ class Belief:
         """The expected step."""
         return float((self.probabilities * self._steps(at)).sum())
 
+    def drive_share(self, at: Situation) -> float:
+        """The expected drive over the pace, in [-1, 1]."""
+        return float(self.probabilities.sum(1) @ self._drive(at))
+
     def expected_miss(self, wanted: float, at: Situation) -> float:
         """Expected squared difference between the step and the wanted one."""
         return float((self.probabilities * (self._steps(at) - wanted) ** 2).sum())
@@ -58,18 +58,22 @@ class Belief:
     def update(self, step: float, at: Situation, noise: float) -> None:
         """Learn from a step that was measured with this standard deviation."""
         error = (step - self._steps(at)) / noise
-        likely = self.probabilities * (1.0 + error**2 / TAILS) ** (-(TAILS + 1.0) / 2.0)
-        # log b wanders to its neighbours, the pace back to the guess: nothing is ever ruled out for good.
-        padded = np.concatenate([likely[:1], likely, likely[-1:]])
-        likely = _normalised(DIFFUSION * (padded[:-2] + padded[2:]) + (1.0 - 2.0 * DIFFUSION) * likely)
-        self.probabilities = (1.0 - PACE_RETURN) * likely + PACE_RETURN * np.outer(likely.sum(1), self.pace_prior)
+        tails, wander = self.model.tails, self.model.wander
+        likely = self.probabilities * (1.0 + error**2 / tails) ** (-(tails + 1.0) / 2.0)
+        padded = np.concatenate([likely[:1], likely, likely[-1:]])  # log b wanders to its neighbours
+        self.probabilities = _normalised(wander * (padded[:-2] + padded[2:]) + (1.0 - 2.0 * wander) * likely)
 
     def _steps(self, at: Situation) -> Floats:
         """The next step under each log b (rows) and pace (columns)."""
-        momentum, distance_power, coef_power = self.model
-        balance = distance_power * math.log(max(at.distance, NEAREST)) + coef_power * (at.log_coef - self.log_holding)
-        drive: Floats = -np.tanh(balance)[:, None] * (self.pace * PACES)
-        return momentum * at.step + (1.0 - momentum) * drive
+        drive = self._drive(at)[:, None] * (self.pace * PACES)
+        steps: Floats = self.model.momentum * at.step + (1.0 - self.model.momentum) * drive
+        return steps
+
+    def _drive(self, at: Situation) -> Floats:
+        """The drive under each log b, in paces."""
+        balance = self.model.distance_power * math.log(max(at.distance, NEAREST)) + at.log_coef - self.log_holding
+        drive: Floats = -np.tanh(balance)
+        return drive
 
 
 def _normalised(weights: Floats) -> Floats:

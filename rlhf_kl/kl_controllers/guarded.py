@@ -107,6 +107,18 @@ class GuardedController:
             with self._own_code("observe_update"):
                 self.controller.observe_update(float(kl_before), float(kl_after), float(kl_uncut))
 
+    def observe_rate(self, factor: float) -> None:
+        """`KLController.observe_rate`, where there is one; a rate of 0, or one that does not change, is not told."""
+        told = getattr(self.controller, "observe_rate", None)
+        if callable(told) and factor > 0.0 and factor != 1.0:
+            with self._own_code("observe_rate"):
+                told(float(factor))
+
+    @property
+    def spent(self) -> bool:
+        """Whether a lower beta would not carry the policy farther from its reference, or cannot be had."""
+        return not self.adjusts or bool(getattr(self.controller, "spent", self._coef <= self.min_coef))
+
     @contextlib.contextmanager
     def _own_code(self, method: str) -> Iterator[None]:
         try:

@@ -14,8 +14,14 @@ class Situation(NamedTuple):
 
 
 class StepModel(NamedTuple):
-    """Constants of step_k = m step_{k-1} - (1 - m) a tanh(s log x_k + r log(beta_k / b))."""
+    """Constants of step_k = m step_{k-1} - (1 - m) a tanh(s log x_k + log(beta_k / b)), and of learning a and b.
 
-    momentum: float  # m
-    distance_power: float  # s
-    coef_power: float  # r
+    `scripts/fit_adaptive.py` fits them to recorded runs, with whole plants held out.
+    """
+
+    momentum: float = 0.4  # m
+    distance_power: float = 1.5  # s
+    noise: float = 0.25  # of a step measured at the rollout's own states, in paces
+    wander: float = 0.125  # share of the belief that moves to either neighbour on the grid of log b every update
+    pace_spread: float = 0.5  # of log a around its first guess
+    tails: float = 4.0  # degrees of freedom of Student's t: an odd update proves little

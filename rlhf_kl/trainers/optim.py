@@ -54,6 +54,8 @@ def usual_learning_rate(parameters: int, *, adapter: bool) -> float:
 def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
     """Factor of the learning rate at `progress` in [0, 1]: constant, linear to 0, or half a cosine to 0.
 
+    `adaptive` is linear too: what it adapts is a factor of its own (`StepSize`).
+
     A pure function of progress, so a resumed run needs no schedule state.
     """
     if warmup > 0 and progress < warmup:
@@ -61,7 +63,7 @@ def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
     rest = (progress - warmup) / max(1e-12, 1 - warmup)
     if schedule == "constant":
         return 1.0
-    if schedule == "linear":
+    if schedule in ("linear", "adaptive"):
         return max(0.0, 1.0 - rest)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, rest)))
 

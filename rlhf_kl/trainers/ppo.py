@@ -28,6 +28,7 @@ from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.guards import Microbatch, NonFiniteRollout, non_finite_figure
 from rlhf_kl.trainers.objectives import Losses, Targets, ppo_losses, ppo_targets
 from rlhf_kl.trainers.optim import lr_factor, set_learning_rate
+from rlhf_kl.trainers.step_size import StepSize
 from rlhf_kl.types import RolloutBatch
 
 LOSSES = ("policy_loss", "value_loss", "approx_kl", "clipped")
@@ -69,13 +70,15 @@ class PPOTrainer:
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         self.processes = processes or Processes()
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.ppo.minibatch_size)
+        adaptive = config.ppo.lr_schedule == "adaptive"
+        self.step_size = StepSize(config.kl.target_value, config.updates) if adaptive else None
         section = config.kl.ceiling
         self.ceiling = Ceiling(
             [p for p in model.policy.parameters() if p.requires_grad],
             values_in(reference.lm, model.policy),
             self.kl_now,
             limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
-            measures=controller.needs_update_kl,
+            measures=controller.needs_update_kl or adaptive,
         )
 
     def update(self, step: int) -> Update:
@@ -93,15 +96,31 @@ class PPOTrainer:
             result = self.ceiling.hold(rollout, before, kl)
             self.controller.observe_update(result.kl_before, result.kl_after, result.kl_uncut)
             alerts = self.controller.update(kl.mean, self.config.rollout.batch_size)  # 5. move beta toward the target
+            alerts += self.adapt_rate(step, result)
         return Update(rollout, coef, self.controller.coef, losses, result, alerts + self.microbatch.alerts(), skipped)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update number `step`."""
+        factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
+        return self.learning_rate * factor * (1.0 if self.step_size is None else self.step_size.factor)
+
+    def adapt_rate(self, step: int, result: CeilingResult) -> list[str]:
+        """Choose the rate of the next update, and tell the controller; an alert where a schedule had to be left."""
+        before, alerts = self.rate(step), []
+        if self.step_size is not None:
+            cut = result.factor < 1.0
+            why = self.step_size.observe(step, result.kl_before, result.kl_uncut, cut=cut, spent=self.controller.spent)
+            if why:
+                alerts.append(f"learning-rate-changed: {why}: it goes on with {self.rate(step + 1):.3g}")
+        self.controller.observe_rate(self.rate(step + 1) / before)
+        return alerts
 
     # ---- epochs
 
     def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> tuple[dict[str, Any], str | None]:
         """Several epochs of clipped minibatch updates: means over what was trained on, and what was skipped."""
         cfg = self.config.ppo
-        factor = lr_factor(cfg.lr_schedule, (step - 1) / self.config.updates)
-        set_learning_rate(self.optimizer, self.learning_rate * factor)
+        set_learning_rate(self.optimizer, self.rate(step))
         totals = dict.fromkeys((*LOSSES, "grad_norm", "steps", "tokens"), 0.0)
         first_max, skipped, done = math.nan, None, 0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
@@ -247,6 +266,7 @@ class PPOTrainer:
         """State besides tensors, JSON-able."""
         return {
             "learning_rate": self.learning_rate,
+            "step_size": None if self.step_size is None else self.step_size.state_dict(),
             "controller": self.controller.state_dict(),
             "ceiling": self.ceiling.state_dict(),
             "microbatch": self.microbatch.halved,
@@ -257,4 +277,6 @@ class PPOTrainer:
         self.learning_rate = state["learning_rate"]
         self.controller.load_state_dict(state["controller"])
         self.ceiling.load_state_dict(state["ceiling"])
+        if self.step_size is not None:
+            self.step_size.load_state_dict(state["step_size"])
         self.microbatch.halve_to(state["microbatch"])

@@ -147,8 +147,6 @@ class TrackingSection(Section):
 
 
 class OptimiserSection(Section):
-    lr_schedule: Schedule = "cosine"
-    """Course of the learning rate: constant, or linear or cosine down to zero."""
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay."""
     max_grad_norm: Positive = 1.0
@@ -158,6 +156,8 @@ class OptimiserSection(Section):
 
 
 class EpochsSection(OptimiserSection):
+    lr_schedule: Schedule = "cosine"
+    """Course of the learning rate: constant, or linear or cosine down to zero."""
     learning_rate: Positive
     """Peak learning rate of AdamW."""
     epochs: Positive = 1.0

@@ -92,10 +92,13 @@ class CeilingSection(Section):
 
 
 class KLSection(Section):
-    estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = "k1"
-    """Estimator of the KL that each token pays for."""
-    placement: Literal["reward", "loss", "rao_blackwell"] = "reward"
-    """Where the KL enters; rao_blackwell takes the exact estimator only."""
+    estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = "exact"
+    """Estimator of the KL that each token pays for; null = exact for rao_blackwell, k1 for the others."""
+    placement: Literal["reward", "loss", "rao_blackwell"] = "rao_blackwell"
+    """Where the KL enters; rao_blackwell takes the exact estimator only.
+
+    null = rao_blackwell, or reward where another estimator is written.
+    """
     target: Positive | Literal["conservative", "moderate", "aggressive"] = 0.1
     """Nats in `unit`; or conservative (0.02), moderate (0.075), aggressive (0.15), per token only."""
     unit: Literal["token", "sequence"] = "token"
@@ -104,6 +107,19 @@ class KLSection(Section):
     """The law that moves beta; a constant beta (kind fixed) only reports the target."""
     ceiling: CeilingSection | None = Field(default_factory=CeilingSection)
     """A bound beyond the controller; null = none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_pair(cls, raw: Any) -> Any:
+        """Each of estimator and placement follows from the other where it is not written."""
+        if not isinstance(raw, dict):
+            return raw
+        estimator, placement = raw.get("estimator"), raw.get("placement")
+        usual = {
+            "estimator": "exact" if placement in (None, "rao_blackwell") else "k1",
+            "placement": "rao_blackwell" if estimator in (None, "exact") else "reward",
+        }
+        return raw | {key: value for key, value in usual.items() if raw.get(key) is None}
 
     @property
     def target_value(self) -> float:

@@ -1,0 +1,66 @@
+"""`ppo.lr_schedule: adaptive`: a factor on the learning rate, for a rate that no beta can make good.
+
+A rate that is too high moves the policy past the target in one update, and the noise of its steps is a KL that no
+beta takes back; one that is too low never arrives there. The rule is that of robotics PPO (Rudin et al. 2022,
+2109.11978, rsl_rl; torchrl's KLAdaptiveLR), which keep the KL between successive policies in a band, but it acts only
+where the controller of beta has failed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+FACTOR_BOUNDS = (0.01, 10.0)
+LARGE_STEP = 0.5  # of x = sqrt(KL/target) in one update
+PATIENCE = 4  # updates without success before the rate is changed, and between two changes
+OFF_TARGET = 0.25
+LOWER, RAISE = 0.5, 2.0
+IN_TIME = 3.0  # the target should be reached in a third of the updates that are left
+
+
+class StepSize:
+    """The factor of the learning rate over its schedule; observes every update and changes it by LOWER or RAISE."""
+
+    def __init__(self, target: float, updates: int) -> None:
+        """`target` in the unit of the KLs that are observed; `updates` in the whole run."""
+        self.target, self.updates = target, updates
+        self.factor = 1.0
+        self.seen: list[tuple[float, bool]] = []  # since the last change: x, and whether the ceiling cut the update
+
+    def observe(self, update: int, kl: float, kl_uncut: float, *, cut: bool, spent: bool) -> str:
+        """After update number `update`, whose rollout had `kl` and which led to `kl_uncut` at the same states.
+
+        `cut`: the ceiling shortened it. `spent`: a lower beta would not carry the policy farther.
+        Returns why the factor has changed; empty where it has not.
+        """
+        if not (math.isfinite(kl) and math.isfinite(kl_uncut)):
+            return ""
+        here, there = (math.sqrt(max(0.0, value) / self.target) for value in (kl, kl_uncut))
+        self.seen.append((here, cut))
+        if abs(there - here) > LARGE_STEP:
+            words = f"an update moved the KL from {kl:.3g} to {kl_uncut:.3g} nats"
+            return self._change(max(0.2, min(LOWER, LARGE_STEP / abs(there - here))), words)
+        if len(self.seen) < PATIENCE:
+            return ""
+        recent = self.seen[-PATIENCE:]
+        if all(x * x > 1.0 + OFF_TARGET for x, _ in recent) or sum(cut for _, cut in recent) > PATIENCE / 2:
+            return self._change(LOWER, f"for {PATIENCE} updates beta has not held the KL at its target")
+        if spent and all(x * x < 1.0 - OFF_TARGET for x, _ in recent):
+            gained = (there - recent[0][0]) / PATIENCE
+            if (1.0 - there) * IN_TIME > gained * (self.updates - update):
+                return self._change(RAISE, "the target is out of reach")
+        return ""
+
+    def _change(self, by: float, why: str) -> str:
+        before, self.factor = self.factor, min(max(self.factor * by, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
+        self.seen = []
+        return why if self.factor != before else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {"factor": self.factor, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.factor, self.seen = float(state["factor"]), [(x, cut) for x, cut in state["seen"]]

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from rlhf_kl.trainers.step_size import StepSize
+
+TARGET = 0.1
+
+
+def run(rule: StepSize, kls: list[float], *, cut: bool = False, spent: bool = False) -> list[str]:
+    """Reasons for a change, update by update; each update leads to the next KL."""
+    pairs = zip(kls, [*kls[1:], kls[-1]], strict=True)
+    return [rule.observe(n, kl, after, cut=cut, spent=spent) for n, (kl, after) in enumerate(pairs, start=1)]
+
+
+def test_a_target_that_is_held_changes_nothing() -> None:
+    rule = StepSize(TARGET, updates=60)
+    assert not any(run(rule, [0.0, 0.01, 0.03, 0.06, 0.09, *[0.12, 0.09, 0.1] * 15], spent=True))
+    assert rule.factor == 1.0
+
+
+def test_an_update_of_more_than_half_the_way_is_too_long_at_once() -> None:
+    rule = StepSize(TARGET, updates=60)
+    assert "0.4" in rule.observe(1, 0.0, 0.4, cut=False, spent=False)  # x from 0 to 2
+    assert rule.factor == pytest.approx(0.25)  # so that it would have been half the way
+    rule = StepSize(TARGET, updates=60)
+    rule.observe(1, 0.0, 40.0, cut=False, spent=False)
+    assert rule.factor == pytest.approx(0.2)  # one update is no proof of more
+
+
+@pytest.mark.parametrize(("kl", "cut"), [(0.13, False), (0.1, True)])
+def test_a_kl_that_beta_does_not_bring_back_halves_the_rate(kl: float, cut: bool) -> None:
+    rule = StepSize(TARGET, updates=60)
+    reasons = run(rule, [kl] * 8, cut=cut)
+    assert [bool(reason) for reason in reasons] == [False, False, False, True] * 2
+    assert rule.factor == 0.25
+
+
+def test_a_target_out_of_reach_doubles_the_rate_only_where_beta_is_spent() -> None:
+    for spent, factor in ((False, 1.0), (True, 4.0)):
+        rule = StepSize(TARGET, updates=60)
+        run(rule, [TARGET * (0.005 * k) ** 2 for k in range(8)], spent=spent)
+        assert rule.factor == factor
+
+
+def test_a_kl_that_arrives_in_time_is_left_alone() -> None:
+    rule = StepSize(TARGET, updates=60)
+    run(rule, [TARGET * (0.07 * k) ** 2 for k in range(13)], spent=True)
+    assert rule.factor == 1.0
+
+
+def test_the_factor_is_bounded() -> None:
+    low, high = StepSize(TARGET, updates=400), StepSize(TARGET, updates=400)
+    run(low, [0.2] * 60)
+    run(high, [0.001] * 60, spent=True)
+    assert (low.factor, high.factor) == (0.01, 10.0)
+
+
+def test_a_kl_that_is_not_finite_counts_for_nothing() -> None:
+    rule = StepSize(TARGET, updates=60)
+    assert not any(run(rule, [math.nan, math.inf] * 5))
+    assert rule.seen == []
+
+
+def test_a_saved_rule_goes_on_the_same() -> None:
+    first, second = StepSize(TARGET, updates=60), StepSize(TARGET, updates=60)
+    run(first, [0.2] * 6)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert run(first, [0.2] * 5) == run(second, [0.2] * 5)
+    assert first.state_dict() == second.state_dict()
