@@ -15,12 +15,12 @@ FACTOR_BOUNDS = (0.01, 10.0)
 LARGE_STEP = 0.5  # of x = sqrt(KL/target) in one update
 PATIENCE = 4  # updates without success before the rate is changed, and between two changes
 OFF_TARGET = 0.25
-LOWER, RAISE = 0.5, 2.0
-IN_TIME = 3.0  # the target should be reached in a third of the updates that are left
+LOWER, RAISE = 0.5, (1.5, 4.0)
+IN_TIME = 3.0  # the target is to be reached in a third of the updates that are left
 
 
 class StepSize:
-    """The factor of the learning rate over its schedule; observes every update and changes it by LOWER or RAISE."""
+    """The factor of the learning rate over its schedule; observes every update."""
 
     def __init__(self, target: float, updates: int) -> None:
         """`target` in the unit of the KLs that are observed; `updates` in the whole run."""
@@ -47,9 +47,10 @@ class StepSize:
         if all(x * x > 1.0 + OFF_TARGET for x, _ in recent) or sum(cut for _, cut in recent) > PATIENCE / 2:
             return self._change(LOWER, f"for {PATIENCE} updates beta has not held the KL at its target")
         if spent and all(x * x < 1.0 - OFF_TARGET for x, _ in recent):
-            gained = (there - recent[0][0]) / PATIENCE
-            if (1.0 - there) * IN_TIME > gained * (self.updates - update):
-                return self._change(RAISE, "the target is out of reach")
+            way, reach = 1.0 - there, (there - recent[0][0]) / PATIENCE * (self.updates - update) / IN_TIME
+            if way > reach:
+                needed = way / max(reach, 1e-9)
+                return self._change(min(max(needed, RAISE[0]), RAISE[1]), "the target is out of reach")
         return ""
 
     def _change(self, by: float, why: str) -> str:

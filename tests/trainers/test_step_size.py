@@ -39,11 +39,11 @@ def test_a_kl_that_beta_does_not_bring_back_halves_the_rate(kl: float, cut: bool
     assert rule.factor == 0.25
 
 
-def test_a_target_out_of_reach_doubles_the_rate_only_where_beta_is_spent() -> None:
-    for spent, factor in ((False, 1.0), (True, 4.0)):
+def test_a_target_out_of_reach_raises_the_rate_only_where_beta_is_spent() -> None:
+    for spent, factor in ((False, 1.0), (True, 3.0 * 0.96 / (0.01 * 56))):
         rule = StepSize(TARGET, updates=60)
-        run(rule, [TARGET * (0.005 * k) ** 2 for k in range(8)], spent=spent)
-        assert rule.factor == factor
+        run(rule, [TARGET * (0.01 * k) ** 2 for k in range(5)][:4] + [TARGET * 0.04**2], spent=spent)
+        assert rule.factor == pytest.approx(min(factor, 4.0))
 
 
 def test_a_kl_that_arrives_in_time_is_left_alone() -> None:
