@@ -290,8 +290,8 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
 def metrics_rows() -> Callable[..., list[dict[str, Any]]]:
     """`metrics_rows([0.0, 0.1, ...], coef=0.2)`: updates with these KLs per token, and their evaluations.
 
-    Responses have 20 tokens; the score gains sqrt(2 KL) of the sequence; evaluations are made of every tenth
-    update and after the last.
+    Responses have 20 tokens; the score gains sqrt(2 KL) of the sequence, the most that it can; evaluations are made
+    of every tenth update and after the last.
     """
 
     def make(
@@ -313,6 +313,7 @@ def metrics_rows() -> Callable[..., list[dict[str, Any]]]:
                 "kl/sequence": 20 * kl,
                 "kl/target": target,
                 "kl/error": kl / target - 1,
+                "kl/bought": 1.0 if kl > 0 else None,
                 "kl/coef": coef,
                 "kl/coef_next": coef,
                 "kl/ceiling": 1.5 * target,

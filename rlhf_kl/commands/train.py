@@ -30,6 +30,7 @@ from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.kl_bought import KLBought
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
@@ -65,6 +66,7 @@ class TrainRun:
         self.best_checkpoint: dict[str, Any] | None = None
         self.gold_failing = False  # in the row before
         self.alerts = kl_alerts(config, training)
+        self.bought = kl_bought(config, parts, training)
         self.signs = ExploitationSigns()
         self.guards = RunGuards(config, training, recorder.folder)
         if recorder.checkpoint is not None:
@@ -75,6 +77,7 @@ class TrainRun:
             for row in read_jsonl(recorder.folder.metrics):
                 if row.get("step", training.next_step) < training.next_step:
                     self.signs(row)
+                    self.bought(row)
                     display.remember(row)
 
     # ---- the loop
@@ -96,7 +99,7 @@ class TrainRun:
                 row = result.row
                 row |= evaluated
                 row["alerts"] = self.gold_told_once([*alerts, *row["alerts"]])
-                row["alerts"] += [*self.alerts(row), *self.signs(row)]
+                row["alerts"] += [*self.alerts(row), *self.bought(row), *self.signs(row)]
                 ended_by = self.guards.watch(result)
                 self.note_best(row)
                 self.note_best_checkpoint(row)
@@ -144,6 +147,7 @@ class TrainRun:
             "step": step,
             "episodes": step * config.rollout.batch_size,
             "objective/gold": sum(gold) / len(gold) if gold is not None else None,
+            "kl/bought": self.bought.share(row),
             "dist/world_size": trainer.processes.count,
             "dist/coef_spread": 0.0,
             "alerts": alerts,
@@ -308,6 +312,21 @@ def kl_alerts(config: TrainConfig, training: Training) -> KLAlerts:
         min_coef=control.min_coef if control.adjusts else None,
         max_coef=control.max_coef if control.adjusts else None,
         ceiling=config.kl.ceiling is not None,
+    )
+
+
+def kl_bought(config: TrainConfig, parts: Parts, training: Training) -> KLBought:
+    """What watches whether this run's KL is bought with score."""
+    scores = training.reference_scores
+    return KLBought(
+        config,
+        curve=scores.tilt_curve(),
+        mean=scores.mean,
+        mean_stderr=scores.mean_stderr,
+        spread=scores.spread,
+        learning_rate=training.trainer.learning_rate,
+        target=None if training.coef == 0 else config.kl.target_value,
+        warns=parts.reference_is_initial_policy,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, pstdev
@@ -74,6 +75,18 @@ class ReferenceScores:
     def mean(self) -> float:
         """Mean shaped score of the reference."""
         return fmean(self.shaped)
+
+    @property
+    def mean_stderr(self) -> float:
+        """Standard error of `mean`: prompts are the independent draws, with one prompt alone its responses."""
+        groups = self.groups if len(set(self.groups)) > 1 else list(range(len(self.shaped)))
+        mean = self.mean
+        rests: dict[int, float] = defaultdict(float)
+        for score, group in zip(self.shaped, groups, strict=True):
+            rests[group] += score - mean
+        return math.sqrt(math.fsum(rest**2 for rest in rests.values()) * len(rests) / max(1, len(rests) - 1)) / len(
+            groups
+        )
 
     @property
     def spread(self) -> float:

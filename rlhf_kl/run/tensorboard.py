@@ -112,6 +112,7 @@ def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
         },
         "What it costs": {
             "held-out perplexity": together("eval/perplexity"),
+            "share of the KL that the score accounts for": together("kl/bought"),
             "responses": together("rollout/eos_rate", "eval/distinct_2", "rollout/score_length_corr"),
         },
     }

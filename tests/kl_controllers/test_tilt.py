@@ -4,7 +4,7 @@ from statistics import NormalDist, pvariance
 
 import pytest
 
-from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, solve_tilt, tilted
+from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, least_kl, solve_tilt, tilted
 
 NORMAL = [NormalDist().inv_cdf((i + 0.5) / 4096) for i in range(4096)]
 
@@ -99,3 +99,44 @@ def test_groups_of_one_are_left_out_unless_there_are_no_others():
     assert len(centre_groups([1.0, 3.0, 50.0], ["a", "b", "c"])) == 3
     with pytest.raises(ValueError, match="groups"):
         centre_groups([1.0], [])
+
+
+def points(scores, least=0.7, most=30.0, count=24):
+    coefs = [most * (least / most) ** (i / (count - 1)) for i in range(count)]
+    return [{"coef": coef, "kl": tilt.kl, "gain": tilt.gain} for coef in coefs for tilt in [tilted(scores, coef)]]
+
+
+@pytest.mark.parametrize("gain", [0.1, 0.3, 0.5, 1.0])
+def test_the_least_kl_of_a_gain_by_the_gaussian_law(gain):
+    curve = points([5.0 + 3.0 * x for x in NORMAL], least=2.5, most=90.0)
+    assert least_kl(curve, 3.0 * gain) == pytest.approx(gain**2 / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_least_kl_inverts_the_gain(seed):
+    rng = random.Random(seed)
+    scores = [rng.choice([0.0, rng.expovariate(1.0), rng.gauss(0, 1)]) for _ in range(1024)]
+    for kl in (0.01, 0.03, 0.1, 0.3, 0.7):
+        gain = gain_at_kl(scores, kl)
+        assert least_kl(points(scores), gain) == pytest.approx(kl, rel=0.01)
+        assert least_kl(points(scores), gain) <= kl * (1 + 1e-3)
+
+
+def test_no_policy_has_a_gain_for_less_than_the_least_kl():
+    """Random reweightings of the samples, their KL and gain by enumeration."""
+    rng = random.Random(0)
+    scores = [rng.gauss(0, 1) for _ in range(300)]
+    curve, mean = points(scores, least=0.3), math.fsum(scores) / 300
+    for trial in range(200):
+        width = 0.05 * (1 + trial % 60)
+        raw = [math.exp(width * (score + rng.gauss(0, 0.5))) for score in scores]
+        weights = [weight / math.fsum(raw) for weight in raw]
+        kl = math.fsum(w * math.log(300 * w) for w in weights)
+        gain = math.fsum(w * s for w, s in zip(weights, scores, strict=True)) - mean
+        assert least_kl(curve, gain) <= kl + 1e-12
+
+
+def test_the_least_kl_beyond_the_samples_is_a_lower_bound():
+    curve = points(NORMAL, least=1.0)  # up to a gain of 1
+    assert least_kl(curve, 1.5) == pytest.approx(1.0, rel=0.02)  # the tangent; the law says 1.125
+    assert least_kl(curve, -1.0) == least_kl(curve, 0.0) == least_kl([], 1.0) == 0.0

@@ -139,3 +139,14 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     assert note == ""
     with pytest.raises(InputError, match="coef: auto finds none: within a prompt"):
         ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
+
+
+def test_the_error_of_the_mean_is_that_of_its_prompts() -> None:
+    """Means of prompts vary by 1, responses to one prompt by a tenth: 400 prompts count, and not 12800 responses."""
+    rng = random.Random(0)
+    groups = [i // 32 for i in range(12800)]
+    levels = [rng.gauss(0, 1) for _ in range(400)]
+    scores = [levels[group] + rng.gauss(0, 0.1) for group in groups]
+    assert ReferenceScores(scores, groups, 30.0).mean_stderr == pytest.approx(1 / 20, rel=0.1)
+    assert ReferenceScores(scores, list(range(12800)), 30.0).mean_stderr == pytest.approx(1 / math.sqrt(12800), rel=0.1)
+    assert ReferenceScores([0.0, 2.0, 4.0, 6.0], [7] * 4, 30.0).mean_stderr == pytest.approx(math.sqrt(20 / 3) / 2)

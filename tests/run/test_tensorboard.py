@@ -98,6 +98,7 @@ def test_what_shows_a_run_does_not_import_torch() -> None:
         "figures",
         "files",
         "jsonl",
+        "kl_bought",
         "run_folder",
         "status",
         "tensorboard",

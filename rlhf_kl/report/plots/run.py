@@ -32,6 +32,7 @@ def run_charts(run: RunResult) -> list[Chart]:
         kl_chart(run),
         beta_chart(run),
         score_chart(run),
+        bought_chart(run),
         update_chart("gold", "Gold score", "gold", run.series("objective/gold"), "c3"),
         perplexity_chart(run),
         distribution_chart(run),
@@ -153,6 +154,16 @@ def score_chart(run: RunResult) -> Chart | None:
     return update_chart(
         "score", "Score", "score of the reward", series, "c1", name="score", band=band,
         caption="Mean of each batch" + (", and the middle 80 % of its responses." if band else "."),
+    )  # fmt: skip
+
+
+def bought_chart(run: RunResult) -> Chart | None:
+    """How much of the KL the score accounts for."""
+    return update_chart(
+        "bought", "KL bought with score", "share of the KL", run.series("kl/bought"), "c2",
+        prepare=lambda axes: axes.set_ylim(0, 1.04),
+        caption="The least KL that the gain in score needs, by tilting the reference, over the KL measured. "
+        "The rest bought nothing.",
     )  # fmt: skip
 
 
