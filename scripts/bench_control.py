@@ -2,16 +2,21 @@
 
     python scripts/bench_control.py --jobs 2          the ten rows: 42 runs of about a minute each
     python scripts/bench_control.py --rows adaptive   one row: three seeds x three starting betas
+    python scripts/bench_control.py --rows stress     settings that nobody tuned `adaptive` for, and a real small model
+    python scripts/bench_control.py --rows stress-glad --reach   can any constant beta hold the target there?
     python scripts/bench_control.py --table-only      what there is so far
 
 The rows are comparisons in bench_control.yaml. Their runs are trained as `rlhf-kl compare` does: finished ones
 are used again, an interrupted one goes on. A quick look: --seed 0 --set ppo.total_episodes=640
 Into --out: bench_control.json, bench_control.png, and runs/, one folder per run.
 
+TinyStories-656K comes from the hub, or from --real FOLDER.
+
 tail error  mean over the second half of the updates of |exact KL / target - 1|
 peak        largest KL / target
 in band     share of the updates from number 15 on within 25 % of the target
 cut         share of the second half's updates that the ceiling shortened
+quiet       standard deviation of log beta over the second half
 score       that PPO sees (normalised, clipped, less penalties); with gold and KL the mean of the last ten updates
 of limit    score gain over the most that any policy could have at the same KL (`tilt_share` of summary.json)
 """
@@ -19,11 +24,13 @@ of limit    score gain over the most that any policy could have at the same KL (
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from rlhf_kl.commands.compare import train_grid
@@ -32,6 +39,7 @@ from rlhf_kl.components import suggestion
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, plan_comparison
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError, Interrupted
+from rlhf_kl.report.control import tail
 from rlhf_kl.report.plots.chart import UPDATE, Axes, Chart, plot_line, plot_target
 from rlhf_kl.report.plots.compare import TOP
 from rlhf_kl.report.plots.render import save_sheet
@@ -52,18 +60,62 @@ LEAN = (
     "checkpoint.every=20",
     "checkpoint.keep=1",
 )
+STRESS = "stress"  # stands for every row that begins with it
+REACH = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # constant betas
+REACHABLE = 0.25  # tail error of the best of them
+REAL = {
+    "policy.model": "models/TinyStories-656K",
+    "data.prompts": "data/tinystories-1000/stories.jsonl",
+    "eval.texts": "data/tinystories-1000/stories.jsonl",
+}
 
 
 def plan_rows(
-    names: Sequence[str], out: Path, sets: Sequence[str] = (), seed: int | None = None
+    names: Sequence[str],
+    out: Path,
+    sets: Sequence[str] = (),
+    seed: int | None = None,
+    real: Path | None = None,
+    reach: bool = False,
 ) -> dict[str, list[PlannedRun]]:
-    """The runs of each row; `all` stands for every row, and none for the first ten. Errors: InputError."""
+    """The runs of each row; `all` stands for every row, `stress` for those of that name, and none for the first ten.
+
+    real: a folder that holds what the rows of a real model read. reach: constant betas instead of each row's own
+    controller, one seed. Errors: InputError.
+    """
     rows = read_yaml(ROWS)
+    names = [row for name in names for row in (_stress_rows(rows) if name == STRESS else [name])]
     names = list(rows) if "all" in names else names or list(rows)[:DEFAULT_ROWS]
     if problems := [f"--rows: no row {name!r}{suggestion(name, rows)}" for name in names if name not in rows]:
         raise InputError(*problems)
-    sets = [*LEAN, *sets]
-    return {name: plan_comparison({"base": BASE, **rows[name]}, ROWS, sets, out, seed).runs for name in names}
+    if reach:
+        rows = {name: constant_betas(name, rows[name]) for name in names}
+    local = [] if real is None else [f"{key}={(real / path).absolute()}" for key, path in REAL.items()]
+
+    def runs(row: dict[str, Any]) -> list[PlannedRun]:
+        return plan_comparison(
+            {"base": BASE, **row}, ROWS, [*LEAN, *(local if "base" in row else ()), *sets], out, seed
+        ).runs
+
+    return {name: runs(rows[name]) for name in names}
+
+
+def _stress_rows(rows: Iterable[str]) -> list[str]:
+    return [name for name in rows if name.startswith(f"{STRESS}-")]
+
+
+def constant_betas(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The same setting under constant betas, without a ceiling."""
+    ((_, fragment),) = list(row["variants"].items())[:1]
+    kl = fragment.get("kl", {})
+    return row | {
+        "seeds": [0],
+        "variants": {
+            f"{name}-beta{coef:g}": fragment
+            | {"kl": kl | {"controller": {"kind": "fixed", "coef": coef}, "ceiling": None}}
+            for coef in REACH
+        },
+    }
 
 
 # ---- figures
@@ -77,7 +129,10 @@ class Result(NamedTuple):
 
     @property
     def figures(self) -> dict[str, float | None]:
-        return asdict(self.run.figures) | {"of_limit": read_number(self.run.summary, "tilt_share")}
+        betas = [read_number(row, "kl/coef") for row in tail(self.run.updates)]
+        logs = [math.log(beta) for beta in betas if beta]
+        own = {"of_limit": read_number(self.run.summary, "tilt_share"), "quiet": pstdev(logs) if logs else None}
+        return asdict(self.run.figures) | own
 
 
 Reduce = Callable[[list[float]], float]
@@ -126,6 +181,11 @@ class Goal(NamedTuple):
 
 
 GOAL_RUNS = 9
+STRESS_GOALS = (
+    Goal("tail error, mean of the runs", "tail_error", fmean, 0.06),
+    Goal("tail error, worst run", "tail_error", max, 0.15),
+    Goal("peak KL/target with a ceiling, worst run", "peak", max, 1.6),
+)
 GOALS = (
     Goal("tail error, mean of the runs", "tail_error", fmean, 0.08),
     Goal("tail error, worst run", "tail_error", max, 0.15),
@@ -140,13 +200,14 @@ GOALS = (
 
 def by_row(results: dict[str, list[Result]], asked: dict[str, int]) -> str:
     """One line a row: means over its runs, and the worst where the header names it."""
-    header = ("", "runs", "tail error", "worst", "peak", "worst", "in band", "worst", "cut", "score", "gold", "KL",
-              "of limit")  # fmt: skip
+    header = ("", "runs", "tail error", "worst", "peak", "worst", "in band", "worst", "quiet", "cut", "score", "gold",
+              "KL", "of limit")  # fmt: skip
     columns: list[tuple[Callable[[float | None], str], str, Reduce]] = [
         (format_number, "tail_error", fmean), (format_number, "tail_error", max),
         (format_number, "peak", fmean), (format_number, "peak", max),
         (format_percent, "time_in_band", fmean), (format_percent, "time_in_band", min),
-        (format_percent, "cut", fmean), (format_number, "scores_shaped", fmean), (format_number, "gold", fmean),
+        (format_number, "quiet", fmean), (format_percent, "cut", fmean),
+        (format_number, "scores_shaped", fmean), (format_number, "gold", fmean),
         (format_number, "kl", fmean), (format_percent, "of_limit", fmean),
     ]  # fmt: skip
     body = [
@@ -176,13 +237,40 @@ def by_beta(results: dict[str, list[Result]]) -> str:
     return text_table(("tail error (peak) from beta", *map(str, betas)), body)
 
 
+def stress_lines(results: dict[str, list[Result]], asked: dict[str, int]) -> list[str]:
+    """Which goals the stress rows meet; what no policy of theirs can reach is for `--reach` to say."""
+    runs = [run for row in _stress_rows(results) for run in results[row]]
+    number = sum(asked[row] for row in _stress_rows(results))
+    bounded = [run for run in runs if read_number(run.run.updates[0], "kl/ceiling") is not None]
+    lines = [f"Goals of the stress rows ({len(runs)} of {number} runs):"]
+    for goal in STRESS_GOALS:
+        counted = bounded if goal.key == "peak" else runs
+        lines.append(goal_line(goal, counted, len(counted) + number - len(runs)))
+    return lines
+
+
+def reach_lines(results: dict[str, list[Result]]) -> list[str]:
+    """Whether some constant beta of each row stays within 25 %."""
+    lines = ["Reachable: the best constant beta, and its tail error"]
+    for row, runs in results.items():
+        best = min(runs, key=lambda run: run.figures["tail_error"] or math.inf, default=None)
+        error = None if best is None else best.figures["tail_error"]
+        if best is not None and error is not None:
+            lines.append(f"  {'yes' if error <= REACHABLE else 'NO':<4} {row:<24} {best.beta:>6}  {error:.3f}")
+    return lines
+
+
+def goal_line(goal: Goal, results: Sequence[Result], asked: int) -> str:
+    """A goal, its figure and its verdict."""
+    shown = format_number(over_runs(results, goal.key, goal.reduce))
+    side = "at least" if goal.at_least else "at most"
+    return f"  {goal.verdict(results, asked):<7} {goal.text:<42} {shown:>7}   ({side} {goal.limit:.2f})"
+
+
 def goal_lines(results: Sequence[Result], asked: int) -> list[str]:
     """Which goals `adaptive` meets, one per line."""
     lines = [f"Goals of `adaptive` ({len(results)} of {asked} runs):"]
-    for goal in GOALS:
-        shown = format_number(over_runs(results, goal.key, goal.reduce))
-        side = "at least" if goal.at_least else "at most"
-        lines.append(f"  {goal.verdict(results, asked):<7} {goal.text:<36} {shown:>7}   ({side} {goal.limit:.2f})")
+    lines += [goal_line(goal, results, asked) for goal in GOALS]
     if asked < GOAL_RUNS:
         lines.append(f"  note: the goals are for {GOAL_RUNS} runs, three seeds x three starting betas")
     return lines
@@ -212,13 +300,17 @@ def _chart(row: str, runs: Sequence[Result], tints: dict[float | str, str]) -> C
     return Chart(row, row, draw, subtitle=subtitle)
 
 
-def show(rows: dict[str, list[PlannedRun]], out: Path) -> bool:
+def show(rows: dict[str, list[PlannedRun]], out: Path, *, reach: bool = False) -> bool:
     """Tables to stdout, bench_control.json and .png; whether all runs are there."""
     results, missing = read_results(rows)
     asked = {row: len(runs) for row, runs in rows.items()}
     print(f"{by_row(results, asked)}\n\n{by_beta(results)}\n")
     if "adaptive" in rows:
         print("\n".join(goal_lines(results["adaptive"], asked["adaptive"])))
+    if reach:
+        print("\n".join(reach_lines(results)))
+    elif _stress_rows(rows):
+        print("\n".join(stress_lines(results, asked)))
     for line in missing:
         print(f"missing: {line}")
     revisions = sorted({str(result.run.summary.get("git")) for runs in results.values() for result in runs})
@@ -245,6 +337,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> Any:
     add("--set", dest="sets", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="for every run; wins over its row")  # fmt: skip
     add("--overwrite", action="store_true", help="start all runs anew")
+    add("--real", type=Path, default=os.environ.get("RLHF_KL_REAL"), metavar="FOLDER",
+        help="with models/TinyStories-656K and data/tinystories-1000; default: RLHF_KL_REAL, else the hub")  # fmt: skip
+    add("--reach", action="store_true", help="constant betas in the rows' settings: can the target be reached there?")
     add("--table-only", action="store_true", help="run nothing, show what there is")
     return parser.parse_args(arguments)
 
@@ -257,13 +352,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.jobs < 1:
             raise InputError("--jobs must be at least 1")
         names = [name for text in asked.rows for name in text.split(",") if name]
-        rows = plan_rows(names, out, asked.sets, asked.seed)
+        real = None if asked.real is None else Path(asked.real)
+        rows = plan_rows(names, out, asked.sets, asked.seed, real, asked.reach)
         plan = ComparePlan(out.name, out, [run for runs in rows.values() for run in runs], [])
         if asked.table_only:
             check_folders(plan)
         else:
             train_grid(plan, jobs=asked.jobs, overwrite=asked.overwrite, display=display)
-        return 0 if show(rows, out) else 1
+        return 0 if show(rows, out, reach=asked.reach) else 1
     except InputError as error:
         for problem in error.problems:
             display.error(problem)

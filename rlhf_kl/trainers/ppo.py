@@ -70,7 +70,7 @@ class PPOTrainer:
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         self.processes = processes or Processes()
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.ppo.minibatch_size)
-        adaptive = config.ppo.lr_schedule == "adaptive"
+        adaptive = config.ppo.lr_schedule == "adaptive" and controller.adjusts
         self.step_size = StepSize(config.kl.target_value, config.updates) if adaptive else None
         section = config.kl.ceiling
         self.ceiling = Ceiling(

@@ -99,10 +99,10 @@ class PPOSection(OptimiserSection):
     """
     learning_rate: Positive | Literal["auto"] = "auto"
     """Peak learning rate of Adam; auto = by the number of the policy's parameters, ten times as high for an adapter."""
-    lr_schedule: Schedule | Literal["adaptive"] = "linear"
+    lr_schedule: Schedule | Literal["adaptive"] = "adaptive"
     """Course of the learning rate over the run: constant, or linear or cosine down to zero.
 
-    adaptive = linear, times a factor from 0.01 to 10 where no beta holds the target at the written rate.
+    adaptive = linear, times a factor from 0.01 to 10 where the controller cannot hold the target at the written rate.
     """
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
