@@ -96,7 +96,7 @@ class PPOTrainer:
             result = self.ceiling.hold(rollout, before, kl)
             self.controller.observe_update(result.kl_before, result.kl_after, result.kl_uncut)
             alerts = self.controller.update(kl.mean, self.config.rollout.batch_size)  # 5. move beta toward the target
-            alerts += self.adapt_rate(step, result)
+            alerts += self.adapt_rate(step, result, losses["policy/approx_kl"] * self.unit_size(rollout))
         return Update(rollout, coef, self.controller.coef, losses, result, alerts + self.microbatch.alerts(), skipped)
 
     def rate(self, step: int) -> float:
@@ -104,12 +104,19 @@ class PPOTrainer:
         factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
         return self.learning_rate * factor * (1.0 if self.step_size is None else self.step_size.factor)
 
-    def adapt_rate(self, step: int, result: CeilingResult) -> list[str]:
+    def unit_size(self, rollout: RolloutBatch) -> float:
+        """Tokens in a unit of the target: 1, or the mean length of a response."""
+        if self.config.kl.unit == "token":
+            return 1.0
+        return float(self.processes.sum(float64(rollout.mask.sum()))) / self.config.rollout.batch_size
+
+    def adapt_rate(self, step: int, result: CeilingResult, moved: float) -> list[str]:
         """Choose the rate of the next update, and tell the controller; an alert where a schedule had to be left."""
         before, alerts = self.rate(step), []
         if self.step_size is not None:
             cut = result.factor < 1.0
-            why = self.step_size.observe(step, result.kl_before, result.kl_uncut, cut=cut, spent=self.controller.spent)
+            spent = self.controller.spent
+            why = self.step_size.observe(step, result.kl_before, result.kl_uncut, moved=moved, cut=cut, spent=spent)
             if why:
                 alerts.append(f"learning-rate-changed: {why}: it goes on with {self.rate(step + 1):.3g}")
         self.controller.observe_rate(self.rate(step + 1) / before)

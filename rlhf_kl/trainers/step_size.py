@@ -13,9 +13,10 @@ from typing import Any
 
 FACTOR_BOUNDS = (0.01, 10.0)
 LARGE_STEP = 0.5  # of x = sqrt(KL/target) in one update
+LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of the policies of an update to the one that sampled, over the target
 PATIENCE = 4  # updates without success before the rate is changed, and between two changes
 OFF_TARGET = 0.25
-LOWER, RAISE = 0.5, (1.5, 4.0)
+LEAST, LOWER, RAISE = 0.2, 0.5, (1.5, 4.0)  # factors of one change
 IN_TIME = 3.0  # the target is to be reached in a third of the updates that are left
 
 
@@ -28,11 +29,12 @@ class StepSize:
         self.factor = 1.0
         self.seen: list[tuple[float, bool]] = []  # since the last change: x, and whether the ceiling cut the update
 
-    def observe(self, update: int, kl: float, kl_uncut: float, *, cut: bool, spent: bool) -> str:
+    def observe(self, update: int, kl: float, kl_uncut: float, *, moved: float, cut: bool, spent: bool) -> str:
         """After update number `update`, whose rollout had `kl` and which led to `kl_uncut` at the same states.
 
-        `cut`: the ceiling shortened it. `spent`: a lower beta would not carry the policy farther.
-        Returns why the factor has changed; empty where it has not.
+        `moved`: the mean KL to the policy that sampled, over the optimizer's steps, which shows what moved sideways
+        too; it grows with the square of the rate. `cut`: the ceiling shortened the update. `spent`: a lower beta
+        would not carry the policy farther. Returns why the factor has changed; empty where it has not.
         """
         if not (math.isfinite(kl) and math.isfinite(kl_uncut)):
             return ""
@@ -40,7 +42,10 @@ class StepSize:
         self.seen.append((here, cut))
         if abs(there - here) > LARGE_STEP:
             words = f"an update moved the KL from {kl:.3g} to {kl_uncut:.3g} nats"
-            return self._change(max(0.2, min(LOWER, LARGE_STEP / abs(there - here))), words)
+            return self._change(max(LEAST, min(LOWER, LARGE_STEP / abs(there - here))), words)
+        if moved > LARGE_MOVE * self.target:
+            words = f"the policy moved {moved / self.target:.0%} of the target in one update"
+            return self._change(max(LEAST, math.sqrt(USUAL_MOVE * self.target / moved)), words)
         if len(self.seen) < PATIENCE:
             return ""
         recent = self.seen[-PATIENCE:]

@@ -13,7 +13,7 @@ TARGET = 0.1
 def run(rule: StepSize, kls: list[float], *, cut: bool = False, spent: bool = False) -> list[str]:
     """Reasons for a change, update by update; each update leads to the next KL."""
     pairs = zip(kls, [*kls[1:], kls[-1]], strict=True)
-    return [rule.observe(n, kl, after, cut=cut, spent=spent) for n, (kl, after) in enumerate(pairs, start=1)]
+    return [rule.observe(n, kl, after, moved=0.0, cut=cut, spent=spent) for n, (kl, after) in enumerate(pairs, start=1)]
 
 
 def test_a_target_that_is_held_changes_nothing() -> None:
@@ -24,11 +24,18 @@ def test_a_target_that_is_held_changes_nothing() -> None:
 
 def test_an_update_of_more_than_half_the_way_is_too_long_at_once() -> None:
     rule = StepSize(TARGET, updates=60)
-    assert "0.4" in rule.observe(1, 0.0, 0.4, cut=False, spent=False)  # x from 0 to 2
+    assert "0.4" in rule.observe(1, 0.0, 0.4, moved=0.0, cut=False, spent=False)  # x from 0 to 2
     assert rule.factor == pytest.approx(0.25)  # so that it would have been half the way
     rule = StepSize(TARGET, updates=60)
-    rule.observe(1, 0.0, 40.0, cut=False, spent=False)
+    rule.observe(1, 0.0, 40.0, moved=0.0, cut=False, spent=False)
     assert rule.factor == pytest.approx(0.2)  # one update is no proof of more
+
+
+def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
+    rule = StepSize(TARGET, updates=60)
+    assert not rule.observe(1, 0.1, 0.1, moved=0.04 * TARGET, cut=False, spent=False)
+    assert "10%" in rule.observe(2, 0.1, 0.1, moved=0.1 * TARGET, cut=False, spent=False)
+    assert rule.factor == pytest.approx(0.5)  # half the rate, a quarter of the KL
 
 
 @pytest.mark.parametrize(("kl", "cut"), [(0.13, False), (0.1, True)])
@@ -42,7 +49,7 @@ def test_a_kl_that_beta_does_not_bring_back_halves_the_rate(kl: float, cut: bool
 def test_a_target_out_of_reach_raises_the_rate_only_where_beta_is_spent() -> None:
     for spent, factor in ((False, 1.0), (True, 3.0 * 0.96 / (0.01 * 56))):
         rule = StepSize(TARGET, updates=60)
-        run(rule, [TARGET * (0.01 * k) ** 2 for k in range(5)][:4] + [TARGET * 0.04**2], spent=spent)
+        run(rule, [TARGET * (0.01 * k) ** 2 for k in (0, 1, 2, 3, 4)], spent=spent)
         assert rule.factor == pytest.approx(min(factor, 4.0))
 
 
