@@ -18,7 +18,7 @@ class Entries:
         self.seen = 0
 
     def new(self) -> list[float]:
-        entries = self.trainer._metrics["train"].get(self.name, [])
+        entries: list[float] = self.trainer._metrics["train"].get(self.name, [])
         if entries is not self.entries:  # the log made a new list
             self.entries, self.seen = entries, 0
         new, self.seen = entries[self.seen :], len(entries)

@@ -219,38 +219,37 @@ def test_it_says_what_it_holds_and_doubts(make_trainer: Make, capsys: Any, caplo
     assert "sampling: top_k, top_p" in caplog.text
 
 
-def test_two_processes_keep_one_beta(toy: Any, toy_model: str, tmp_path: Path) -> None:
-    code = f"""
-import importlib.util, json, os
-spec = importlib.util.spec_from_file_location("toy", {toy.__file__!r})
-toy = importlib.util.module_from_spec(spec); spec.loader.exec_module(toy)
+TWO = """
+import importlib.util, json, os, sys
+script, model, folder = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("toy", script)
+toy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(toy)
 from rlhf_kl.integrations.trl import KLBudget
-trainer = toy.make_trainer("{{kind}}", {toy_model!r}, {str(tmp_path / "run")!r}, 0.05, max_steps=5,
-                           per_device_train_batch_size=16, max_completion_length=6, learning_rate=3e-3)
-budget = KLBudget.attach(trainer)
-trainer.train()
-world = trainer.accelerator.num_processes
-figures = {{{{"beta": trainer.beta, "state": budget.controller.state_dict(), "world": world}}}}
-open({str(tmp_path)!r} + f"/{{{{os.environ['RANK']}}}}.json", "w").write(json.dumps(figures))
+
+figures = {}
+for kind in ("grpo", "rloo"):
+    trainer = toy.make_trainer(kind, model, folder + "/run", 0.05, max_steps=4, per_device_train_batch_size=16,
+                               max_completion_length=6, learning_rate=3e-3)
+    budget = KLBudget.attach(trainer)
+    trainer.train()
+    figures[kind] = {"beta": trainer.beta, "state": budget.controller.state_dict()}
+figures["world"] = trainer.accelerator.num_processes
+open(f"{folder}/{os.environ['RANK']}.json", "w").write(json.dumps(figures))
 """
-    for kind in KINDS:
-        (tmp_path / "two.py").write_text(code.format(kind=kind))
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node=2",
-            "--master_port=0",
-            str(tmp_path / "two.py"),
-        ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-        assert first == second
-        assert first["world"] == 2
-        assert first["beta"] != 0.05
+
+
+def test_two_processes_keep_one_beta(toy: Any, toy_model: str, tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    arguments = [str(tmp_path / "two.py"), toy.__file__, toy_model, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["world"] == 2
+    assert 0.05 not in (first["grpo"]["beta"], first["rloo"]["beta"])
 
 
 def _budget(trainer: Any) -> KLBudget:
