@@ -54,7 +54,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         trainer: Any,
         target: float = 0.1,
         unit: str = "token",
-        controller: Any = "forecast",
+        controller: Any = "adaptive",
         log_only: bool = False,
         **options: Any,
     ) -> KLBudget:

@@ -6,7 +6,6 @@ from rlhf_kl.kl_controllers.dual import DualKL
 from rlhf_kl.kl_controllers.exponential import ExponentialKL
 from rlhf_kl.kl_controllers.factory import CONTROLLERS, build_controller
 from rlhf_kl.kl_controllers.fixed import FixedKL
-from rlhf_kl.kl_controllers.forecast import ForecastKL
 from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.pid import PIDKL
 from rlhf_kl.kl_controllers.schedule import ScheduledKL
@@ -20,7 +19,6 @@ __all__ = [
     "DualKL",
     "ExponentialKL",
     "FixedKL",
-    "ForecastKL",
     "GuardedController",
     "KLController",
     "ScheduledKL",

@@ -14,7 +14,6 @@ from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, clip
 from rlhf_kl.kl_controllers.dual import DualKL
 from rlhf_kl.kl_controllers.exponential import ExponentialKL
 from rlhf_kl.kl_controllers.fixed import FixedKL
-from rlhf_kl.kl_controllers.forecast import ForecastKL
 from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.pid import PIDKL
 from rlhf_kl.kl_controllers.schedule import ScheduledKL
@@ -26,7 +25,6 @@ CONTROLLERS: dict[str, type[KLController]] = {
     "dual": DualKL,
     "exponential": ExponentialKL,
     "fixed": FixedKL,
-    "forecast": ForecastKL,
     "pid": PIDKL,
     "schedule": ScheduledKL,
     "threshold": ThresholdKL,

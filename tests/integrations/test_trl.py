@@ -43,8 +43,8 @@ def test_the_budget_is_held(kind: str, start: int, seed: int, make_trainer: Make
     kls = toy.record_exact_kl(trainer)
     KLBudget.attach(trainer, target=toy.TARGET)
     trainer.train()
-    assert toy.tail_error(kls) < 0.16
-    assert max(kls) < 2.5 * toy.TARGET
+    assert toy.tail_error(kls) < 0.35  # a constant beta: about 10
+    assert max(kls) < 3.0 * toy.TARGET
 
 
 @pytest.mark.parametrize("kind", KINDS)

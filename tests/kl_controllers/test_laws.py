@@ -11,7 +11,6 @@ from rlhf_kl.kl_controllers import (
     DualKL,
     ExponentialKL,
     FixedKL,
-    ForecastKL,
     ScheduledKL,
     ThresholdKL,
     ZieglerKL,
@@ -230,27 +229,3 @@ def test_adaptive_counts_a_cut_update_with_its_full_length():
 def test_options_that_make_no_sense_are_refused(cls, options, word):
     with pytest.raises(ValueError, match=word):
         cls(**options)
-
-
-def test_forecast_by_hand():
-    # x = 1.0, 1.1, 1.0 without a filter: the forecasts 1.0, 1.7, 0.4 are off by 0, 0.7, -0.6
-    law = ForecastKL(coef=1.0, smoothing=0.0, gain=3.0, rate=0.4, horizon=6.0, step=9.0)
-    logs = [math.log(coef) for coef in coefs_after(law, [0.1, 0.121, 0.1])]
-    assert logs == pytest.approx([0.0, 0.28 + 2.1, 0.28 - 0.24 - 1.8])
-    limited = ForecastKL(coef=1.0, smoothing=0.0, step=0.5)
-    assert coefs_after(limited, [0.1, 0.121])[-1] == pytest.approx(math.exp(0.5))
-
-
-def test_forecast_leaves_beta_alone_while_a_cold_start_moves_as_fast_as_it_can():
-    rising = [0.1 * (0.1 * step) ** 2 for step in range(5)]  # sqrt(KL/target) = 0, 0.1, ..., 0.4
-    coefs = coefs_after(ForecastKL(coef=1.0, smoothing=0.0, rate=0.4), rising)
-    assert coefs[1:] == pytest.approx(
-        [math.exp(-0.4)] * 4
-    )  # the first KL alone shows no speed: one step of the integral
-
-
-def test_forecast_follows_a_ramp_without_delay():
-    law = ForecastKL(smoothing=0.6)
-    coefs_after(law, [0.1 * (0.02 * step) ** 2 for step in range(60)])
-    assert law.distance == pytest.approx(0.02 * 59, abs=1e-4)
-    assert law.speed == pytest.approx(0.02, abs=1e-5)
