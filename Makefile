@@ -26,6 +26,13 @@ endif
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
 	@touch $@
 
+# TRL in an environment of its own: the project runs and is tested without it.
+.venv-integrations/.ready: pyproject.toml .ci/constraints.txt .ci/constraints-integrations.txt
+	$(BASE_PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-integrations.txt torch
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-integrations.txt --editable '.[dev,trl]'
+	@touch $@
+
 complete-environment:
 	@"$(PY)" scripts/environment.py
 
@@ -48,6 +55,9 @@ test: $(DEV_READY)  ## the tests that finish in minutes
 
 test-slow: $(DEV_READY)  ## the tests that take longer
 	$(PY) -m pytest -m slow
+
+test-integrations: .venv-integrations/.ready  ## the KL budget in TRL's trainers, TRL pinned (minutes)
+	.venv-integrations/bin/python -m pytest tests/integrations
 
 lint: $(DEV_READY)  ## ruff: style and formatting
 	$(PY) -m ruff check .
@@ -91,6 +101,6 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 		$(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-integrations .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-integrations lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean

@@ -1,0 +1,1 @@
+"""Connections to other trainers; each imports its own library, when it is used."""

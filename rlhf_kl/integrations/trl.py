@@ -1,0 +1,200 @@
+"""A KL budget for TRL's GRPOTrainer and RLOOTrainer: `KLBudget.attach(trainer, target=0.1)`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from rlhf_kl.components import is_reference, load_attribute
+from rlhf_kl.errors import InputError
+from rlhf_kl.integrations.trl_checks import doubts, estimate_of, problems
+from rlhf_kl.integrations.trl_metrics import Entries, log_k3
+from rlhf_kl.kl_controllers import GuardedController, build_controller
+
+logger = logging.getLogger(__name__)
+# Smaller steps than in PPO: one optimizer step a rollout carries Adam's momentum of 0.9 along.
+DEFAULTS: dict[str, dict[str, Any]] = {"adaptive": {"down": 0.4, "up": 0.7, "approach": 0.1}}
+
+
+class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Moves `trainer.beta` after every rollout so that the KL to the reference stays at a target.
+
+    The KL is that of the policy which sampled the rollout, before its first optimizer step, over all processes:
+    the mean over the rollout's microbatches of their token means. GRPO: k3 as TRL logs it (`kl`). RLOO: TRL logs
+    k1, whose noise would be most of what a controller sees; k3 is computed from the same log-probs and logged
+    beside it (`kl_budget/k3`). Both trainers read `beta` at every loss (GRPO) or rollout (RLOO), `args.beta` only
+    when they are made.
+
+    Logged by the trainer's own trackers, a row each rollout: `kl_budget/kl` and `kl_budget/target` (nats in
+    `unit`), `kl_budget/beta` (used in this rollout), `kl_budget/beta_next`. Saved in every checkpoint and restored
+    by `trainer.train(resume_from_checkpoint=...)`.
+    """
+
+    def __init__(self, trainer: Any, controller: GuardedController, target: float, unit: str, log_only: bool) -> None:
+        """Use `attach`, which checks its arguments and the trainer."""
+        self.trainer, self.controller = trainer, controller
+        self.target, self.unit, self.log_only = target, unit, log_only
+        self.kl = Entries(trainer, log_k3(trainer) if estimate_of(trainer) == "k1" else "kl")
+        self.lengths = Entries(trainer, "completions/mean_length")
+        self.rollout_microbatches = trainer.args.steps_per_generation * trainer.num_iterations
+        self.window_start = 0  # the first microbatch since the policy moved
+        self.fresh: list[float] = []  # KL of microbatches whose policy has not moved since it sampled them
+        self.fresh_rollout = 0
+        self.length = 0.0
+        self.warned: set[str] = set()
+
+    @classmethod
+    def attach(
+        cls,
+        trainer: Any,
+        target: float = 0.1,
+        unit: str = "token",
+        controller: Any = "adaptive",
+        log_only: bool = False,
+        **options: Any,
+    ) -> KLBudget:
+        """Hold the KL of `trainer`, a GRPOTrainer or RLOOTrainer, at `target` nats per `unit`.
+
+        unit: "token" or "sequence" (a token's KL times the mean completion length).
+        controller: a built-in's name, "module:Class", "file.py:Class", a class, or an object with `coef` and
+            `update(kl, episodes)`. All but an object start at the trainer's beta and take `options`.
+        log_only: log the beta that would follow each rollout and leave the trainer's as it is.
+        Raises InputError with everything that stands in the way, each with its mend.
+        """
+        found = problems(trainer, target, unit, attached=_attached(trainer))
+        if found:
+            raise InputError(*found)
+        guarded = _build(controller, options, trainer, float(target))
+        budget = cls(trainer, guarded, float(target), unit, log_only)
+        trainer.add_callback(budget)
+        budget._use_coef()
+        if trainer.accelerator.is_main_process:
+            print(budget.describe(), file=sys.stderr)
+        for doubt in doubts(trainer):
+            budget._warn(doubt)
+        return budget
+
+    def describe(self) -> str:
+        """One line: which KL is held where, and how far beta may go."""
+        estimate = "k3"
+        if self.kl.name == "kl":
+            weighted = self.trainer.args.use_bias_correction_kl
+            estimate = "k3 as GRPOTrainer logs it" + (", importance weighted" if weighted else "")
+        return (
+            f"kl-budget: {'watches' if self.log_only else 'holds'} the KL to the reference ({estimate}; fresh samples, "
+            f"all processes) at {self.target:g} nats per {self.unit}; beta {self.controller.coef:g}, between "
+            f"{self.controller.min_coef:g} and {self.controller.max_coef:g}"
+        )
+
+    def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        """Restore what a checkpoint holds, if training resumes from one."""
+        self.window_start = self.trainer._step
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is None:
+            if state.global_step:
+                self._warn(f"no-state: the checkpoint holds no KL budget; beta starts at {self.controller.coef:g}")
+            return
+        saved = saved["attributes"]
+        if (saved["target"], saved["unit"]) != (self.target, self.unit):
+            raise InputError(
+                f"kl-budget: the checkpoint held {saved['target']:g} nats per {saved['unit']}, this run "
+                f"{self.target:g} per {self.unit}: attach with the former, or start anew from the checkpoint's weights"
+            )
+        try:
+            self.controller.load_state_dict(saved["controller"])
+        except ValueError as error:
+            raise InputError(f"kl-budget: {error}") from None
+        self._use_coef()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self._read()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._read()
+        self.window_start = self.trainer._step
+        rollout = self.window_start // self.rollout_microbatches
+        if rollout > self.fresh_rollout:
+            if not self.fresh:
+                raise InputError(
+                    f"kl-budget: {type(self.trainer).__name__} logged no {self.kl.name!r} for a rollout, so there is "
+                    "nothing to hold: use TRL's GRPOTrainer or RLOOTrainer, or log it in your _compute_loss"
+                )
+            self._update()
+            self.fresh, self.fresh_rollout = [], rollout
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        kept = {"target": self.target, "unit": self.unit, "controller": self.controller.state_dict()}
+        return {"args": {}, "attributes": kept}
+
+    def _read(self) -> None:
+        """Take the KL of the microbatch that has just ended, if its policy is still the one that sampled it."""
+        last = self.trainer._step - 1
+        entries, lengths = self.kl.new(), self.lengths.new()
+        if lengths:
+            self.length = lengths[-1]
+        if last - last % self.rollout_microbatches >= self.window_start:
+            self.fresh += entries
+
+    def _update(self) -> None:
+        kl = sum(self.fresh) / len(self.fresh) * (self.length if self.unit == "sequence" else 1.0)
+        beta = self.trainer.beta
+        if self.log_only:  # each proposal starts from the beta that was used
+            self.controller.load_state_dict(self.controller.state_dict() | {"coef": beta})
+        for alert in self.controller.update(kl, self.trainer.args.generation_batch_size):
+            self._warn(alert)
+        after = self.controller.coef
+        if self.controller.adjusts and after in (self.controller.min_coef, self.controller.max_coef):
+            self._warn(f"beta-at-bound: beta {after:g} is as far as it may go, at a KL of {kl:.4g}")
+        figures = {"kl": kl, "target": self.target, "beta": beta, "beta_next": after}
+        for name, value in figures.items():
+            self.trainer._metrics["train"][f"kl_budget/{name}"].append(value)
+        self._use_coef()
+
+    def _use_coef(self) -> None:
+        if not self.log_only:
+            self.trainer.beta = self.controller.coef
+
+    def _warn(self, message: str) -> None:
+        """Once for each name, the word before the colon."""
+        name = message.partition(":")[0]
+        if name not in self.warned and self.trainer.accelerator.is_main_process:
+            logger.warning("kl-budget: %s", message)
+        self.warned.add(name)
+
+
+def _attached(trainer: Any) -> bool:
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    return any(isinstance(callback, KLBudget) for callback in callbacks)
+
+
+def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float) -> GuardedController:
+    """The controller, guarded. Raises InputError."""
+    args = trainer.args
+    try:
+        if not isinstance(controller, str | type):
+            if options:
+                raise ValueError(f"options ({', '.join(options)}) go to a controller's name or class, not to an object")
+            return GuardedController(controller)
+        kind: str | Callable[..., Any] = controller
+        if isinstance(controller, str):
+            options = DEFAULTS.get(controller, {}) | options
+            kind = load_attribute(controller, search=[Path.cwd()]) if is_reference(controller) else controller
+        rollouts = (
+            args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * trainer.num_iterations)
+        )
+        return build_controller(
+            kind,
+            options,
+            target=target,
+            coef=float(trainer.beta),
+            total_episodes=int(rollouts * args.generation_batch_size) if args.max_steps > 0 else None,
+            batch_size=args.generation_batch_size,
+        )
+    except (ValueError, TypeError) as error:
+        raise InputError(f"kl-budget: controller: {error}") from None

@@ -1,0 +1,256 @@
+"""A KL budget in TRL's own trainers (`make test-integrations`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.integrations.trl import KLBudget
+from rlhf_kl.kl_controllers import FixedKL
+
+pytest.importorskip("trl", reason="no TRL here: make test-integrations")
+pytestmark = pytest.mark.filterwarnings("default")
+
+Make = Callable[..., Any]
+KINDS = ("grpo", "rloo")
+SHORT = {"max_steps": 6, "per_device_train_batch_size": 16, "max_completion_length": 6, "learning_rate": 3e-3}
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_budget_is_held(kind: str, start: int, seed: int, make_trainer: Make, toy: Any) -> None:
+    """From a beta ten times too low and ten times too high; judged by the exact KL."""
+    trainer = make_trainer(kind, toy.STARTS[kind][start], seed=seed)
+    kls = toy.record_exact_kl(trainer)
+    KLBudget.attach(trainer, target=toy.TARGET)
+    trainer.train()
+    assert toy.tail_error(kls) < 0.35  # a constant beta: about 10
+    assert max(kls) < 3.0 * toy.TARGET
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constant_beta_drifts_and_args_beta_does_nothing(kind: str, make_trainer: Make, toy: Any) -> None:
+    """The canary: should TRL begin to read `args.beta`, this run would stay near the reference."""
+
+    class SetArgs(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.beta = 10.0
+
+    trainer = make_trainer(kind, toy.STARTS[kind][0])
+    trainer.add_callback(SetArgs())
+    kls = toy.record_exact_kl(trainer)
+    trainer.train()
+    assert toy.tail_error(kls) > 3.0
+
+
+def trained(make_trainer: Make, kind: str, beta: float, options: dict[str, Any] | None = None) -> Any:
+    """A short run with a budget of these options, or with none. Seeds are set when a trainer is made."""
+    trainer = make_trainer(kind, beta, **SHORT)
+    if options is not None:
+        KLBudget.attach(trainer, **options)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trainer_uses_the_beta_of_the_budget(kind: str, make_trainer: Make) -> None:
+    plain = trained(make_trainer, kind, 0.1)
+    same = trained(make_trainer, kind, 0.1, {"controller": "fixed"})
+    raised = trained(make_trainer, kind, 0.1, {"controller": "schedule", "end_coef": 5.0})
+    assert torch.equal(weights(plain), weights(same))
+    assert not torch.equal(weights(plain), weights(raised))
+    assert raised.beta == pytest.approx(5.0)  # the schedule's end after the last of six rollouts
+    assert logged(raised, "kl_budget/beta")[1:] == logged(raised, "kl_budget/beta_next")[:-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_only_changes_nothing(kind: str, make_trainer: Make) -> None:
+    plain = trained(make_trainer, kind, 0.05)
+    watched = trained(make_trainer, kind, 0.05, {"log_only": True})
+    assert torch.equal(weights(plain), weights(watched))
+    assert set(logged(watched, "kl_budget/beta")) == {0.05}
+    assert set(logged(watched, "kl_budget/beta_next")) != {0.05}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(kind: str, make_trainer: Make) -> None:
+    settings = SHORT | {"save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(kind, 0.05, **settings)
+    KLBudget.attach(whole)
+    whole.train()
+    resumed = make_trainer(kind, 0.05, **settings)
+    budget = KLBudget.attach(resumed)
+    resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-3"))
+    assert resumed.beta == whole.beta != 0.05
+    assert budget.controller.state_dict() == _budget(whole).controller.state_dict()
+    assert logged(resumed, "kl_budget/kl") == logged(whole, "kl_budget/kl")
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_a_checkpoint_of_another_target_is_refused(make_trainer: Make) -> None:
+    settings = SHORT | {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+    first = make_trainer("rloo", 0.05, **settings)
+    KLBudget.attach(first)
+    first.train()
+    second = make_trainer("rloo", 0.05, **settings | {"max_steps": 6})
+    KLBudget.attach(second, target=0.2)
+    with pytest.raises(InputError, match=r"held 0\.1 nats per token, this run 0\.2"):
+        second.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_iterations": 2}, {"steps_per_generation": 2}, {"gradient_accumulation_steps": 2, "num_iterations": 2}],
+    ids=str,
+)
+def test_one_update_a_rollout_from_fresh_samples(
+    kind: str, settings: dict[str, int], make_trainer: Make, toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """k3 of one sample is far off, so agreement with the exact KL is close only where the rollouts are the same."""
+    trainer = make_trainer(kind, 0.02, **SHORT | {"max_steps": 8} | settings)
+    exact = toy.record_exact_kl(trainer)
+    budget = KLBudget.attach(trainer)
+    updates: list[float] = []
+    inner = budget.controller.update
+
+    def update(kl: float, episodes: int) -> list[str]:
+        updates.append(kl)
+        return inner(kl, episodes)
+
+    monkeypatch.setattr(budget.controller, "update", update)
+    trainer.train()
+    assert len(updates) == len(exact) == 4
+    assert updates[0] == pytest.approx(
+        0.0, abs=1e-6
+    )  # the first rollout's policy is the reference, whatever comes after
+    assert updates == pytest.approx(exact, rel=0.5, abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_pays_its_tokens(kind: str, make_trainer: Make, toy: Any) -> None:
+    trainer = make_trainer(kind, 0.02, **SHORT)
+    KLBudget.attach(trainer, unit="sequence", controller=FixedKL(coef=0.02))
+    trainer.train()
+    name = "kl" if kind == "grpo" else "kl_budget/k3"
+    lengths = logged(trainer, "completions/mean_length")
+    expected = [kl * length for kl, length in zip(logged(trainer, name), lengths, strict=True)]
+    assert logged(trainer, "kl_budget/kl") == pytest.approx(expected)
+
+
+def test_k3_of_rloo_agrees_with_its_k1(make_trainer: Make, toy: Any) -> None:
+    """Two estimates of one KL from the same samples; k1 is TRL's own."""
+    trainer = make_trainer("rloo", 0.015, max_steps=40)
+    KLBudget.attach(trainer, controller=FixedKL(coef=0.015))
+    trainer.train()
+    k1, k3 = sum(logged(trainer, "kl")[20:]) / 20, sum(logged(trainer, "kl_budget/k3")[20:]) / 20
+    assert k3 == pytest.approx(k1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "said"),
+    [
+        ({"beta": 0.0}, {}, r"beta is 0, .*GRPOConfig\(beta=0.04\)"),
+        ({}, {"unit": "sequenz"}, "no unit 'sequenz'; did you mean sequence"),
+        ({}, {"target": 0.0}, "target must be a number of nats above 0, got 0.0"),
+        ({"restore_callback_states_from_checkpoint": True}, {}, "leave it out"),
+        ({}, {"controller": "adaptve"}, "no controller is called 'adaptve'"),
+        ({}, {"controller": "dual", "gain": 1.0}, "unexpected keyword argument 'gain'"),
+        ({}, {"controller": FixedKL(coef=0.1), "gain": 1.0}, r"options \(gain\) go to a controller's name or class"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], options: dict[str, Any], said: str, make_trainer: Make) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        KLBudget.attach(
+            make_trainer(
+                "grpo", settings.get("beta", 0.1), **SHORT | {k: v for k, v in settings.items() if k != "beta"}
+            ),
+            **options,
+        )
+    assert len(caught.value.problems) == 1
+
+
+def test_a_second_budget_and_a_foreign_trainer_are_refused(make_trainer: Make) -> None:
+    trainer = make_trainer("grpo", 0.1, **SHORT)
+    KLBudget.attach(trainer)
+    with pytest.raises(InputError, match="has a KL budget already"):
+        KLBudget.attach(trainer)
+    with pytest.raises(InputError, match="GRPOTrainer and RLOOTrainer; object is neither"):
+        KLBudget.attach(object())
+
+
+def test_a_trainer_that_logs_no_kl_is_stopped(make_trainer: Make) -> None:
+    trainer = make_trainer("grpo", 0.1, **SHORT)
+    KLBudget.attach(trainer)
+    inner = trainer._compute_loss
+
+    def silent(*arguments: Any) -> Any:
+        loss = inner(*arguments)
+        trainer._metrics["train"].pop("kl")
+        return loss
+
+    trainer._compute_loss = silent
+    with pytest.raises(InputError, match="GRPOTrainer logged no 'kl'"):
+        trainer.train()
+
+
+def test_it_says_what_it_holds_and_doubts(make_trainer: Make, capsys: Any, caplog: Any) -> None:
+    KLBudget.attach(make_trainer("grpo", 0.1, **SHORT, top_p=0.9), target=0.2)
+    assert "holds the KL to the reference (k3 as GRPOTrainer logs it" in capsys.readouterr().err
+    assert "sampling: top_k, top_p" in caplog.text
+
+
+TWO = """
+import importlib.util, json, os, sys
+script, model, folder = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("toy", script)
+toy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(toy)
+from rlhf_kl.integrations.trl import KLBudget
+
+figures = {}
+for kind in ("grpo", "rloo"):
+    trainer = toy.make_trainer(kind, model, folder + "/run", 0.05, max_steps=4, per_device_train_batch_size=16,
+                               max_completion_length=6, learning_rate=3e-3)
+    budget = KLBudget.attach(trainer)
+    trainer.train()
+    figures[kind] = {"beta": trainer.beta, "state": budget.controller.state_dict()}
+figures["world"] = trainer.accelerator.num_processes
+open(f"{folder}/{os.environ['RANK']}.json", "w").write(json.dumps(figures))
+"""
+
+
+def test_two_processes_keep_one_beta(toy: Any, toy_model: str, tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    arguments = [str(tmp_path / "two.py"), toy.__file__, toy_model, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["world"] == 2
+    assert 0.05 not in (first["grpo"]["beta"], first["rloo"]["beta"])
+
+
+def _budget(trainer: Any) -> KLBudget:
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, KLBudget))

@@ -1,0 +1,32 @@
+"""What needs no TRL."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.integrations import trl_checks
+from rlhf_kl.integrations.trl import KLBudget
+
+
+def test_importing_it_needs_no_trl() -> None:
+    code = "import sys; sys.modules['trl'] = None; import rlhf_kl.integrations.trl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(None, "TRL is not installed: pip install 'trl==1.16.0'"), ("1.17.0", "TRL 1.17.0 is here; tested with 1.16.0")],
+)
+def test_a_version_that_does_not_fit_is_one_line(version: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_checks, "_version", lambda: version)
+    with pytest.raises(InputError) as caught:
+        KLBudget.attach(SimpleNamespace())
+    assert len(caught.value.problems) == 1
+    assert said in caught.value.problems[0]
