@@ -16,8 +16,8 @@ LARGE_STEP = 0.5  # of x = sqrt(KL/target) in one update
 LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of the policies of an update to the one that sampled, over the target
 PATIENCE = 4  # updates without success before the rate is changed, and between two changes
 OFF_TARGET = 0.25
-LEAST, LOWER, RAISE = 0.2, 0.5, (1.5, 4.0)  # factors of one change
-IN_TIME = 3.0  # the target is to be reached in a third of the updates that are left
+LEAST, LOWER, RAISE = 0.2, 0.5, (1.5, 5.0)  # factors of one change
+IN_TIME = 6.0  # the target is to be reached in so small a share of the updates that are left
 
 
 class StepSize:
