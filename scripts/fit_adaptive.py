@@ -36,7 +36,7 @@ GRID: dict[str, tuple[float, ...]] = {
     "noise": (0.1, 0.15, 0.25, 0.4),
     "wander": (0.03, 0.06, 0.125, 0.25),
     "pace_spread": (0.25, 0.5, 1.0),
-    "tails": (2.0, 4.0, 8.0),
+    "tails": (4.0, 8.0, 16.0, 64.0),
 }
 WARMUP = 2  # updates that are not judged: nothing was observed before them
 
