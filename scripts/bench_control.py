@@ -39,7 +39,7 @@ from control.tables import by_beta, by_row
 
 from rlhf_kl.commands.compare import train_grid
 from rlhf_kl.commands.grid import check_folders
-from rlhf_kl.config.compare import ComparePlan, PlannedRun
+from rlhf_kl.config.compare import ComparePlan, PlannedRun, check_variants
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.report.plots.render import save_sheet
 from rlhf_kl.run.display import TrainingDisplay
@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def train(runs: list[PlannedRun]) -> None:
         plan = ComparePlan(out.name, out, runs, [])
+        check_variants(plan)
         if asked.table_only:
             check_folders(plan)
         else:

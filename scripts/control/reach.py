@@ -19,6 +19,7 @@ from rlhf_kl.run.run_folder import write_json
 FILE = "reach.json"
 TRIES = 6  # constant betas a row
 STEP = (1.5, 10.0)  # least and largest factor between betas while all of them lie on one side of the target
+SAME = 0.03  # relative difference of two mean KLs that counts as none
 INNER = (0.15, 0.85)  # part of a bracket that the next beta lies in
 
 
@@ -62,6 +63,8 @@ def next_coef(tries: Sequence[Try]) -> float | str | None:
     above = max((one for one in tries if one.level > 1.0), default=None)  # by beta: the nearest to the target
     below = min((one for one in tries if one.level <= 1.0), default=None)
     if above is None or below is None:
+        if len(tries) > 1 and abs(tries[-1].level / tries[-2].level - 1.0) < SAME:
+            return None  # another beta changes nothing
         level = (above or below or tries[0]).level
         factor = min(max(level if level > 1.0 else 1.0 / max(level, 1e-9), STEP[0]), STEP[1])
         coef = above.coef * factor if above else min(tries).coef / factor
