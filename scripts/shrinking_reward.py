@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kl.builtin.gold import gold_scores
+from rlhf_kl.builtin.world import gold_scores
 
 
 class ShrinkingReward:

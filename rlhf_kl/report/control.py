@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, variance
+from statistics import fmean, pstdev, variance
 from typing import Any, TypeVar
 
 BAND = 0.25  # within so much of the target a KL is in band
@@ -60,6 +60,15 @@ def held(values: Sequence[float]) -> bool | None:
 def peak(values: Sequence[float]) -> float | None:
     """Largest KL/target."""
     return max(values, default=None)
+
+
+def log_beta_sd(coefs: Sequence[float]) -> float | None:
+    """Standard deviation of log beta over the second half; None of none, or where one is 0.
+
+    coefs: the beta of each update.
+    """
+    late = tail(coefs)
+    return pstdev(map(math.log, late)) if late and min(late) > 0.0 else None
 
 
 def settled(values: Sequence[float]) -> bool | None:

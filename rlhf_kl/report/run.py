@@ -37,6 +37,7 @@ class RunFigures:
     kl: float | None  # at the end, nats in the target's unit
     kl_sequence: float | None
     beta: float | None
+    log_beta_sd: float | None  # over the second half
     scores: float | None  # raw
     scores_shaped: float | None
     score_gain: float | None  # of the shaped scores over the reference
@@ -139,6 +140,7 @@ class RunResult:
             kl=self.end(f"kl/{self.unit}"),
             kl_sequence=self.end("kl/sequence"),
             beta=self.end("kl/coef"),
+            log_beta_sd=control.log_beta_sd(self.series("kl/coef")[1]),
             scores=self.end("objective/scores"),
             scores_shaped=self.end("objective/scores_shaped"),
             score_gain=self.gain("objective/scores_shaped"),

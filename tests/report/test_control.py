@@ -2,7 +2,18 @@ import math
 
 import pytest
 
-from rlhf_kl.report.control import end, held, is_update, peak, ratios, settled, tail, tail_error, time_in_band
+from rlhf_kl.report.control import (
+    end,
+    held,
+    is_update,
+    log_beta_sd,
+    peak,
+    ratios,
+    settled,
+    tail,
+    tail_error,
+    time_in_band,
+)
 
 
 def test_figures_counted_by_hand() -> None:
@@ -22,6 +33,14 @@ def test_a_kl_that_was_not_finite_is_infinitely_far_off() -> None:
 def test_the_closing_evaluation_is_no_update() -> None:
     assert is_update({"step": 3, "kl/error": None})
     assert not is_update({"step": 4, "eval/perplexity": 3.0})
+
+
+def test_how_quiet_beta_is_in_the_second_half() -> None:
+    up, down = 0.1 * math.exp(0.2), 0.1 * math.exp(-0.2)
+    assert log_beta_sd([5.0, 0.01, 5.0, 0.01, up, down, up, down]) == pytest.approx(0.2)
+    assert log_beta_sd([0.1] * 60) == pytest.approx(0.0)
+    assert log_beta_sd([]) is None
+    assert log_beta_sd([0.0] * 4) is None  # no penalty
 
 
 def test_short_runs() -> None:
