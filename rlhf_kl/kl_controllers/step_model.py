@@ -24,4 +24,4 @@ class StepModel(NamedTuple):
     noise: float = 0.25  # of a step measured at the rollout's own states, in paces
     wander: float = 0.125  # share of the belief that moves to either neighbour on the grid of log b every update
     pace_spread: float = 0.5  # of log a around its first guess
-    tails: float = 16.0  # degrees of freedom of Student's t: an odd update proves little
+    tails: float = 8.0  # degrees of freedom of Student's t: an odd update proves little
