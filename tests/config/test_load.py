@@ -243,7 +243,7 @@ data: {prompts: missing.jsonl}
     ("text", "lines"),
     [
         (
-            "kl: {placement: rao_blackwell, unit: seq}",
+            "kl: {placement: rao_blackwell, estimator: k1, unit: seq}",
             [
                 "kl.unit must be 'token' or 'sequence': 'seq'",
                 "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
@@ -325,7 +325,7 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
         ),
         ("kl: {controller: {target: 1}}", "kl.controller.target: unknown key; did you mean kl.target?"),
         (
-            "kl: {placement: rao_blackwell}",
+            "kl: {placement: rao_blackwell, estimator: k1}",
             "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
         ),
         ("kl: {ceiling: {value: 0.05}}", "kl.ceiling.value must be above kl.target (0.1): 0.05"),

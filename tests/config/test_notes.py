@@ -22,7 +22,7 @@ def test_choices_that_are_no_kl_gradient_are_said_once() -> None:
     for kl in (
         {"estimator": "k3"},
         {"estimator": "k2"},
-        {"estimator": "exact"},
+        {"placement": "reward", "estimator": "exact"},
         {"estimator": "abs"},
         {"estimator": "importance"},
         {"placement": "loss", "estimator": "k1"},

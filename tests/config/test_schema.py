@@ -27,7 +27,7 @@ def test_every_key_is_described_and_has_a_default(model: type[Section]) -> None:
 
 def test_the_documented_defaults() -> None:
     config = TrainConfig()
-    assert (config.kl.target, config.kl.unit, config.kl.estimator) == (0.1, "token", "k1")
+    assert (config.kl.target, config.kl.unit, config.kl.estimator) == (0.1, "token", "exact")
     assert (config.kl.controller.kind, config.kl.controller.coef) == ("adaptive", "auto")
     assert (config.ppo.total_episodes, config.ppo.learning_rate, config.ppo.lam) == (3840, "auto", 0.95)
     assert config.updates == 60
@@ -85,3 +85,24 @@ def test_devices_are_the_known_ones(device: str) -> None:
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         TrainConfig().run.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("written", "placement", "estimator"),
+    [
+        ({}, "rao_blackwell", "exact"),
+        ({"placement": None, "estimator": None}, "rao_blackwell", "exact"),
+        ({"estimator": "exact"}, "rao_blackwell", "exact"),
+        ({"placement": "rao_blackwell"}, "rao_blackwell", "exact"),
+        ({"placement": "reward"}, "reward", "k1"),
+        ({"placement": "loss"}, "loss", "k1"),
+        ({"estimator": "k3"}, "reward", "k3"),
+        ({"estimator": "k1", "placement": None}, "reward", "k1"),
+        ({"placement": "reward", "estimator": "exact"}, "reward", "exact"),
+    ],
+)
+def test_placement_and_estimator_follow_from_each_other(
+    written: dict[str, Any], placement: str, estimator: str
+) -> None:
+    section = KLSection.model_validate(written)
+    assert (section.placement, section.estimator) == (placement, estimator)

@@ -195,7 +195,7 @@ def _words(coef: float, **kl: Any) -> str:
 
 def test_a_penalty_noisier_than_the_score_is_mended_first() -> None:
     """k1 of a response varies by sqrt(6) = 2.45 at 3 nats: times 2 by 4.9, the scores by 2."""
-    words = _words(2.0)
+    words = _words(2.0, placement="reward")
     assert "Set kl.placement: rao_blackwell with kl.estimator: exact, since beta times k1 varies by 4.9 " in words
     assert "between responses, the score by 2.0; or lower ppo.learning_rate (0.001, say to 0.0003)" in words
 
@@ -203,7 +203,7 @@ def test_a_penalty_noisier_than_the_score_is_mended_first() -> None:
 @pytest.mark.parametrize(
     ("coef", "kl"),
     [
-        (0.5, {}),
+        (0.5, {"placement": "reward"}),
         (2.0, {"placement": "rao_blackwell", "estimator": "exact"}),
         (2.0, {"placement": "loss", "estimator": "k2"}),
     ],

@@ -148,13 +148,15 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
                 assert chunked[name] == pytest.approx(number, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
-@pytest.mark.parametrize(("elements", "kept"), [(1 << 24, 1), (7 * 20, 0)])
-def test_of_the_size_of_the_logits_training_keeps_at_most_one(
-    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, elements: int, kept: int
+@pytest.mark.parametrize(("elements", "placement", "kept"), [
+    (1 << 24, "reward", 1), (1 << 24, "rao_blackwell", 2), (7 * 20, "reward", 0), (7 * 20, "rao_blackwell", 0),
+])  # fmt: skip
+def test_of_the_size_of_the_logits_training_keeps_what_one_chunk_reads(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, elements: int, placement: str, kept: int
 ) -> None:
-    """In one chunk what the backward pass reads; in several, nothing: each is computed again."""
+    """In one chunk the logits, and the reference's beside them; in several, nothing: each is computed again."""
     monkeypatch.setattr("rlhf_kl.models.logits.LOGIT_ELEMENTS", {"cpu": elements})
-    trainer = make_trainer()
+    trainer = make_trainer(kl={"placement": placement})
     rollout = trainer.update(1).rollout
     packed = rollout.layout.pack(list(range(16)))
     targets = ppo_targets(rollout, 0.1, trainer.config, trainer.processes.sum)

@@ -47,15 +47,15 @@ def test_a_kl_that_beta_does_not_bring_back_halves_the_rate(kl: float, cut: bool
 
 
 def test_a_target_out_of_reach_raises_the_rate_only_where_beta_is_spent() -> None:
-    for spent, factor in ((False, 1.0), (True, 3.0 * 0.96 / (0.01 * 56))):
+    for spent, factor in ((False, 1.0), (True, 5.0)):
         rule = StepSize(TARGET, updates=60)
         run(rule, [TARGET * (0.01 * k) ** 2 for k in (0, 1, 2, 3, 4)], spent=spent)
-        assert rule.factor == pytest.approx(min(factor, 4.0))
+        assert rule.factor == factor
 
 
 def test_a_kl_that_arrives_in_time_is_left_alone() -> None:
     rule = StepSize(TARGET, updates=60)
-    run(rule, [TARGET * (0.07 * k) ** 2 for k in range(13)], spent=True)
+    run(rule, [TARGET * (0.12 * k) ** 2 for k in range(8)], spent=True)
     assert rule.factor == 1.0
 
 
