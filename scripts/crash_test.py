@@ -254,7 +254,7 @@ def left_behind(folder: Path) -> dict[str, Any]:
         "rows": [timeless(row) for row in read_jsonl(folder / "metrics.jsonl")],
         "samples": read_jsonl(folder / "samples.jsonl"),
         "summary": summary,
-        "tensorboard": list(points(folder / "tensorboard")),
+        "tensorboard": sorted(points(folder / "tensorboard")),  # tags come in the order of their first event
         **{str(path.relative_to(folder)): path.read_bytes() for path in files},
     }
 
