@@ -46,6 +46,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.fresh: list[float] = []  # KL of microbatches whose policy has not moved since it sampled them
         self.fresh_rollout = 0
         self.length = 0.0
+        self.rate: float | None = None  # the learning rate of the last rollout's steps
         self.warned: set[str] = set()
 
     @classmethod
@@ -107,6 +108,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         try:
             self.controller.load_state_dict(saved["controller"])
+            self.rate = saved["rate"]
         except ValueError as error:
             raise InputError(f"kl-budget: {error}") from None
         self._use_coef()
@@ -129,7 +131,12 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        kept = {"target": self.target, "unit": self.unit, "controller": self.controller.state_dict()}
+        kept = {
+            "target": self.target,
+            "unit": self.unit,
+            "rate": self.rate,
+            "controller": self.controller.state_dict(),
+        }
         return {"args": {}, "attributes": kept}
 
     def _read(self) -> None:
@@ -146,6 +153,10 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         beta = self.trainer.beta
         if self.log_only:  # each proposal starts from the beta that was used
             self.controller.load_state_dict(self.controller.state_dict() | {"coef": beta})
+        rate = float(self.trainer.lr_scheduler.get_last_lr()[0])
+        if self.rate:
+            self.controller.observe_rate(rate / self.rate)
+        self.rate = rate
         for alert in self.controller.update(kl, self.trainer.args.generation_batch_size):
             self._warn(alert)
         after = self.controller.coef
