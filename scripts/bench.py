@@ -61,7 +61,7 @@ WARM_UP = 2  # updates that no median counts
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits in one chunk: rlhf_kl.models.logits.LOGIT_ELEMENTS
 CONFIG = """
 reward: {normalize: false, clip: null}  # nothing that the peer does not do
-kl: {placement: reward, controller: {kind: fixed, coef: 0.1}, ceiling: null}
+kl: {controller: {kind: fixed, coef: 0.1}, ceiling: null}
 ppo: {lr_schedule: constant}
 eval: {every: 100000}
 checkpoint: {every: 100000, keep: 1}
@@ -181,7 +181,7 @@ def our_run(world: World, args: argparse.Namespace, place: Path, value: str, dty
     held_out = place / "held_out.jsonl"  # something else than prompts: those are all trained on
     held_out.write_text(json.dumps({world.column: "w0 w1"}) + "\n", encoding="utf-8")
     settings |= {"data.prompts": world.prompts, "eval.texts": held_out, "eval.prompts": held_out}
-    settings |= {"data.column": world.column, "eval.column": world.column}
+    settings |= {"kl.placement": args.placement, "data.column": world.column, "eval.column": world.column}
     settings |= {"rollout.batch_size": world.batch, "rollout.reference_samples": world.batch}
     settings |= {"ppo.minibatch_size": world.batch, "ppo.microbatch_size": args.microbatch or "null"}
     settings |= {"ppo.total_episodes": world.batch * args.updates, "ppo.epochs": world.epochs}
@@ -367,6 +367,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, help="a .jsonl file")
     add("--column", default="prompt", help="of the prompts")
     add("--values", nargs="+", choices=["features", "head", "separate"], default=["features", "separate"])
+    add("--placement", choices=["reward", "rao_blackwell"], default="reward", help="of our KL; the peer has `reward`")
     add("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--updates", type=int, default=12, help="of a run")
