@@ -18,7 +18,7 @@ from rlhf_kl.kl_controllers import GuardedController, build_controller
 
 logger = logging.getLogger(__name__)
 # Smaller steps than in PPO: one optimizer step a rollout carries Adam's momentum of 0.9 along.
-DEFAULTS: dict[str, dict[str, Any]] = {"adaptive": {"down": 0.4, "up": 0.7, "approach": 0.1}}
+DEFAULTS: dict[str, dict[str, Any]] = {"adaptive": {"approach": 0.2, "down": 0.8, "up": 1.2}}
 
 
 class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
