@@ -111,14 +111,13 @@ class PPOTrainer:
         return float(self.processes.sum(float64(rollout.mask.sum()))) / self.config.rollout.batch_size
 
     def adapt_rate(self, step: int, result: CeilingResult, moved: float) -> list[str]:
-        """Choose the rate of the next update, and tell the controller; an alert where a schedule had to be left."""
+        """Choose the rate of the next update, and tell the controller of it; the alerts of `StepSize`."""
         before, alerts = self.rate(step), []
         if self.step_size is not None:
             cut = result.factor < 1.0
             spent = self.controller.spent
-            why = self.step_size.observe(step, result.kl_before, result.kl_uncut, moved=moved, cut=cut, spent=spent)
-            if why:
-                alerts.append(f"learning-rate-changed: {why}: it goes on with {self.rate(step + 1):.3g}")
+            alert = self.step_size.observe(step, result.kl_before, result.kl_uncut, moved=moved, cut=cut, spent=spent)
+            alerts += [alert] if alert else []
         self.controller.observe_rate(self.rate(step + 1) / before)
         return alerts
 

@@ -28,13 +28,15 @@ class StepSize:
         self.target, self.updates = target, updates
         self.factor = 1.0
         self.seen: list[tuple[float, bool]] = []  # since the last change: x, and whether the ceiling cut the update
+        self.stuck = False  # at a bound, and said so
 
     def observe(self, update: int, kl: float, kl_uncut: float, *, moved: float, cut: bool, spent: bool) -> str:
         """After update number `update`, whose rollout had `kl` and which led to `kl_uncut` at the same states.
 
         `moved`: the mean KL to the policy that sampled, over the optimizer's steps, which shows what moved sideways
         too; it grows with the square of the rate. `cut`: the ceiling shortened the update. `spent`: a lower beta
-        would not carry the policy farther. Returns why the factor has changed; empty where it has not.
+        would not carry the policy farther. Returns an alert where the factor has changed or, once, where its bound
+        keeps it from changing; else nothing.
         """
         if not (math.isfinite(kl) and math.isfinite(kl_uncut)):
             return ""
@@ -61,12 +63,18 @@ class StepSize:
     def _change(self, by: float, why: str) -> str:
         before, self.factor = self.factor, min(max(self.factor * by, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
         self.seen = []
-        return why if self.factor != before else ""
+        if self.factor != before:
+            return f"learning-rate-changed: {why}: it goes on with {self.factor:.3g} times the schedule's"
+        told, self.stuck = self.stuck, True
+        side, limit = ("raise", "highest") if by > 1.0 else ("lower", "lowest")
+        words = f"learning-rate-at-bound: {why}, with the {limit} factor {self.factor:g}: {side} ppo.learning_rate"
+        return "" if told else words
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
-        return {"factor": self.factor, "seen": self.seen}
+        return {"factor": self.factor, "seen": self.seen, "stuck": self.stuck}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
         self.factor, self.seen = float(state["factor"]), [(x, cut) for x, cut in state["seen"]]
+        self.stuck = bool(state["stuck"])

@@ -61,9 +61,11 @@ def test_a_kl_that_arrives_in_time_is_left_alone() -> None:
 
 def test_the_factor_is_bounded() -> None:
     low, high = StepSize(TARGET, updates=400), StepSize(TARGET, updates=400)
-    run(low, [0.2] * 60)
-    run(high, [0.001] * 60, spent=True)
+    reasons = [run(low, [0.2] * 60), run(high, [0.001] * 60, spent=True)]
     assert (low.factor, high.factor) == (0.01, 10.0)
+    for alerts, words in zip(reasons, ("lower ppo.learning_rate", "raise ppo.learning_rate"), strict=True):
+        [told] = [alert for alert in alerts if alert.startswith("learning-rate-at-bound: ")]
+        assert told.endswith(words)
 
 
 def test_a_kl_that_is_not_finite_counts_for_nothing() -> None:
