@@ -60,7 +60,7 @@ def read_plant(pattern: str) -> list[Run]:
     for folder in sorted(glob.glob(pattern)):
         rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if is_update(row)]
         known = ("kl/error", "kl/after_update", "kl/coef", "policy/learning_rate")
-        if len(rows) > 10 and all(row.get(key) for key in known for row in rows):
+        if len(rows) > 10 and all(row.get(key) is not None for key in known for row in rows):
             runs.append([
                 Observed(row["kl/error"] + 1.0, row["kl/after_update"] / row["kl/target"], row["kl/coef"],
                          row["policy/learning_rate"], row["kl/backtrack_factor"] == 1.0)

@@ -65,8 +65,11 @@ class Training:
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         """All that has learned, as it was at a checkpoint; the updates are counted on."""
-        step = self.next_step
+        step, step_size = self.next_step, self.trainer.step_size
+        factor = 1.0 if step_size is None else step_size.factor
         self.load(checkpoint, checkpoint.state())
+        if step_size is not None:  # a rate that was found too high stays low
+            step_size.factor = min(factor, step_size.factor)
         self.next_step = step
 
 

@@ -153,12 +153,12 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         beta = self.trainer.beta
         if self.log_only:  # each proposal starts from the beta that was used
             self.controller.load_state_dict(self.controller.state_dict() | {"coef": beta})
+        for alert in self.controller.update(kl, self.trainer.args.generation_batch_size):
+            self._warn(alert)
         rate = float(self.trainer.lr_scheduler.get_last_lr()[0])
         if self.rate:
             self.controller.observe_rate(rate / self.rate)
         self.rate = rate
-        for alert in self.controller.update(kl, self.trainer.args.generation_batch_size):
-            self._warn(alert)
         after = self.controller.coef
         if self.controller.adjusts and after in (self.controller.min_coef, self.controller.max_coef):
             self._warn(f"beta-at-bound: beta {after:g} is as far as it may go, at a KL of {kl:.4g}")

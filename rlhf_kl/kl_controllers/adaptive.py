@@ -93,7 +93,7 @@ class AdaptiveKL(KLController):
         self.observed = (self._distance_of(kl_uncut) - before, self._distance_of(kl_after) - before)
 
     def observe_rate(self, factor: float) -> None:
-        self._belief.pace = max(self._belief.pace * factor, PACE_BOUNDS[0])
+        self._belief.pace = clip(self._belief.pace * factor, *PACE_BOUNDS)
         self.step *= factor
 
     def predict(self, kl: float) -> float:
@@ -127,7 +127,11 @@ class AdaptiveKL(KLController):
         return self.down, self.up
 
     def state_dict(self) -> dict[str, Any]:
-        belief = {"pace": self._belief.pace, "probabilities": self._belief.probabilities.tolist()}
+        belief = {
+            "pace": self._belief.pace,
+            "probabilities": self._belief.probabilities.tolist(),
+            "log_holding": [float(self._belief.log_holding[0]), float(self._belief.log_holding[-1])],
+        }
         return super().state_dict() | {"belief": belief}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,6 +140,8 @@ class AdaptiveKL(KLController):
         super().load_state_dict({name: value for name, value in state.items() if name != "belief"})
         self._belief.pace = float(state["belief"]["pace"])
         self._belief.probabilities = np.array(state["belief"]["probabilities"])
+        low, high = state["belief"]["log_holding"]  # of the run that saved it: another start has another grid
+        self._belief.log_holding = np.linspace(low, high, len(self._belief.probabilities))
 
     def _distance_of(self, kl: float) -> float:
         return min(math.sqrt(max(kl, 0.0) / self.target), FARTHEST)

@@ -71,6 +71,7 @@ class PPOTrainer:
         self.processes = processes or Processes()
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.ppo.minibatch_size)
         adaptive = config.ppo.lr_schedule == "adaptive" and controller.adjusts
+        self.farthest = 0.0  # KL to the policy that sampled at which an update was ended early
         self.step_size = StepSize(config.kl.target_value, config.updates) if adaptive else None
         section = config.kl.ceiling
         self.ceiling = Ceiling(
@@ -96,7 +97,8 @@ class PPOTrainer:
             result = self.ceiling.hold(rollout, before, kl)
             self.controller.observe_update(result.kl_before, result.kl_after, result.kl_uncut)
             alerts = self.controller.update(kl.mean, self.config.rollout.batch_size)  # 5. move beta toward the target
-            alerts += self.adapt_rate(step, result, losses["policy/approx_kl"] * self.unit_size(rollout))
+            moved = max(self.farthest, losses["policy/approx_kl"]) * self.unit_size(rollout)
+            alerts += self.adapt_rate(step, result, moved, self.controller.coef / coef if coef else 1.0)
         return Update(rollout, coef, self.controller.coef, losses, result, alerts + self.microbatch.alerts(), skipped)
 
     def rate(self, step: int) -> float:
@@ -110,13 +112,15 @@ class PPOTrainer:
             return 1.0
         return float(self.processes.sum(float64(rollout.mask.sum()))) / self.config.rollout.batch_size
 
-    def adapt_rate(self, step: int, result: CeilingResult, moved: float) -> list[str]:
+    def adapt_rate(self, step: int, result: CeilingResult, moved: float, growth: float) -> list[str]:
         """Choose the rate of the next update, and tell the controller of it; the alerts of `StepSize`."""
         before, alerts = self.rate(step), []
         if self.step_size is not None:
             cut = result.factor < 1.0
             spent = self.controller.spent
-            alert = self.step_size.observe(step, result.kl_before, result.kl_uncut, moved=moved, cut=cut, spent=spent)
+            alert = self.step_size.observe(
+                step, result.kl_before, result.kl_uncut, moved=moved, cut=cut, spent=spent, growth=growth
+            )
             alerts += [alert] if alert else []
         self.controller.observe_rate(self.rate(step + 1) / before)
         return alerts
@@ -129,10 +133,12 @@ class PPOTrainer:
         set_learning_rate(self.optimizer, self.rate(step))
         totals = dict.fromkeys((*LOSSES, "grad_norm", "steps", "tokens"), 0.0)
         first_max, skipped, done = math.nan, None, 0
+        self.farthest = 0.0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
         for rows in self.minibatches(len(rollout), step) if learning else ():
             sums, largest, norm = self.minibatch(rollout, targets, rows, step)
             if norm is None:
+                self.farthest = sums["approx_kl"] / sums["tokens"]
                 break
             first_max = largest if done == 0 else first_max
             done += 1

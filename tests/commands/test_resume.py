@@ -81,6 +81,18 @@ def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Pa
     assert_same_run(whole, crashed)
 
 
+def test_a_resumed_run_keeps_the_learning_rate_that_was_found(train: Train, tmp_path: Path) -> None:
+    settings = ("ppo.lr_schedule=adaptive", "ppo.learning_rate=0.05", "kl.target=0.05")
+    law = "kl.controller={kind: adaptive, coef: 0.1}"
+    whole = tmp_path / "whole"
+    train(whole, *settings, law)
+    crashed = crash(whole, tmp_path, 2)
+    changed = [row for row in read_jsonl(whole / "metrics.jsonl") if "learning-rate-changed" in str(row.get("alerts"))]
+    assert changed[0]["step"] <= 2
+    train(crashed, *settings, law, resume=True)
+    assert_same_run(whole, crashed)
+
+
 @pytest.mark.parametrize("kept", [4, 6], ids=["in the middle", "before its end"])
 def test_the_summary_of_a_resumed_run_is_that_of_the_whole(
     train: Train, tiny_run: Path, tmp_path: Path, kept: int

@@ -106,3 +106,10 @@ def test_placement_and_estimator_follow_from_each_other(
 ) -> None:
     section = KLSection.model_validate(written)
     assert (section.placement, section.estimator) == (placement, estimator)
+
+
+def test_the_schema_for_editors_allows_the_null_of_the_shipped_config() -> None:
+    for key in ("placement", "estimator"):
+        schema = KLSection.model_json_schema()["properties"][key]
+        assert None in schema["enum"]
+        assert "null" in schema["type"]

@@ -1,5 +1,6 @@
 """Each law on numbers worked by hand."""
 
+import json
 import math
 import random
 from itertools import pairwise
@@ -217,6 +218,14 @@ def test_adaptive_expects_a_longer_step_of_a_higher_learning_rate():
         law.observe_rate(factor)
         steps.append(law.predict(0.1 * after**2))
     assert steps[1] == pytest.approx(3.0 * steps[0])
+
+
+def test_a_saved_belief_keeps_its_meaning_beside_another_start():
+    first, second = AdaptiveKL(coef=0.2, target=0.1), AdaptiveKL(coef=2.0, target=0.1, min_coef=0.01)
+    coefs_after(first, [0.0, 0.05, 0.1, 0.12, 0.1])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.holding_coef == pytest.approx(first.holding_coef)
+    second.update(0.1, 64)
 
 
 def test_adaptive_moves_at_most_its_rate():

@@ -202,6 +202,40 @@ def test_a_learning_rate_that_falls(make_trainer: Make) -> None:
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_trainer: Make, unit: str) -> None:
+    settings = {
+        "ppo": {"lr_schedule": "adaptive", "total_episodes": 320, "learning_rate": 0.03},
+        "kl": {"unit": unit, "target": 0.1, "controller": {"kind": "adaptive", "coef": 0.05}},
+    }
+    trainer, told = make_trainer(**settings), []
+    inner, observe = trainer.controller, trainer.step_size.observe
+    inner.observe_rate = told.append
+    moves: list[float] = []
+
+    def noted(*args: Any, moved: float, **others: Any) -> str:
+        moves.append(moved)
+        return observe(*args, moved=moved, **others)
+
+    trainer.step_size.observe = noted
+    update = trainer.update(1)
+    tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
+    assert moves == [pytest.approx(update.losses["policy/approx_kl"] * tokens)]
+    assert any(alert.startswith("learning-rate-changed: ") for alert in update.alerts)
+    factor = trainer.step_size.factor
+    assert factor < 1.0
+    assert told == [pytest.approx(0.9 * factor)]  # the schedule falls by a tenth besides
+    again = make_trainer(**settings)
+    again.load_state_dict(trainer.state_dict())
+    assert row_of(again, 2)["policy/learning_rate"] == pytest.approx(0.03 * 0.9 * factor)
+
+
+def test_a_constant_beta_leaves_the_rate_to_its_schedule(make_trainer: Make) -> None:
+    trainer = make_trainer(ppo={"lr_schedule": "adaptive", "total_episodes": 128, "learning_rate": 0.03})
+    rates = [row_of(trainer, step)["policy/learning_rate"] for step in (1, 2)]
+    assert rates == pytest.approx([0.03, 0.0225])
+
+
 def test_a_reward_function_that_breaks_is_named(make_trainer: Make) -> None:
     def broken(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         return [float("nan")] * len(responses)

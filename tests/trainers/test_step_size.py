@@ -10,10 +10,13 @@ from rlhf_kl.trainers.step_size import StepSize
 TARGET = 0.1
 
 
-def run(rule: StepSize, kls: list[float], *, cut: bool = False, spent: bool = False) -> list[str]:
+def run(rule: StepSize, kls: list[float], *, cut: bool = False, spent: bool = False, growth: float = 1.0) -> list[str]:
     """Reasons for a change, update by update; each update leads to the next KL."""
     pairs = zip(kls, [*kls[1:], kls[-1]], strict=True)
-    return [rule.observe(n, kl, after, moved=0.0, cut=cut, spent=spent) for n, (kl, after) in enumerate(pairs, start=1)]
+    return [
+        rule.observe(n, kl, after, moved=0.0, cut=cut, spent=spent, growth=growth)
+        for n, (kl, after) in enumerate(pairs, start=1)
+    ]
 
 
 def test_a_target_that_is_held_changes_nothing() -> None:
@@ -24,17 +27,17 @@ def test_a_target_that_is_held_changes_nothing() -> None:
 
 def test_an_update_of_more_than_half_the_way_is_too_long_at_once() -> None:
     rule = StepSize(TARGET, updates=60)
-    assert "0.4" in rule.observe(1, 0.0, 0.4, moved=0.0, cut=False, spent=False)  # x from 0 to 2
+    assert "0.4" in rule.observe(1, 0.0, 0.4, moved=0.0, cut=False, spent=False, growth=1.0)  # x from 0 to 2
     assert rule.factor == pytest.approx(0.25)  # so that it would have been half the way
     rule = StepSize(TARGET, updates=60)
-    rule.observe(1, 0.0, 40.0, moved=0.0, cut=False, spent=False)
+    rule.observe(1, 0.0, 40.0, moved=0.0, cut=False, spent=False, growth=1.0)
     assert rule.factor == pytest.approx(0.2)  # one update is no proof of more
 
 
 def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
     rule = StepSize(TARGET, updates=60)
-    assert not rule.observe(1, 0.1, 0.1, moved=0.04 * TARGET, cut=False, spent=False)
-    assert "10%" in rule.observe(2, 0.1, 0.1, moved=0.1 * TARGET, cut=False, spent=False)
+    assert not rule.observe(1, 0.1, 0.1, moved=0.04 * TARGET, cut=False, spent=False, growth=1.0)
+    assert "10%" in rule.observe(2, 0.1, 0.1, moved=0.1 * TARGET, cut=False, spent=False, growth=1.0)
     assert rule.factor == pytest.approx(0.5)  # half the rate, a quarter of the KL
 
 
@@ -72,6 +75,13 @@ def test_a_kl_that_is_not_finite_counts_for_nothing() -> None:
     rule = StepSize(TARGET, updates=60)
     assert not any(run(rule, [math.nan, math.inf] * 5))
     assert rule.seen == []
+
+
+def test_a_beta_that_still_rises_and_a_kl_that_falls_are_given_time() -> None:
+    for kls, growth in (([0.2] * 20, 1.1), ([0.4 * 0.97**k for k in range(20)], 1.0)):
+        rule = StepSize(TARGET, updates=60)
+        assert not any(run(rule, kls, growth=growth))
+        assert rule.factor == 1.0
 
 
 def test_a_saved_rule_goes_on_the_same() -> None:

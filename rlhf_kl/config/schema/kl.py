@@ -91,10 +91,17 @@ class CeilingSection(Section):
         return target * float(self.value[:-1]) if isinstance(self.value, str) else self.value
 
 
+def _or_null(schema: dict[str, Any]) -> None:
+    """For editors: null is allowed and replaced before the types are checked."""
+    schema.update({"type": ["string", "null"], "enum": [*schema["enum"], None]})
+
+
 class KLSection(Section):
-    estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = "exact"
+    estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = Field(
+        default="exact", json_schema_extra=_or_null
+    )
     """Estimator of the KL that each token pays for; null = exact for rao_blackwell, k1 for the others."""
-    placement: Literal["reward", "loss", "rao_blackwell"] = "rao_blackwell"
+    placement: Literal["reward", "loss", "rao_blackwell"] = Field(default="rao_blackwell", json_schema_extra=_or_null)
     """Where the KL enters; rao_blackwell takes the exact estimator only.
 
     null = rao_blackwell, or reward where another estimator is written.
