@@ -241,7 +241,7 @@ open(f"{folder}/{os.environ['RANK']}.json", "w").write(json.dumps(figures))
 
 def test_two_processes_keep_one_beta(toy: Any, toy_model: str, tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     arguments = [str(tmp_path / "two.py"), toy.__file__, toy_model, str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, *arguments], capture_output=True, text=True, check=False, env=environment)
