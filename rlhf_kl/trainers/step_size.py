@@ -2,8 +2,8 @@
 
 A rate that is too high moves the policy past the target in one update, and the noise of its steps is a KL that no
 beta takes back; one that is too low never arrives there. The rule is that of robotics PPO (Rudin et al. 2022,
-2109.11978, rsl_rl; torchrl's KLAdaptiveLR), which keep the KL between successive policies in a band, but it acts only
-where the controller of beta has failed.
+2109.11978, rsl_rl; torchrl's KLAdaptiveLR), which keep the KL between successive policies in a band. Here a rate is
+lowered at once where one update goes too far, and otherwise changed only where the controller of beta has failed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from rlhf_kl.config.schema.base import (
     OptionalSource,
     Positive,
     RunSection,
-    Schedule,
     Section,
     Source,
     Template,
@@ -99,7 +98,7 @@ class PPOSection(OptimiserSection):
     """
     learning_rate: Positive | Literal["auto"] = "auto"
     """Peak learning rate of Adam; auto = by the number of the policy's parameters, ten times as high for an adapter."""
-    lr_schedule: Schedule | Literal["adaptive"] = "adaptive"
+    lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "adaptive"
     """Course of the learning rate over the run: constant, or linear or cosine down to zero.
 
     adaptive = linear, times a factor from 0.01 to 10 where the controller cannot hold the target at the written rate.
