@@ -43,7 +43,7 @@ def test_the_budget_is_held(kind: str, start: int, seed: int, make_trainer: Make
     kls = toy.record_exact_kl(trainer)
     KLBudget.attach(trainer, target=toy.TARGET)
     trainer.train()
-    assert toy.tail_error(kls) < 0.35  # a constant beta: about 10
+    assert toy.tail_error(kls) < {"grpo": 0.2, "rloo": 0.35}[kind]  # a constant beta: about 10
     assert max(kls) < 3.0 * toy.TARGET
 
 
