@@ -2,8 +2,9 @@
 
     python scripts/trl_budget_picture.py OUT.png [--trainer rloo]
 
-Needs `pip install 'rlhf-kl[trl]'`. The model is a random GPT-2 over sixteen letters, the reward the share of four
-of them; the KL is the exact one, over the whole vocabulary at the states of each rollout.
+Needs `pip install 'rlhf-kl[trl]'`. The model is a random GPT-2 over sixteen letters, the reward how many of up to
+sixteen letters are one of four. --short: their share of what was written, which short answers exploit, so that the
+KL per token rises by itself. The KL is the exact one, over the whole vocabulary at the states of each rollout.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 LETTERS = string.ascii_lowercase[:16]
 WANTED = set("abcd")
+LENGTH = 16
 TARGET = 0.1
 STARTS = {"grpo": (0.04, 4.0), "rloo": (0.015, 1.5)}
 
@@ -54,13 +56,20 @@ def make_model(folder: str) -> None:
     GPT2LMHeadModel(config).save_pretrained(folder)
 
 
+def wanted(completions: list[str], **_: Any) -> list[float]:
+    return [sum(letter in WANTED for letter in text) / LENGTH for text in completions]
+
+
 def share_of_wanted(completions: list[str], **_: Any) -> list[float]:
     return [sum(letter in WANTED for letter in text) / max(len(text), 1) for text in completions]
 
 
-def make_trainer(kind: str, model: str, output_dir: str, beta: float, seed: int = 0, **options: Any) -> Any:
+def make_trainer(
+    kind: str, model: str, output_dir: str, beta: float, seed: int = 0, short: bool = False, **options: Any
+) -> Any:
     """A GRPOTrainer ("grpo") or RLOOTrainer ("rloo"): 150 steps of 64 responses of up to 16 tokens."""
     from datasets import Dataset
+    from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[kind]
@@ -73,7 +82,7 @@ def make_trainer(kind: str, model: str, output_dir: str, beta: float, seed: int 
         "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 64,
         "num_generations": 8,
-        "max_completion_length": 16,
+        "max_completion_length": LENGTH,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
@@ -83,7 +92,10 @@ def make_trainer(kind: str, model: str, output_dir: str, beta: float, seed: int 
         "dataloader_pin_memory": False,
     }
     prompts = Dataset.from_dict({"prompt": [first + second for first in LETTERS for second in LETTERS]})
-    return trainer(model=model, reward_funcs=share_of_wanted, args=config(**settings | options), train_dataset=prompts)
+    reward = share_of_wanted if short else wanted
+    made = trainer(model=model, reward_funcs=reward, args=config(**settings | options), train_dataset=prompts)
+    made.remove_callback(PrinterCallback)  # a line for every step
+    return made
 
 
 def record_exact_kl(trainer: Any) -> list[float]:
@@ -123,6 +135,7 @@ def main() -> None:
     parser.add_argument("image", type=Path)
     parser.add_argument("--trainer", choices=sorted(STARTS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--short", action="store_true")
     arguments = parser.parse_args()
 
     import matplotlib as mpl
@@ -137,7 +150,7 @@ def main() -> None:
         make_model(folder)
         for name, axis in zip(("constant beta", "KLBudget"), axes, strict=True):
             for beta in STARTS[arguments.trainer]:
-                trainer = make_trainer(arguments.trainer, folder, f"{folder}/run", beta, arguments.seed)
+                trainer = make_trainer(arguments.trainer, folder, f"{folder}/run", beta, arguments.seed, arguments.short)
                 kls = record_exact_kl(trainer)
                 if name == "KLBudget":
                     KLBudget.attach(trainer, target=TARGET)

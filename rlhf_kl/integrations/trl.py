@@ -17,8 +17,8 @@ from rlhf_kl.integrations.trl_metrics import Entries, log_k3
 from rlhf_kl.kl_controllers import GuardedController, build_controller
 
 logger = logging.getLogger(__name__)
-# Smaller steps than in PPO: one optimizer step a rollout carries Adam's momentum of 0.9 along.
-DEFAULTS: dict[str, dict[str, Any]] = {"adaptive": {"approach": 0.2, "down": 0.8, "up": 1.2}}
+# `adaptive` is fitted to the eight optimizer steps of a PPO update. With fewer, Adam's momentum outlasts a rollout.
+APPROACH_PER_STEP, MOST_APPROACH = 0.08, 0.3
 
 
 class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -187,6 +187,7 @@ def _attached(trainer: Any) -> bool:
 def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float) -> GuardedController:
     """The controller, guarded. Raises InputError."""
     args = trainer.args
+    steps = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps  # of a rollout
     try:
         if not isinstance(controller, str | type):
             if options:
@@ -194,11 +195,10 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
             return GuardedController(controller)
         kind: str | Callable[..., Any] = controller
         if isinstance(controller, str):
-            options = DEFAULTS.get(controller, {}) | options
+            if controller == "adaptive":
+                options = _smaller_moves(steps) | options
             kind = load_attribute(controller, search=[Path.cwd()]) if is_reference(controller) else controller
-        rollouts = (
-            args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * trainer.num_iterations)
-        )
+        rollouts = args.max_steps / steps
         return build_controller(
             kind,
             options,
@@ -209,3 +209,8 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
         )
     except (ValueError, TypeError) as error:
         raise InputError(f"kl-budget: controller: {error}") from None
+
+
+def _smaller_moves(steps: float) -> dict[str, float]:
+    """Options of `adaptive` for this many optimizer steps per rollout."""
+    return {"approach": min(MOST_APPROACH, 1.0 - (1.0 - APPROACH_PER_STEP) ** steps), "down": 0.8, "up": 1.2}
