@@ -145,12 +145,13 @@ def main() -> None:
 
     from rlhf_kl.integrations.trl import KLBudget
 
+    seed, short = arguments.seed, arguments.short
     figure, axes = plt.subplots(1, 2, figsize=(7.6, 2.7), sharey=True, layout="constrained")
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         for name, axis in zip(("constant beta", "KLBudget"), axes, strict=True):
             for beta in STARTS[arguments.trainer]:
-                trainer = make_trainer(arguments.trainer, folder, f"{folder}/run", beta, arguments.seed, arguments.short)
+                trainer = make_trainer(arguments.trainer, folder, f"{folder}/run", beta, seed, short)
                 kls = record_exact_kl(trainer)
                 if name == "KLBudget":
                     KLBudget.attach(trainer, target=TARGET)
