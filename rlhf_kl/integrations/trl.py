@@ -17,7 +17,7 @@ from rlhf_kl.integrations.trl_metrics import Entries, log_k3
 from rlhf_kl.kl_controllers import GuardedController, build_controller
 
 logger = logging.getLogger(__name__)
-# `adaptive` is fitted to the eight optimizer steps of a PPO update. With fewer, Adam's momentum outlasts a rollout.
+# `adaptive` is fitted to the four optimizer steps of a PPO update. With fewer, Adam's momentum outlasts a rollout.
 APPROACH_PER_STEP, MOST_APPROACH = 0.08, 0.3
 
 
