@@ -62,7 +62,8 @@ class StepSize:
             if way > reach:
                 needed = way / max(reach, 1e-9)
                 words = f"at this rate the target takes more than a {IN_TIME:.0f}th of the updates that are left"
-                return self._change(min(max(needed, RAISE[0]), RAISE[1]), words)
+                # The nearer the target, the smaller the change: by then a slow stretch may be noise.
+                return self._change(min(max(needed, RAISE[0]), max(RAISE[0], RAISE[1] ** way)), words)
         return ""
 
     def _change(self, by: float, why: str) -> str:
