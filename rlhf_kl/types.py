@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -13,8 +13,22 @@ from torch import Tensor
 from rlhf_kl.ops.packing import Layout
 
 
+class Prompt(str):
+    """A prompt's text, with the row of the data set that it came from."""
+
+    row: Mapping[str, Any]
+
+    def __new__(cls, text: str, row: Mapping[str, Any] | None = None) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.row = row or {}
+        return prompt
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return str(self), self.row  # for copies
+
+
 class RewardFn(Protocol):
-    """Scores responses: one finite number per response."""
+    """Scores responses: one finite number per response. A `Prompt` brings its row of the data set."""
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class _Writer:
 
     def _prompts(self, policy: Any, form: PromptFormat) -> Prompts:
         request, where = self.request, "--prompt"
-        texts = list(request.prompts)
+        texts: Sequence[str] = request.prompts
         if request.file is not None:
             where, ref = "--prompts", located(request.file)
             rows = load_rows(ref, "test", where)

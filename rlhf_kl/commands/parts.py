@@ -25,6 +25,7 @@ from rlhf_kl.models.value import (
 )
 from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.plugin import plugin_scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import derive_seed
@@ -67,6 +68,8 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     reward = resolver.reward(config.reward)
     gold = resolver.gold(config.reward, config.reward.model or "", config.data.prompts)
     train, kept = build_prompts(config, resolver, model, tokenizer)
+    for scorer in plugin_scorers(reward, gold).values():
+        scorer.columns_of([*train.texts, *kept.texts])
     batch = config.rollout.batch_size
     prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows)
     heldout = PromptStream(kept.texts, tokenizer, min(EVAL_PROMPTS, len(kept.texts)), config.run.seed, kept.rows)

@@ -44,7 +44,7 @@ from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel, text_format
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.types import RewardFn
+from rlhf_kl.types import Prompt, RewardFn
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Resolver:
         rows = load_rows(ref, split, key)
         return read_texts(rows[:limit], text_column(ref, column), template, f"{key}: {ref}")
 
-    def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[str], list[str]]:
+    def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on and held-out prompts, none of which is among the former.
 
         Where no held-out prompts are named, a built-in world brings its own; of other prompts one in twenty is
@@ -125,10 +125,10 @@ class Resolver:
             return train, train
         return train, list(dict.fromkeys(kept)) or train
 
-    def _prompts(self, ref: str, split: str, data: PromptsSection, key: str, part: str) -> list[str]:
+    def _prompts(self, ref: str, split: str, data: PromptsSection, key: str, part: str) -> list[Prompt]:
         """`part`: the file of a built-in world."""
         if is_builtin(ref):
-            return read_texts(load_rows(str(self.world(ref).file(part)), "", key), "prompt", None, key)
+            return read_prompts(load_rows(str(self.world(ref).file(part)), "", key), "prompt", None, key, chat=False)[0]
         rows, where = load_rows(ref, split, key), f"{key}: {ref}"
         prompts, skipped = read_prompts(
             rows, text_column(ref, data.column), data.template, where, chat=data.chat_template

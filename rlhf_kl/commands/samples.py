@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_kl.commands.guards import StepResult
@@ -13,8 +13,11 @@ BY_KL = 2  # those whose own KL is largest
 TOP_TOKENS = 10
 
 
-def sample_rows(result: StepResult, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The first responses of the batch, then those with the largest KL; `chosen` says which."""
+def sample_rows(result: StepResult, tokenizer: Any, columns: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The first responses of the batch, then those with the largest KL; `chosen` says which.
+
+    `columns`: those of the data set that scorers read, and so are shown.
+    """
     rollout, gold = result.rollout, result.gold
     first = list(range(min(IN_ORDER, len(rollout))))
     ranked = rollout.exact_kl.sum(1).argsort(descending=True, stable=True).tolist()
@@ -23,6 +26,7 @@ def sample_rows(result: StepResult, tokenizer: Any) -> Iterator[dict[str, Any]]:
             yield {
                 "step": result.row["step"],
                 "prompt": rollout.prompts[i],
+                **({"columns": _shown(rollout.prompts[i], columns)} if columns else {}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
                 "score": float(rollout.scores[i]),
@@ -50,6 +54,11 @@ def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
         }
         for at in furthest.tolist()
     ]
+
+
+def _shown(prompt: str, columns: Sequence[str]) -> dict[str, str]:
+    row = getattr(prompt, "row", {})
+    return {name: str(row[name]) for name in columns if name in row}
 
 
 def _tokens(rollout: RolloutBatch, row: int, tokenizer: Any) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from rlhf_kl.models.load import parameter_count, save_model
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.report.control import end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of
+from rlhf_kl.rewards.plugin import columns_read
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
@@ -186,7 +187,7 @@ class TrainRun:
 
     def record_samples(self, result: StepResult) -> None:
         """A few responses of the update token by token, and where the whole batch diverges most."""
-        for row in sample_rows(result, self.parts.tokenizer):
+        for row in sample_rows(result, self.parts.tokenizer, columns_read(self.parts.reward, self.parts.gold)):
             self.recorder.sample(row)
         result.row["kl/top_tokens"] = top_tokens(result.rollout, self.parts.tokenizer)
 

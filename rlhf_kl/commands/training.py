@@ -17,7 +17,7 @@ from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.plugin import PluginReward, load_states, scorers_with_state, state_kept, states_of
+from rlhf_kl.rewards.plugin import PluginReward, load_states, plugin_scorers, scorers_with_state, state_kept, states_of
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
@@ -198,11 +198,17 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     """What a resumed run must find unchanged, by config key."""
     prints = {
         "reference.model": model_fingerprint(parts.reference),
-        "data.prompts": texts_fingerprint(parts.prompts.texts),
+        "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
     }
     if isinstance(parts.reward, RewardModel):
         prints["reward.model"] = model_fingerprint(parts.reward.model)
     return prints
+
+
+def _columns_as_text(parts: Parts) -> list[str]:
+    """The columns of the training prompts that scorers read."""
+    columns = [scorer.columns_of(parts.prompts.texts) for scorer in plugin_scorers(parts.reward, parts.gold).values()]
+    return [repr(value) for column in columns for values in column.values() for value in values]
 
 
 def evaluate_policy(config: TrainConfig, parts: Parts, report: Callable[[str], None]) -> dict[str, Any]:

@@ -74,12 +74,14 @@ def option_problems(
     provided: set[str],
     where: str,
     written: Mapping[str, Any] | None = None,
+    complete: bool = True,
 ) -> list[str]:
     """Problems of a call with these options, from the signature alone.
 
     provided: parameters that the program fills in where the options do not.
     where: dotted path of the options, the beginning of every problem.
     written: the options as messages show them, where they differ from those that are passed.
+    complete: whether nothing but the options gives values to parameters without a default.
     """
     if definition.parameters is None:
         return []
@@ -94,7 +96,7 @@ def option_problems(
             hint = suggestion(key, set(named) - (provided - set(options)), prefix=f"{where}.")
             problems.append(f"{where}.{key}: unknown option of {name}{hint}")
     for p in named.values():
-        if p.default is p.empty and p.name not in options and p.name not in provided:
+        if complete and p.default is p.empty and p.name not in options and p.name not in provided:
             problems.append(f"{where}.{p.name}: missing, {name} needs it")
     return problems
 

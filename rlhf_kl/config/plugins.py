@@ -162,7 +162,8 @@ def _function_problems(ref: Any, options: Mapping[str, Any], define: Define, *, 
         missing = [f"{key}: {plugin.name} has no __call__(prompts, responses)"] if plugin.lacks("__call__") else []
         return _option_problems(plugin, options, set(), where, define) + missing
     problems = [f"{where}.{name}: filled in by the program" for name in sorted(REWARD_PROVIDED & options.keys())]
-    problems += _option_problems(plugin, options, REWARD_PROVIDED, where, define)
+    # What else it needs may be a column of the data set.
+    problems += _option_problems(plugin, options, REWARD_PROVIDED, where, define, complete=False)
     if any(plugin.takes(name) is False for name in REWARD_PROVIDED):
         problems.append(f"{key}: a reward function takes (prompts, responses, ...): {ref!r}")
     return problems
@@ -172,14 +173,20 @@ def _function_problems(ref: Any, options: Mapping[str, Any], define: Define, *, 
 
 
 def _option_problems(
-    plugin: Definition, options: Mapping[str, Any], provided: set[str], where: str, define: Define
+    plugin: Definition,
+    options: Mapping[str, Any],
+    provided: set[str],
+    where: str,
+    define: Define,
+    *,
+    complete: bool = True,
 ) -> list[str]:
     """Problems of a plugin's options; where it is imported, of what their variables hold too."""
     problems = variable_problems(options, where)
     if define is by_import and not problems:
         problems = missing_variables(options, where)
     values = options if problems or define is by_source else filled(options, where)
-    problems += option_problems(plugin, values, provided=provided, where=where, written=options)
+    problems += option_problems(plugin, values, provided=provided, where=where, written=options, complete=complete)
     return [hidden(problem, secrets_of(options)) for problem in problems]
 
 

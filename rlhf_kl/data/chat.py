@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.types import Prompt
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -15,18 +16,24 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
-class Conversation(str):
+class Conversation(Prompt):
     """A prompt of several turns. As a text, which reward functions see, it is one paragraph a turn: "user: ..."."""
 
     messages: tuple[tuple[str, str], ...]  # (role, content), for chat templates
 
-    def __new__(cls, messages: Sequence[tuple[str, str]]) -> Conversation:
-        conversation = super().__new__(cls, "\n\n".join(f"{role}: {content}" for role, content in messages))
+    def __new__(cls, messages: Sequence[tuple[str, str]], row: Mapping[str, Any] | None = None) -> Conversation:
+        text = "\n\n".join(f"{role}: {content}" for role, content in messages)
+        conversation = cast(Conversation, super().__new__(cls, text, row))
         conversation.messages = tuple(messages)
         return conversation
 
-    def __getnewargs__(self) -> tuple[Any]:
-        return (self.messages,)  # for copies
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.messages, self.row  # for copies
+
+
+def with_row(text: str, row: Mapping[str, Any]) -> Prompt:
+    """The prompt with its row of the data set."""
+    return Conversation(text.messages, row) if isinstance(text, Conversation) else Prompt(text, row)
 
 
 def split_conversation(messages: Messages) -> tuple[str | None, str | None] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_kl.data.chat import Conversation, chat_prompt, require_chat_template
+from rlhf_kl.data.chat import Conversation, chat_prompt, require_chat_template, with_row
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
@@ -69,11 +69,11 @@ def prepare_prompts(
     return Prompts([usable[i] for i in fitting], [rows[i] for i in fitting], note)
 
 
-def _beginnings(texts: list[str], tokenizer: Any, count: int) -> list[str]:
+def _beginnings(texts: Sequence[str], tokenizer: Any, count: int) -> list[str]:
     # The first tokens lie within a few characters each; a long text is not read to its end.
     rows = encode_all(tokenizer, [text[: count * CHARACTERS_PER_TOKEN] for text in texts], bos=False)
     cut: list[str] = tokenizer.batch_decode([row[:count] for row in rows], clean_up_tokenization_spaces=False)
-    return cut
+    return [with_row(short, getattr(text, "row", {})) for short, text in zip(cut, texts, strict=True)]
 
 
 class PromptStream:

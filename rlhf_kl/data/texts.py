@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from rlhf_kl.data.chat import Conversation, is_conversation, split_conversation
+from rlhf_kl.data.chat import Conversation, is_conversation, split_conversation, with_row
 from rlhf_kl.data.files import Row, checked_text
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import column, fill
+from rlhf_kl.types import Prompt
 
 T = TypeVar("T")
 UNUSABLE = "several turns without data.chat_template, or roles out of turn"  # of conversations
@@ -48,18 +49,22 @@ def read_texts(rows: Sequence[Row], text_column: str, template: str | None, wher
 
 def read_prompts(
     rows: Sequence[Row], prompt_column: str, template: str | None, where: str, *, chat: bool
-) -> tuple[list[str], int]:
+) -> tuple[list[Prompt], int]:
     """One prompt a row, of a conversation the part before its last answer; and how many rows were left out.
+
+    Each brings its row, whose columns reward functions may read.
 
     Left out are conversations of several turns where there is no chat template to write them (`chat`), and those
     of another shape. Errors: InputError as `read_texts`.
     """
 
-    def read(row: Row, place: str) -> str | None:
+    def read(row: Row, place: str) -> Prompt | None:
         if template is None and is_conversation(column(row, prompt_column, place)):
             turn = split_conversation(row[prompt_column])
-            return None if turn is None else _writable(turn[0], chat=chat)
-        return _text(row, prompt_column, template, place)
+            text = None if turn is None else _writable(turn[0], chat=chat)
+        else:
+            text = _text(row, prompt_column, template, place)
+        return None if text is None else with_row(text, row)
 
     return _read_each(rows, where, read)
 

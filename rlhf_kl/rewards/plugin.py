@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from typing import Any
 
+from rlhf_kl.components import suggestion
 from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.functions import WeightedSum
@@ -33,16 +34,31 @@ class PluginReward:
         Errors: InputError where the instance cannot be made.
         """
         self.secrets = dict(secrets or {})
+        self.name = str(getattr(attribute, "__name__", attribute))
+        self.columns = column_parameters(attribute, options)
         self._thread = OwnThread() if time_limit is not None else None
         self._limit = time_limit
         self._object: Any = self._made(attribute, options) if inspect.isclass(attribute) else attribute
         self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Any:
-        """Whatever it returns. Errors: whatever it raises, and TimeLimitExceeded."""
+        """Whatever it returns. Errors: whatever it raises, InputError for a column, and TimeLimitExceeded."""
+        function = partial(self._function, **self.columns_of(prompts))
         if self._thread is None:
-            return self._function(prompts, responses)
-        return self._thread.call(self._limit, self._function, prompts, responses)
+            return function(prompts, responses)
+        return self._thread.call(self._limit, function, prompts, responses)
+
+    def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
+        """Column of the data set -> its values, one a prompt. Errors: InputError for a prompt that lacks one."""
+        rows: list[Mapping[str, Any]] = [getattr(prompt, "row", {}) for prompt in prompts]
+        for name in self.columns:
+            if bare := [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if name not in row]:
+                prompt, row = bare[0]
+                raise InputError(
+                    f"reward {self.name}: needs {name!r}, which is no option in the config and no column of the prompt "
+                    f"{prompt[:60]!r}{suggestion(name, row)}"
+                )
+        return {name: [row[name] for row in rows] for name in self.columns}
 
     @property
     def has_state(self) -> bool:
@@ -83,6 +99,22 @@ class PluginReward:
             raise InputError(f"reward {cls.__name__}: cannot be made: raised {reason}") from error
 
 
+def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
+    """The columns of the data set that a reward function or class names.
+
+    They are the parameters without a default, beside prompts and responses, that the config does not fill in; of a
+    class, those of its `__call__`.
+    """
+    is_class = inspect.isclass(attribute)
+    try:
+        parameters = list(inspect.signature(attribute.__call__ if is_class else attribute).parameters.values())
+    except ValueError:  # written in C
+        return []
+    provided = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: 3 if is_class else 2]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p not in provided]
+    return [p.name for p in named if p.default is p.empty and (is_class or p.name not in options)]
+
+
 def _not_json(value: Any, where: str) -> str | None:
     """What in a value is of no type that JSON gives back."""
     if isinstance(value, dict):
@@ -98,15 +130,25 @@ def _not_json(value: Any, where: str) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-# ---- the state of all scorers of a run ----
+# ---- all scorers of a run ----
 
 
-def scorers_with_state(reward: Any, gold: Any) -> dict[str, PluginReward]:
-    """The objects of a run whose state a checkpoint keeps, by the name of their config key."""
+def plugin_scorers(reward: Any, gold: Any) -> dict[str, PluginReward]:
+    """The user's scorers of a run, by the name of their config key."""
     named = {"reward": reward, "gold": gold}
     if isinstance(reward, WeightedSum):
         named |= {f"terms.{name}": term for name, (_, term) in reward.terms.items()}
-    return {name: one for name, one in named.items() if isinstance(one, PluginReward) and one.has_state}
+    return {name: one for name, one in named.items() if isinstance(one, PluginReward)}
+
+
+def scorers_with_state(reward: Any, gold: Any) -> dict[str, PluginReward]:
+    """Those whose state a checkpoint keeps."""
+    return {name: one for name, one in plugin_scorers(reward, gold).items() if one.has_state}
+
+
+def columns_read(reward: Any, gold: Any) -> list[str]:
+    """The columns of the data set that some scorer of a run names."""
+    return list(dict.fromkeys(name for one in plugin_scorers(reward, gold).values() for name in one.columns))
 
 
 def states_of(scorers: Mapping[str, PluginReward]) -> dict[str, dict[str, Any]]:

@@ -266,3 +266,99 @@ def test_a_reward_function_leaves_the_main_thread_only_for_a_time_limit(
     assert all(least <= value < least + 0.1 for value in found)
     stored = json.loads((tmp_path / "run" / "summary.json").read_text())["config"]["reward"]["time_limit"]
     assert stored == (None if limit == "null" else 60.0)
+
+
+# ---- columns of the data set
+
+CHECKER = """
+def right(prompts, responses, answer, points, bonus=0.5):
+    for prompt, a, p in zip(prompts, answer, points):
+        assert a == prompt[::-1] and p == {"n": len(prompt)}, (prompt, a, p)  # the row's own, whatever was filtered
+    return [bonus + r.count(a[0]) for r, a in zip(responses, answer)]
+
+class Right:
+    def __init__(self, bonus): self.bonus = bonus
+    def __call__(self, prompts, responses, *, answer, points):
+        return right(prompts, responses, answer, points, self.bonus)
+
+def gold(prompts, responses, answer):
+    return [float(a == p[::-1]) for p, a in zip(prompts, answer)]
+"""
+
+
+@pytest.fixture
+def checked(tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config whose prompts have answers; some prompts are empty, too long, or there twice."""
+    words = [a + b + c for a in "abcd" for b in "abcd" for c in "abcd"]
+    texts = [*words, "", "ab" * 40, *words[:5]]
+    rows = [{"q": text, "answer": text[::-1], "points": {"n": len(text)}} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(CHECKER)
+    settings = tiny_settings | {
+        "reward": {"kind": "mine.py:right", "missing_eos_penalty": 0.0, "gold": "mine.py:gold"},
+        "data": {"prompts": str(tmp_path / "rows.jsonl"), "column": "q"},
+    }
+    file = tmp_path / "checked.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"kind": "mine.py:right"},
+        {"kind": "mine.py:Right", "bonus": 0.5},
+        {"kind": "sum", "terms": {"one": {"kind": "mine.py:right", "weight": 2.0}}},
+    ],
+)
+def test_every_response_is_checked_by_the_row_of_its_prompt(
+    rlhf_kl: Cli, checked: Path, tmp_path: Path, reward: dict[str, Any]
+) -> None:
+    settings = yaml.safe_load(checked.read_text())
+    settings["reward"] = reward | {"missing_eos_penalty": 0.0, "gold": "mine.py:gold"}
+    checked.write_text(yaml.safe_dump(settings))
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run")
+    assert outcome.code == 0, outcome.err
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert [row["objective/gold"] for row in rows] == [1.0] * 6
+    samples = list(read_jsonl(tmp_path / "run" / "samples.jsonl"))
+    assert all(sample["columns"]["answer"] == sample["prompt"][::-1] for sample in samples)
+    assert rlhf_kl("report", tmp_path / "run").code == 0
+    assert f"answer: {samples[0]['columns']['answer']}" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_resumed_run_reads_the_same_columns_and_refuses_others(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    assert rlhf_kl("train", "--config", checked, "--output-dir", whole, "--quiet").code == 0
+    crash(whole, crashed, kept=4)
+    resume = ("train", "--config", checked, "--output-dir", crashed, "--quiet", "--resume")
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace('"answer": "aba"', '"answer": "abb"'))
+    outcome = rlhf_kl(*resume)
+    assert outcome.code == 2
+    assert "data.prompts" in outcome.err
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert rlhf_kl(*resume).code == 0
+    assert figures(crashed) == figures(whole)
+
+
+def test_a_column_that_is_missing_is_named_before_anything_is_trained(
+    rlhf_kl: Cli, checked: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def f(prompts, responses, anwser):\n    return [0.0] * len(responses)\n")
+    changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=null")
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
+    assert outcome.code == 2
+    assert "reward f: needs 'anwser', which is no option in the config and no column of the prompt" in outcome.err
+    assert "did you mean answer?" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert rlhf_kl("train", "--config", checked, *changes, "--set", "reward.anwsr=1").code == 2
+
+
+def test_eval_and_generate_read_them_too(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert rlhf_kl("train", "--config", checked, "--output-dir", run, "--quiet").code == 0
+    outcome = rlhf_kl("eval", "--run", run, "--json", "--plugins")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["gold"] == 1.0
