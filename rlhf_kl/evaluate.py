@@ -158,7 +158,8 @@ def policy_figures(
         ended.append(sampled.ended)
         texts += responses
         if reward is not None:
-            scores.append(score_responses(reward, batch.texts, responses, "function")[0].cpu())
+            found = score_responses(reward, batch.texts, responses, "function")
+            scores.append(found.values.cpu()[found.scored.cpu()])
         checked, failure = gold_scores_of(gold, batch.texts, responses)
         golds += checked or []
         if failure is not None:
@@ -171,7 +172,7 @@ def policy_figures(
     return PolicyFigures(
         kl_token=float(per_response.sum() / tokens.sum()),
         kl_sequence=float(per_response.mean()),
-        scores=float(torch.cat(scores).mean()) if scores else None,
+        scores=float(torch.cat(scores).mean()) if any(map(len, scores)) else None,
         gold=sum(golds) / len(golds) if golds else None,
         length=float(tokens.mean()),
         eos_rate=float(float64(torch.cat(ended)).mean()),

@@ -28,9 +28,12 @@ class Prompt(str):
 
 
 class RewardFn(Protocol):
-    """Scores responses: one finite number per response. A `Prompt` brings its row of the data set."""
+    """Scores responses: one finite number per response, or None for one that it cannot score.
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]: ...
+    A `Prompt` brings its row of the data set.
+    """
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float | None]: ...
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,12 @@ class RolloutBatch:
     responses: list[str]  # B texts, special tokens left out
     score_terms: dict[str, Tensor] = field(default_factory=dict)  # of a sum, what each term adds: (B,) by name
     penalties: dict[str, Tensor] = field(default_factory=dict)  # taken from the score: (B,) by name
+    scored: Tensor = None  # type: ignore[assignment]  # (B,) bool, False = the reward gave None: score 0; default all
 
     def __post_init__(self) -> None:
         b, t = self.response_ids.shape
+        if self.scored is None:
+            object.__setattr__(self, "scored", torch.ones(b, dtype=torch.bool, device=self.mask.device))
         for column in fields(self):
             value = getattr(self, column.name)
             if not isinstance(value, Tensor):
@@ -102,7 +108,7 @@ class RolloutBatch:
             expected: tuple[int, ...]
             if column.name.startswith("prompt_"):
                 expected = (b, self.prompt_ids.shape[1])
-            elif column.name in ("scores", "shaped_scores", "ended"):
+            elif column.name in ("scores", "shaped_scores", "ended", "scored"):
                 expected = (b,)
             else:
                 expected = (b, t)
@@ -120,6 +126,11 @@ class RolloutBatch:
             if isinstance(value := getattr(self, column.name), Tensor)
         }
         return replace(self, **moved)
+
+    @property
+    def weights(self) -> Tensor:
+        """Weight (B, T) of each token in the losses: 0 outside of the mask and in responses without a score."""
+        return (self.mask & self.scored.unsqueeze(1)).to(self.logprobs.dtype)
 
     @property
     def lengths(self) -> Tensor:

@@ -22,7 +22,7 @@ from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.value import ActorCritic, frozen_lm
-from rlhf_kl.rewards.functions import checked_scores
+from rlhf_kl.rewards.functions import score_responses
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.run.display import TrainingDisplay
@@ -185,6 +185,11 @@ class _Writer:
         change = "a lower --max-new-tokens or shorter prompts need less"
         yield from fitting_batches(len(places), ROWS, write, change)
 
+    def _scores(self, batch: PromptBatch, responses: list[str]) -> list[float | None]:
+        assert self.reward is not None
+        values, scored, _ = score_responses(self.reward, batch.texts, responses, self.reward_name)
+        return [value if known else None for value, known in zip(values.tolist(), scored.tolist(), strict=True)]
+
     def _batch(self, batch: PromptBatch, noise: Any) -> list[Sample]:
         _, sampled, responses = respond(self.policy, batch, noise, self.sampling, self.tokenizer)
         rows: list[Sample] = [
@@ -192,7 +197,7 @@ class _Writer:
             for prompt, response, ended in zip(batch.texts, responses, sampled.ended.tolist(), strict=True)
         ]
         if self.reward is not None:
-            scores = checked_scores(self.reward, batch.texts, responses, self.reward_name).tolist()
+            scores = self._scores(batch, responses)
             rows = [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
         if self.reference is None:
             return rows
@@ -215,7 +220,7 @@ class _Writer:
                 for token, p, q, nats in columns
             ]
         if self.reward is not None:
-            scores = checked_scores(self.reward, batch.texts, beside, self.reward_name).tolist()
+            scores = self._scores(batch, beside)
             for row, score in zip(rows, scores, strict=True):
                 row["reference_score"] = score
         return rows

@@ -29,7 +29,7 @@ def sample_rows(result: StepResult, tokenizer: Any, columns: Sequence[str] = ())
                 **({"columns": _shown(rollout.prompts[i], columns)} if columns else {}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
-                "score": float(rollout.scores[i]),
+                "score": float(rollout.scores[i]) if rollout.scored[i] else None,
                 "gold": gold[i] if gold is not None else None,
                 "kl": float(rollout.exact_kl[i].sum()),
                 "tokens": _tokens(rollout, i, tokenizer),

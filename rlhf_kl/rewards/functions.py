@@ -22,51 +22,61 @@ GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 GOLD_FAILED = "gold-failed"  # what an alert of it begins with
 
 
+class Scores(NamedTuple):
+    """Raw scores of one batch."""
+
+    values: Tensor  # (B,), 0 where not scored; a reward model's may be anything
+    scored: Tensor  # (B,) bool: False where a function returned None
+    terms: dict[str, Tensor]  # of a sum, what each term adds: (B,) by name
+
+
 @dataclass(frozen=True)
 class WeightedSum:
-    """Several reward functions as one: the sum of their raw scores, each times its weight."""
+    """Several reward functions as one: the sum of their raw scores, each times its weight.
+
+    A term that does not score a response adds nothing to it; it is not scored where no term scores it.
+    """
 
     terms: dict[str, tuple[float, RewardFn]]
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """One score per response."""
-        return self.score(prompts, responses)[0].tolist()
+        scores = self.score(prompts, responses)
+        pairs = zip(scores.values.tolist(), scores.scored.tolist(), strict=True)
+        return [value if scored else None for value, scored in pairs]
 
-    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scores (B,), and what each term adds to them: (B,) by name, its weight included.
+    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Scores:
+        """Scores, and what each term adds to them, its weight included.
 
         Not finite where a reward model's are not. Errors: InputError, see `checked_scores`.
         """
-        parts = {
-            name: weight * score_responses(reward, prompts, responses, name)[0].cpu().double()
-            for name, (weight, reward) in self.terms.items()
-        }
+        found = {name: score_responses(reward, prompts, responses, name) for name, (_, reward) in self.terms.items()}
+        parts = {name: weight * found[name].values.cpu().double() for name, (weight, _) in self.terms.items()}
+        scored = torch.stack([scores.scored.cpu() for scores in found.values()]).any(0)
         exact = sum(parts.values(), torch.zeros(len(responses), dtype=torch.float64))
         total = exact.float()
         if bool((torch.isfinite(exact) & ~torch.isfinite(total)).any()):
             sizes = ", ".join(f"{name} {float(part.abs().max()):g}" for name, part in parts.items())
             raise InputError(f"reward sum: beyond the range of float32; the largest of its terms: {sizes}")
-        return total, parts
+        return Scores(total, scored, parts)
 
 
-def score_responses(
-    reward: RewardFn, prompts: Sequence[str], responses: Sequence[str], name: str
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Raw scores (B,), and of a sum what each term adds to them.
-
-    A model's may be anything; a function's are checked (errors: InputError, see `checked_scores`).
-    """
-    if isinstance(reward, RewardModel):
-        return reward.score(prompts, responses), {}
+def score_responses(reward: RewardFn, prompts: Sequence[str], responses: Sequence[str], name: str) -> Scores:
+    """Raw scores. A model's may be anything; a function's are checked (errors: InputError, see `checked_scores`)."""
     if isinstance(reward, WeightedSum):
         return reward.score(prompts, responses)
-    return checked_scores(reward, prompts, responses, name), {}
+    if isinstance(reward, RewardModel):
+        values = reward.score(prompts, responses)
+        return Scores(values, torch.ones(len(responses), dtype=torch.bool), {})
+    values = checked_scores(reward, prompts, responses, name)
+    scored = ~values.isnan()
+    return Scores(torch.where(scored, values, 0.0), scored, {})
 
 
 def checked_scores(
     reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str], name: str
 ) -> Tensor:
-    """Scores (B,) float32 of a reward function that may misbehave.
+    """Scores (B,) float32 of a reward function that may misbehave; nan where it returned None: not scored.
 
     Errors: InputError that names the function, what it did and the sample it did it on; memory that is full is no
     fault of the function's.
@@ -96,11 +106,11 @@ def _checked_scores(
     if returned is None:
         kind = type(answer).__name__
         raise InputError(f"reward {name}: returned {kind}, not one number per response, on {_batch_words(responses)}")
-    scores = [_number(score) for score in returned]
+    scores = [math.nan if score is None else _number(score) for score in returned]
     if len(scores) != len(responses):
         raise InputError(f"reward {name}: returned {len(scores)} scores for {_batch_words(responses)}")
     for score, raw, response in zip(scores, returned, responses, strict=True):
-        if score is None or not math.isfinite(score):
+        if raw is not None and (score is None or not math.isfinite(score)):
             raise InputError(f"reward {name}: the score of {response[:60]!r} is {raw!r}, not a finite number")
     return torch.tensor(scores, dtype=torch.float32)
 
@@ -142,7 +152,10 @@ def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: S
     if gold is None:
         return GoldScores(None)
     try:
-        return GoldScores(checked_scores(gold, prompts, responses, "gold").tolist())
+        scores: list[float] = checked_scores(gold, prompts, responses, "gold").tolist()
+        if any(map(math.isnan, scores)):
+            return GoldScores(None, "reward gold: returned None for a response")
+        return GoldScores(scores)
     except InputError as error:
         return GoldScores(None, str(error))
     except Exception as error:

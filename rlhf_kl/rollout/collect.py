@@ -92,7 +92,7 @@ class Assessor:
         """The rollout of one batch. A reward model's scores may be anything; a function's are checked."""
         prompts, sampled, texts = responses
         device = sampled.ids.device
-        scores, terms = score_responses(self.reward, prompts.texts, texts, self.reward_name)
+        scores, scored, terms = score_responses(self.reward, prompts.texts, texts, self.reward_name)
         traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
         layout = response_layout(prompts, sampled)
         stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
@@ -103,11 +103,12 @@ class Assessor:
             mask=sampled.mask,
             **stats._asdict(),
             scores=scores.to(device),
-            shaped_scores=self.shaping(scores, traits).to(device),
+            shaped_scores=torch.where(scored.to(scores.device), self.shaping(scores, traits), 0.0).to(device),
             ended=sampled.ended,
             prompts=prompts.texts,
             responses=texts,
             score_terms=terms,
+            scored=scored.to(device),
             penalties=self.shaping.penalties(traits),
         )
 

@@ -19,6 +19,7 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.best_of_n import best_of_n
 from rlhf_kl.ops.float64 import float64
 from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
 from rlhf_kl.rollout.collect import Responses, respond
 from rlhf_kl.seeding import shuffled, uniforms
@@ -174,7 +175,10 @@ def score_samples(
     gold: GoldScorer | None,
     report: Callable[[str], None],
 ) -> ReferenceSamples:
-    """Score the reference's responses. `report` is told of a gold scorer that fails, and so is left out."""
+    """Score the reference's responses; those that the reward function does not score are left out.
+
+    `report` is told of a gold scorer that fails, and so is left out. Errors: InputError where nothing is scored.
+    """
     scores, traits, golds = [], [], []
     for batch, sampled, texts in batches:
         scores.append(checked_scores(reward, batch.texts, texts, reward_name))
@@ -185,4 +189,14 @@ def score_samples(
             report(f"{failure}: the reference has no gold score")
             gold, golds = None, []
     together = ResponseTraits(*(torch.cat(column) for column in zip(*traits, strict=True)))
-    return ReferenceSamples(torch.cat(scores), together, groups, golds or None)
+    values = torch.cat(scores)
+    scored = ~values.isnan() if not isinstance(reward, RewardModel) else torch.ones(len(values), dtype=torch.bool)
+    if not bool(scored.any()):
+        raise InputError(f"reward {reward_name}: returned None for every one of {len(values)} reference samples")
+    kept = scored.nonzero().flatten().tolist()
+    return ReferenceSamples(
+        values[scored],
+        ResponseTraits(*(column[scored] for column in together)),
+        [groups[i] for i in kept],
+        [golds[i] for i in kept] if golds else None,
+    )

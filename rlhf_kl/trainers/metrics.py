@@ -99,12 +99,14 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
     logprob_gap, logprob_gap_se = sampling_gap(logprobs + batch.entropy, batch.logprob_variance, mask)
     mean_sequence = float(sequence_kl.mean())
     measured = token_kl if unit == "token" else mean_sequence
-    scores_shaped = float(batch.shaped_scores.mean())
+    scored = batch.scored
+    scores, shaped = batch.scores[scored], batch.shaped_scores[scored]
+    scores_shaped = float(shaped.mean())  # nan where none is scored
     per_position = [float(batch.exact_kl[:, t][mask[:, t]].mean()) for t in range(mask.shape[1]) if mask[:, t].any()]
     return {
-        "objective/scores": float(batch.scores.mean()),
-        "objective/scores_std": float(batch.scores.std(correction=0)),
-        "objective/scores_deciles": _deciles(batch.scores),
+        "objective/scores": float(scores.mean()),
+        "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
+        "objective/scores_deciles": _deciles(scores) if len(scores) else None,
         "objective/scores_shaped": scores_shaped,
         "objective/rlhf_reward": scores_shaped - coef * mean_sequence,
         "objective/kl_share": _share(coef * mean_sequence, scores_shaped),
@@ -131,8 +133,9 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
         "rollout/tokens": int(mask.sum()),
         "rollout/response_length": float(lengths.double().mean()),
         "rollout/eos_rate": float(batch.ended.double().mean()),
-        "rollout/score_length_corr": _correlation(batch.scores, lengths),
-        **{f"reward/{name}": float(part.mean()) for name, part in batch.score_terms.items()},
+        "rollout/score_length_corr": _correlation(scores, lengths[scored]) if len(scores) else None,
+        "rollout/unscored": int((~scored).sum()),
+        **{f"reward/{name}": float(part[scored].mean()) for name, part in batch.score_terms.items()},
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }
 

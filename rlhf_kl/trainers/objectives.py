@@ -26,6 +26,7 @@ class Targets:
     """What the losses of one update pull towards; tensors (B, T)."""
 
     advantages: Tensor  # whitened over the global batch
+    weights: Tensor  # of each token in the losses; 0 outside of the mask
     returns: Tensor
     kl_weight: float  # beta of the KL in the loss, in units of the whitened advantages; 0 = none there
 
@@ -35,16 +36,16 @@ def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce:
     cfg = config.ppo
     estimator = ADVANTAGES[cfg.advantage]
     rewards = shape_rewards(rollout.shaped_scores, kl_in_reward(rollout, config.kl, cfg.gamma), rollout.mask, coef)
-    scale = torch.ones(())
+    scale, learned = torch.ones(()), rollout.weights.bool()
     if cfg.whiten_rewards:
-        rewards, scale = whiten(rewards, rollout.mask, center=False, reduce=reduce)
+        rewards, scale = whiten(rewards, learned, center=False, reduce=reduce)
     advantages, returns = estimator(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
     if config.critic_lam != cfg.lam:
         _, returns = estimator(rewards, rollout.values, rollout.mask, cfg.gamma, config.critic_lam)
-    advantages, std = whiten(advantages, rollout.mask, reduce=reduce)
+    advantages, std = whiten(advantages, learned, reduce=reduce)
     # The KL in the loss stands beside advantages that were divided by these: so is its beta.
     weight = 0.0 if config.kl.placement == "reward" else coef / float(scale * std)
-    return Targets(advantages, returns, weight)
+    return Targets(advantages, rollout.weights, returns, weight)
 
 
 def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:
@@ -59,7 +60,7 @@ def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:
 
 
 class Losses(NamedTuple):
-    """Sums over the N tokens of a microbatch; scalars, the first two with gradients."""
+    """Weighted sums over the N tokens of a microbatch; scalars, the first two with gradients."""
 
     policy: Tensor  # clipped surrogate, with the KL where it belongs into the loss
     value: Tensor
@@ -98,16 +99,17 @@ def ppo_losses(
             return logprobs, exact_kl(x, ref_logits(rows.numbers[at]), temperature)
         return logprobs, ESTIMATORS[kl.estimator](logprobs, ref[at])
 
+    weights = pick(targets.weights)
     logprobs, penalty = logits.map(per_token)
     surrogate, clipped = policy_loss(logprobs, old, pick(targets.advantages), cfg.cliprange)
     value = torch.zeros((), device=ids.device)
     if values is not None:
-        value = value_loss(values, pick(rollout.values), pick(targets.returns), cfg.cliprange_value).sum()
+        value = value_loss(values, pick(rollout.values), pick(targets.returns), cfg.cliprange_value)
     log_ratio = (logprobs - old).detach()
     return Losses(
-        policy=surrogate.sum() + targets.kl_weight * penalty.sum(),
-        value=value,
-        approx_kl=(torch.expm1(log_ratio) - log_ratio).sum(),
-        clipped=clipped.sum(),
+        policy=(weights * (surrogate + targets.kl_weight * penalty)).sum(),
+        value=(weights * value).sum(),
+        approx_kl=(weights * (torch.expm1(log_ratio) - log_ratio)).sum(),
+        clipped=(weights * clipped).sum(),
         max_logratio=log_ratio.abs().max(),
     )

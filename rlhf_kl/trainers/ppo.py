@@ -178,7 +178,7 @@ class PPOTrainer:
         `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
         cfg, device = self.config.ppo, rollout.mask.device
-        tokens = float(self.processes.sum(float64(rollout.mask[rows].sum())))
+        tokens = max(1.0, float(self.processes.sum(float64(targets.weights[rows].sum()))))
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
             pieces = list(self.training_passes(rollout, rows, size))
@@ -232,11 +232,15 @@ class PPOTrainer:
         self, features: StateFeatures, rollout: RolloutBatch, targets: Targets, step: int
     ) -> tuple[float, bool]:
         """Bring the critic towards the returns of this rollout; its loss before that, and whether all was finite."""
+        returns, kept = targets.returns[rollout.mask], features.kept
+        if not bool(rollout.scored.all()):
+            learned = targets.weights[rollout.mask] > 0
+            returns, kept = returns[learned], kept[learned]
         return fit_critic(
             features.critic,
             self.optimizer,
-            features.kept,
-            targets.returns[rollout.mask],
+            kept,
+            returns,
             epochs=self.config.ppo.critic_epochs,
             seed=self.config.run.seed,
             step=step,
@@ -245,7 +249,7 @@ class PPOTrainer:
 
     def explained_variance(self, rollout: RolloutBatch, targets: Targets) -> float:
         """1 - var(returns - values) / var(returns), over the global batch."""
-        mask, reduce = rollout.mask, self.processes.sum
+        mask, reduce = targets.weights.bool(), self.processes.sum
 
         def variance(x: Tensor) -> Tensor:
             return masked_mean((x - masked_mean(x, mask, reduce=reduce)) ** 2, mask, reduce=reduce)

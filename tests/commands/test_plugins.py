@@ -362,3 +362,35 @@ def test_eval_and_generate_read_them_too(rlhf_kl: Cli, checked: Path, tmp_path: 
     outcome = rlhf_kl("eval", "--run", run, "--json", "--plugins")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["gold"] == 1.0
+
+
+@pytest.mark.parametrize("value", ["features", "head"])
+def test_responses_without_a_score_are_left_out(rlhf_kl: Cli, checked: Path, tmp_path: Path, value: str) -> None:
+    """Half of the prompts have no score. Were they counted as 0, scores and returns would lie between."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses):\n"
+        "    return [None if p[0] in 'ab' else 3.0 + r.count('c') for p, r in zip(prompts, responses)]\n"
+    )
+    changes = [
+        "reward.kind=mine.py:f",
+        "reward.gold=null",
+        "reward.normalize=false",
+        "rollout.reference_samples=256",
+        f"policy.value={value}",
+    ]
+    settings = [word for change in changes for word in ("--set", change)]
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *settings)
+    assert outcome.code == 0, outcome.err
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert all(0 < row["rollout/unscored"] < 16 and row["objective/scores"] >= 3.0 for row in rows)
+    assert all(row["eval/scores"] >= 3.0 for row in rows if "eval/scores" in row)
+    samples = list(read_jsonl(tmp_path / "run" / "samples.jsonl"))
+    assert all((sample["score"] is None) == (sample["prompt"][0] in "ab") for sample in samples)
+
+
+def test_a_reward_that_scores_nothing_is_told_at_the_start(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(prompts, responses):\n    return [None] * len(responses)\n")
+    changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=null")
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
+    assert outcome.code == 2
+    assert "returned None for every one of 64 reference samples" in outcome.err

@@ -135,7 +135,7 @@ def training(world: World) -> list[Tensor]:
 
     def use(logits: Logits, hidden: Tensor) -> Any:
         values = world.model.value(rows, hidden)
-        targets = Targets(advantages, returns, 0.7)
+        targets = Targets(advantages, torch.ones_like(advantages), returns, 0.7)
         return ppo_losses(rollout, targets, rows, logits, values, config, world.reference.logits)
 
     losses = world.model.policy.states(rows, use)

@@ -119,8 +119,10 @@ def test_sampler_scoring_and_training_agree_in_float32(
     rows = rollout.layout.pack(range(len(rollout)))
     zeros, config = torch.zeros(rollout.mask.shape), TrainConfig.model_validate({"rollout": {"temperature": 0.8}})
 
+    targets = Targets(zeros, torch.ones_like(zeros), zeros, 0.0)
+
     def first(logits: Any, _: Tensor) -> Losses:
-        return ppo_losses(rollout, Targets(zeros, zeros, 0.0), rows, logits, None, config, states.logits)
+        return ppo_losses(rollout, targets, rows, logits, None, config, states.logits)
 
     losses = lm.states(rows, first)
     assert float(losses.max_logratio) < 1e-3

@@ -30,7 +30,7 @@ def returns(value: Any) -> Callable[..., Any]:
     return lambda prompts, responses: value
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high", True, [1.0]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", True, [1.0]])
 def test_a_score_that_is_no_finite_number_names_its_sample(value: Any) -> None:
     message = problem(returns([1.0, value, 2.0]))
     assert "'second'" in message
@@ -134,7 +134,7 @@ def test_a_sum_of_scorers_that_misbehave_names_the_one() -> None:
 
 
 def test_a_sum_says_what_each_term_adds() -> None:
-    total, parts = WeightedSum({"x": (2.0, returns([1.0, 2.0, 3.0])), "y": (-1.0, returns([0.0, 1.0, 5.0]))}).score(
+    total, _, parts = WeightedSum({"x": (2.0, returns([1.0, 2.0, 3.0])), "y": (-1.0, returns([0.0, 1.0, 5.0]))}).score(
         PROMPTS, RESPONSES
     )
     assert total.tolist() == [2.0, 3.0, 1.0]
@@ -142,9 +142,10 @@ def test_a_sum_says_what_each_term_adds() -> None:
 
 
 def test_of_a_plain_function_there_are_no_terms() -> None:
-    scores, terms = score_responses(returns([1.0, 2.0, 3.0]), PROMPTS, RESPONSES, "x")
+    scores, scored, terms = score_responses(returns([1.0, 2.0, 3.0]), PROMPTS, RESPONSES, "x")
+    assert bool(scored.all())
     assert (scores.tolist(), terms) == ([1.0, 2.0, 3.0], {})
-    summed, terms = score_responses(WeightedSum({"y": (2.0, returns([1.0, 2.0, 3.0]))}), PROMPTS, RESPONSES, "x")
+    summed, _, terms = score_responses(WeightedSum({"y": (2.0, returns([1.0, 2.0, 3.0]))}), PROMPTS, RESPONSES, "x")
     assert summed.tolist() == terms["y"].tolist() == [2.0, 4.0, 6.0]
 
 
@@ -180,8 +181,24 @@ def test_a_reward_models_score_in_a_sum_may_be_anything(tiny_reward_folder: Path
     scorer = RewardModel(model, tokenizer, form=text_format(model))
     terms = {"model": (0.5, scorer), "count": (2.0, returns([1.0, 1.0, 1.0]))}
     prompts, responses = ["a", "a", "a"], ["bb", "dd", "cc"]
-    total, parts = WeightedSum(terms).score(prompts, responses)
+    total, _, parts = WeightedSum(terms).score(prompts, responses)
     assert torch.isfinite(total).tolist() == [True, False, True]
     assert torch.isfinite(parts["model"]).tolist() == [True, False, True]
     with pytest.raises(InputError, match="reward count: the score of 'dd' is nan"):
         WeightedSum(terms | {"count": (2.0, returns([1.0, float("nan"), 1.0]))}).score(prompts, responses)
+
+
+def test_a_response_that_is_not_scored_counts_in_no_sum() -> None:
+    """As TRL adds up several functions: None adds nothing, and a response without any score has none."""
+    some, others = returns([1.0, None, None]), returns([10.0, 20.0, None])
+    values, scored, terms = score_responses(some, PROMPTS, RESPONSES, "x")
+    assert values.tolist() == [1.0, 0.0, 0.0]
+    assert scored.tolist() == [True, False, False]
+    assert terms == {}
+    both = WeightedSum({"a": (2.0, some), "b": (0.5, others)})
+    values, scored, terms = score_responses(both, PROMPTS, RESPONSES, "x")
+    assert values.tolist() == [7.0, 10.0, 0.0]
+    assert scored.tolist() == [True, True, False]
+    assert terms["a"].tolist() == [2.0, 0.0, 0.0]
+    assert both(PROMPTS, RESPONSES) == [7.0, 10.0, None]
+    assert gold_scores_of(some, PROMPTS, RESPONSES).failure == "reward gold: returned None for a response"

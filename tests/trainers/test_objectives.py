@@ -129,7 +129,7 @@ QUARTERS = torch.tensor([0.25, 0.75]).log()
 def losses(
     advantages: list[float], values: Tensor | None = None, weight: float = 0.0, logits: Tensor = HALVES, **config: Any
 ) -> Losses:
-    made = Targets(torch.tensor(advantages).unsqueeze(1), torch.full((2, 1), 2.0), weight)
+    made = Targets(torch.tensor(advantages).unsqueeze(1), torch.ones(2, 1), torch.full((2, 1), 2.0), weight)
     rows = PAIR.layout.pack([0, 1])
     settings = TrainConfig.model_validate(config)
     lazy = Logits(lambda x: x, logits, 2)
