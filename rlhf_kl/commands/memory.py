@@ -44,7 +44,7 @@ def estimate_memory(config: TrainConfig, parts: Parts, tokens: int) -> MemoryEst
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     weights = parameter_count(policy)
     value = 0
-    if config.policy.value == "separate":
+    if config.critic == "separate":
         value = parameter_count(policy)
         trained += value
     reference = 0 if has_adapter(policy) else parameter_count(parts.reference.module)
@@ -59,7 +59,7 @@ def estimate_memory(config: TrainConfig, parts: Parts, tokens: int) -> MemoryEst
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     cache = config.rollout.batch_size * tokens * layers * 2 * width * size
-    features = feature_count(parts) if config.policy.value == "features" else 0
+    features = feature_count(parts) if config.critic == "features" else 0
     return MemoryEstimate(
         models=models,
         states=config.rollout.batch_size * response * (hidden + features) * FLOAT,
@@ -96,7 +96,7 @@ def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, toke
 
 def _models(config: TrainConfig) -> int:
     """Models that a training pass goes through; a separate value function is about as large as the policy."""
-    return 2 if config.policy.value == "separate" else 1
+    return 2 if config.critic == "separate" else 1
 
 
 def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:

@@ -71,7 +71,8 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     for scorer in plugin_scorers(reward, gold).values():
         scorer.columns_of([*train.texts, *kept.texts])
     batch = config.rollout.batch_size
-    prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows)
+    each = config.rollout.samples_per_prompt
+    prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
     heldout = PromptStream(kept.texts, tokenizer, min(EVAL_PROMPTS, len(kept.texts)), config.run.seed, kept.rows)
     texts = resolver.texts(
         config.eval.texts,
@@ -149,17 +150,21 @@ def prompt_format(data: PromptsSection) -> PromptFormat:
 
 
 def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
-    """The policy with its value function: a critic on features, a zero head on its trunk, or a trunk of its own.
+    """The policy with its value function, if it has one.
+
+    It is a critic on features, a zero head on the policy's trunk, or a trunk of its own.
 
     The separate one starts from the reward model where that reads the policy's rows, else from the policy.
     `mean` and `std`: of the reference's shaped scores.
     """
     policy, device, dtype = parts.policy, parts.policy.device, compute_dtype(config.run.dtype)
-    if config.policy.value == "features":
+    if config.critic is None:
+        return ActorCritic(policy)
+    if config.critic == "features":
         size = feature_count(parts)
         return ActorCritic(policy, critic=FeatureCritic(size, mean, std, config.run.seed).to(device))
     hidden_size = policy.model.config.get_text_config().hidden_size
-    if config.policy.value == "head":
+    if config.critic == "head":
         return ActorCritic(policy, HeadValue(hidden_size).to(device))
     reward = parts.reward
     if isinstance(reward, RewardModel) and _reads_rows_of(parts, reward) and _has_one_output(reward):

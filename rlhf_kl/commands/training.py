@@ -191,7 +191,9 @@ def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, 
     written = config.kl.controller.coef
     if not isinstance(written, str):
         return written, ""
-    return scores.solve(config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0))
+    scaled = config.ppo.advantage == "grpo" and config.ppo.scale_by_group_std
+    budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
+    return scores.solve(budget, scaled=scaled)
 
 
 def fingerprints(parts: Parts) -> dict[str, str]:

@@ -31,9 +31,14 @@ def gradient_notes(config: TrainConfig) -> list[str]:
 
 def unused_notes(config: TrainConfig) -> list[str]:
     """Settings of a kind of value function that the run does not have."""
+    defaults = PPOSection()
+    if config.critic is None:
+        unused = ("lam", "critic_lam", "critic_epochs", "critic_learning_rate", "cliprange_value", "vf_coef")
+        written = [f"ppo.{name}" for name in unused if getattr(config.ppo, name) != getattr(defaults, name)]
+        written += ["policy.value"] if "value" in config.policy.model_fields_set else []
+        return [f"{name} is not used: ppo.advantage is {config.ppo.advantage}, without a critic" for name in written]
     features = config.policy.value == "features"
     names = ("vf_coef", "cliprange_value") if features else ("critic_epochs", "critic_learning_rate")
-    defaults = PPOSection()
     return [
         f"ppo.{name} is not used: policy.value is {config.policy.value}"
         for name in names

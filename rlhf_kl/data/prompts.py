@@ -90,9 +90,12 @@ class PromptStream:
         batch_size: int,
         seed: int,
         rows: Sequence[list[int]] | None = None,
+        samples: int = 1,
     ) -> None:
+        """`samples`: responses to each prompt, neighbours in a batch; divides `batch_size`."""
         self.texts, self.batch_size, self.seed = list(texts), batch_size, seed
         self.rows = encode_all(tokenizer, self.texts) if rows is None else list(rows)
+        self.samples = samples
         self.pad_id: int = tokenizer.pad_token_id
         self._epoch = -1
         self._order: list[int] = []
@@ -108,7 +111,7 @@ class PromptStream:
     def batch(self, step: int, offset: int = 0, rows: int | None = None) -> PromptBatch:
         """Prompts `offset` to `offset + rows` of the global batch of a step (steps count from 1)."""
         start = (step - 1) * self.batch_size + offset
-        return self.pick([self._index(i) for i in range(start, start + (rows or self.batch_size))])
+        return self.pick([self._index(i // self.samples) for i in range(start, start + (rows or self.batch_size))])
 
     def pick(self, indices: Sequence[int]) -> PromptBatch:
         """The prompts with these indices, left-padded."""

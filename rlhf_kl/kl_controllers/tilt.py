@@ -39,12 +39,13 @@ class Solution(NamedTuple):
         )
 
 
-def centre_groups(scores: Sequence[float], groups: Sequence[Hashable]) -> list[float]:
+def centre_groups(scores: Sequence[float], groups: Sequence[Hashable], *, scale: bool = False) -> list[float]:
     """Scores less the mean of their group (a group = the responses to one prompt).
 
     Only the spread within a prompt can be bought with KL. The rest of a group of m is scaled by
     sqrt(m / (m - 1)), which keeps the within-group variance right when m is small. Groups of one have
     no spread and are left out, unless there are no others: then the common mean is taken off.
+    scale: divide them by their group's standard deviation too, and leave out the groups that have none.
     """
     if len(scores) != len(groups):
         raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
@@ -57,8 +58,10 @@ def centre_groups(scores: Sequence[float], groups: Sequence[Hashable]) -> list[f
     centred = []
     for values in usable:
         mean = math.fsum(values) / len(values)
-        scale = math.sqrt(len(values) / max(1, len(values) - 1))
-        centred += [(value - mean) * scale for value in values]
+        rest = [value - mean for value in values]
+        size = math.sqrt(math.fsum(x * x for x in rest) / len(rest)) if scale else 1.0
+        factor = (1.0 if scale else math.sqrt(len(values) / max(1, len(values) - 1))) / size if size > 0.0 else None
+        centred += [] if factor is None else [x * factor for x in rest]
     return centred
 
 

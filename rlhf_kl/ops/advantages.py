@@ -1,14 +1,11 @@
-"""Advantage estimators: rewards and values in, advantages and returns out."""
+"""Advantage estimators: from values (`gae`), or from several responses to one prompt (`rloo`, `grpo`)."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# rewards, values, mask (B, T), gamma, lam -> advantages and returns (B, T), zeros outside of the mask
-Estimator = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+GROUP_EPSILON = 1e-4  # beside a group's standard deviation, as in TRL
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -31,4 +28,50 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, (advantages + values) * live
 
 
-ESTIMATORS: dict[str, Estimator] = {"gae": gae}
+def rloo(scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Advantages and weights of the tokens, both (B, T), zeros outside the mask.
+
+    Score less the mean score of the others in its group, and penalties to go less those of the others at the same
+    position: neither baseline depends on the response itself, so the expected gradient is that of the objective.
+
+    scores (B,), of responses in groups of `group` neighbours; penalties (B, T), what each token pays for its KL;
+    scored (B,) bool: a response without a score has weight 0 and is in no baseline, and with a single score left in
+    a group there is none to compare it with.
+    Source: Ahmadian et al. 2024 (2402.14740), equation 6; the second baseline is ours.
+    """
+    column = scores.unsqueeze(1)
+    others, count = _others(column, scored.unsqueeze(1), group)
+    return _with_penalties(torch.where(count > 0, column - others, 0.0), penalties, mask & scored.unsqueeze(1), group)
+
+
+def grpo(
+    scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group: int, *, scale_by_std: bool = True
+) -> tuple[Tensor, Tensor]:
+    """As `rloo`, with the score less its group's mean, divided by the group's standard deviation (sample) if asked.
+
+    The mean holds the response's own score, which scales the gradient by (n - 1) / n; the division weighs prompts by
+    how little their scores differ, so the expected gradient is not that of the mean score (Liu et al. 2025,
+    2503.20783). Penalties are not divided. Source: Shao et al. 2024 (2402.03300), section 4.1.
+    """
+    grouped, known = scores.view(-1, group), scored.view(-1, group)
+    count = known.sum(1, keepdim=True)
+    mean = torch.where(known, grouped, 0.0).sum(1, keepdim=True) / count.clamp_min(1)
+    rest = torch.where(known, grouped - mean, 0.0)
+    if scale_by_std:
+        rest = rest / ((rest.square().sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt() + GROUP_EPSILON)
+    return _with_penalties(rest.view(-1, 1), penalties, mask & scored.unsqueeze(1), group)
+
+
+def _with_penalties(scores: Tensor, penalties: Tensor, live: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Advantages of scores (B, 1) less those of the penalties to go, and the tokens' weights."""
+    to_go = torch.where(live, penalties, 0.0).flip(1).cumsum(1).flip(1)
+    advantages = scores - (to_go - _others(to_go, live, group)[0])
+    return torch.where(live, advantages, 0.0), live.to(advantages.dtype)
+
+
+def _others(x: Tensor, known: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Mean (B, T) of `x` over the others of a group where it is known (B, T), 0 where no other is; and how many are."""
+    values, there = torch.where(known, x, 0.0).view(-1, group, x.shape[1]), known.view(-1, group, x.shape[1])
+    count = there.sum(1, keepdim=True) - there.int()
+    mean = (values.sum(1, keepdim=True) - values) / count.clamp_min(1)
+    return torch.where(count > 0, mean, 0.0).view_as(x), count.view_as(x)

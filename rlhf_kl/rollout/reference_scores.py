@@ -51,13 +51,16 @@ class ReferenceScores:
             "cannot tell them apart: set reward.normalize=true, or a larger reward.clip"
         ]
 
-    def solve(self, sequence_kl: float) -> tuple[float, str]:
+    def solve(self, sequence_kl: float, *, scaled: bool = False) -> tuple[float, str]:
         """The beta at which tilting has this KL, and a note where it had to be extrapolated.
+
+        `scaled`: scores are divided by the spread of their prompt's.
 
         Errors: InputError where the samples cannot say.
         """
         try:
-            solution = solve_tilt(self.centred, sequence_kl, min_ess=self.min_ess)
+            scores = centre_groups(self.shaped, self.groups, scale=True) if scaled else self.centred
+            solution = solve_tilt(scores, sequence_kl, min_ess=self.min_ess)
         except ValueError as error:
             raise InputError(f"kl.controller.coef: auto finds none: within a prompt {error}; give a number") from error
         return solution.coef, solution.note

@@ -135,9 +135,19 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
         "rollout/eos_rate": float(batch.ended.double().mean()),
         "rollout/score_length_corr": _correlation(scores, lengths[scored]) if len(scores) else None,
         "rollout/unscored": int((~scored).sum()),
+        "rollout/equal_groups": _equal_groups(batch, config.rollout.samples_per_prompt),
         **{f"reward/{name}": float(part[scored].mean()) for name, part in batch.score_terms.items()},
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }
+
+
+def _equal_groups(batch: RolloutBatch, size: int) -> int | None:
+    """Groups whose scores are all the same, so that only their KL counts; None for groups of one."""
+    if size == 1:
+        return None
+    shaped = torch.where(batch.scored, batch.shaped_scores, math.nan).view(-1, size).double()
+    spread = shaped.nan_to_num(nan=-math.inf).amax(1) - shaped.nan_to_num(nan=math.inf).amin(1)
+    return int((spread <= 0).sum())
 
 
 def _share(penalty: float, score: float) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import KLSection, TrainConfig
 from rlhf_kl.models.logits import Logits
-from rlhf_kl.ops.advantages import ESTIMATORS as ADVANTAGES
+from rlhf_kl.ops.advantages import gae, grpo, rloo
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
@@ -25,27 +25,47 @@ from rlhf_kl.types import RolloutBatch
 class Targets:
     """What the losses of one update pull towards; tensors (B, T)."""
 
-    advantages: Tensor  # whitened over the global batch
+    advantages: Tensor
     weights: Tensor  # of each token in the losses; 0 outside of the mask
     returns: Tensor
-    kl_weight: float  # beta of the KL in the loss, in units of the whitened advantages; 0 = none there
+    kl_weight: float  # beta of the KL in the loss, in units of the advantages; 0 = none there
 
 
 def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce: Reduce) -> Targets:
     """r_t = -beta KL_t + 1[t = T] score, then advantages and returns; `reduce` sums over processes."""
-    cfg = config.ppo
-    estimator = ADVANTAGES[cfg.advantage]
-    rewards = shape_rewards(rollout.shaped_scores, kl_in_reward(rollout, config.kl, cfg.gamma), rollout.mask, coef)
-    scale, learned = torch.ones(()), rollout.weights.bool()
+    kl = kl_in_reward(rollout, config.kl, config.ppo.gamma)
+    targets = _critic_targets if config.critic else _group_targets
+    advantages, weights, returns, scale = targets(rollout, kl, coef, config, reduce)
+    # The KL in the loss stands beside advantages that were divided by `scale`: so is its beta.
+    return Targets(advantages, weights, returns, 0.0 if config.kl.placement == "reward" else coef / scale)
+
+
+TargetTensors = tuple[Tensor, Tensor, Tensor, float]  # advantages, weights, returns; what advantages were divided by
+
+
+def _critic_targets(
+    rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig, reduce: Reduce
+) -> TargetTensors:
+    """With a value function; advantages are whitened over the global batch."""
+    cfg, learned, scale = config.ppo, rollout.weights.bool(), torch.ones(())
+    rewards = shape_rewards(rollout.shaped_scores, kl, rollout.mask, coef)
     if cfg.whiten_rewards:
         rewards, scale = whiten(rewards, learned, center=False, reduce=reduce)
-    advantages, returns = estimator(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
+    advantages, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
     if config.critic_lam != cfg.lam:
-        _, returns = estimator(rewards, rollout.values, rollout.mask, cfg.gamma, config.critic_lam)
+        _, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, config.critic_lam)
     advantages, std = whiten(advantages, learned, reduce=reduce)
-    # The KL in the loss stands beside advantages that were divided by these: so is its beta.
-    weight = 0.0 if config.kl.placement == "reward" else coef / float(scale * std)
-    return Targets(advantages, rollout.weights, returns, weight)
+    return advantages, rollout.weights, returns, float(scale * std)
+
+
+def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig, _: Reduce) -> TargetTensors:
+    """By the other responses to the prompt; advantages stay in units of the shaped score (or of its group's spread)."""
+    figures = (rollout.shaped_scores, coef * kl, rollout.mask, rollout.scored, config.rollout.samples_per_prompt)
+    if config.ppo.advantage == "rloo":
+        advantages, weights = rloo(*figures)
+    else:
+        advantages, weights = grpo(*figures, scale_by_std=config.ppo.scale_by_group_std)
+    return advantages, weights, torch.zeros_like(advantages), 1.0
 
 
 def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:

@@ -159,7 +159,7 @@ class PPOTrainer:
             "policy/grad_norm": totals["grad_norm"] / totals["steps"] if totals["steps"] else math.nan,
             "policy/learning_rate": self.optimizer.param_groups[0]["lr"],
             "policy/epochs": done * cfg.minibatch_size / self.config.rollout.batch_size,
-            "value/loss": means["value_loss"],
+            "value/loss": means["value_loss"] if self.config.critic else math.nan,
             "value/explained_variance": self.explained_variance(rollout, targets),
         }, skipped
 
@@ -222,7 +222,7 @@ class PPOTrainer:
         """The rows of a minibatch in microbatches of at most `size` rows and near-equal length."""
         device, most = rollout.mask.device, 1 << 40
         if self.config.ppo.microbatch_size is None:
-            models = 2 if self.config.policy.value == "separate" else 1  # the value function is about as large
+            models = 2 if self.config.critic == "separate" else 1  # the value function is about as large
             most = tokens_of_a_pass(self.model.policy.module, device, self.config.run.dtype, models=models)
         # Layers that compute their activations again keep no keys and values that rows could share.
         share = not self.config.policy.gradient_checkpointing
@@ -248,7 +248,9 @@ class PPOTrainer:
         )
 
     def explained_variance(self, rollout: RolloutBatch, targets: Targets) -> float:
-        """1 - var(returns - values) / var(returns), over the global batch."""
+        """1 - var(returns - values) / var(returns), over the global batch; nan without a critic."""
+        if self.config.critic is None:
+            return math.nan
         mask, reduce = targets.weights.bool(), self.processes.sum
 
         def variance(x: Tensor) -> Tensor:

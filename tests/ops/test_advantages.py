@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.ops.advantages import gae
+from rlhf_kl.ops.advantages import gae, grpo, rloo
 
 
 def left_run(*lengths: int, width: int) -> Tensor:
@@ -71,3 +73,52 @@ def test_the_inputs_stay_as_they_were(batch: tuple[Tensor, Tensor, Tensor]) -> N
     copies = [x.clone() for x in batch]
     gae(*batch, 0.9, 0.8)
     assert all(torch.equal(a, b) for a, b in zip(batch, copies, strict=True))
+
+
+# ---- groups
+
+MASK = left_run(3, 1, 2, 2, width=3)  # two groups of two
+PENALTIES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [0.5, 0.5, 9.0], [1.0, 0.0, 9.0]])
+EVERY = torch.ones(4, dtype=torch.bool)
+
+
+def test_rloo_by_hand() -> None:
+    """Scores less the other's; penalties to go less the other's at the same place, where it has got that far."""
+    advantages, weights = rloo(torch.tensor([3.0, 1.0, 5.0, 5.0]), PENALTIES, MASK, EVERY, 2)
+    expected = [[2 - (6 - 4), 2 - 5, 2 - 3], [-2 - (4 - 6), 0, 0], [-(1 - 1), -0.5, 0], [0, 0.5, 0]]
+    assert torch.equal(advantages, torch.tensor(expected, dtype=torch.float32))
+    assert torch.equal(weights, MASK.float())
+
+
+def test_grpo_by_hand() -> None:
+    nothing = torch.zeros_like(PENALTIES)
+    scores, mask = torch.tensor([1.0, 2.0, 6.0]), torch.ones(3, 1, dtype=torch.bool)
+    scaled, _ = grpo(scores, nothing[:3, :1], mask, EVERY[:3], 3)
+    torch.testing.assert_close(scaled.flatten(), torch.tensor([-2.0, -1.0, 3.0]) / (7**0.5 + 1e-4))
+    plain, _ = grpo(scores, nothing[:3, :1], mask, EVERY[:3], 3, scale_by_std=False)
+    assert plain.flatten().tolist() == [-2.0, -1.0, 3.0]
+
+
+@pytest.mark.parametrize("estimator", [rloo, grpo])
+def test_penalties_are_not_divided_by_the_spread_of_the_scores(estimator: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    scores = torch.tensor([100.0, -100.0, 3.0, 2.0])
+    without, _ = estimator(scores, torch.zeros_like(PENALTIES), MASK, EVERY, 2)
+    paid, _ = estimator(scores, PENALTIES, MASK, EVERY, 2)
+    expected = torch.tensor([[-2.0, -5.0, -3.0], [2.0, 0.0, 0.0], [0.0, -0.5, 0.0], [0.0, 0.5, 0.0]])
+    torch.testing.assert_close(paid - without, expected)
+
+
+@pytest.mark.parametrize("estimator", [rloo, grpo])
+def test_a_response_without_a_score_changes_nothing_of_the_others(
+    estimator: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    mask, noise = left_run(2, 3, 1, 3, 2, 2, width=3), torch.Generator().manual_seed(0)
+    scores, penalties = torch.randn(6, generator=noise), torch.rand(6, 3, generator=noise)
+    scored = torch.tensor([True, False, True, True, False, False])
+    advantages, weights = estimator(scores, penalties, mask, scored, 3)
+    alone, _ = estimator(scores[[0, 2]], penalties[[0, 2]], mask[[0, 2]], scored[[0, 2]], 2)
+    torch.testing.assert_close(advantages[[0, 2]], alone)
+    assert torch.equal(weights, (mask & scored.unsqueeze(1)).float())
+    # The only one of its group with a score has nothing to compare it with, and its KL still counts.
+    torch.testing.assert_close(advantages[3], -penalties[3].flip(0).cumsum(0).flip(0))
+    assert not advantages[[1, 4, 5]].any()

@@ -7,12 +7,13 @@ listed, so that expectations over the policy's samples are sums and gradients co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.ops.advantages import gae
+from rlhf_kl.ops.advantages import gae, grpo, rloo
 from rlhf_kl.ops.kl import estimate_kl
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss
@@ -264,3 +265,86 @@ def test_the_exact_form_has_less_variance_than_k1(models: Models) -> None:
 
     sampled = variance(estimate_kl(logprobs.detach(), ref_logprobs, "k1"), 0.0)
     assert variance(kl_of_next_states(exact.detach(), policy.mask, 1.0), BETA) < sampled
+
+
+# ---- groups of responses instead of a value function
+
+
+class Pairs:
+    """Every pair of responses to one prompt, as groups of two; the symbol 0 ends a response."""
+
+    def __init__(self, seed: int) -> None:
+        self.policy, self.reference = Tables(2, seed), Tables(2, seed + 10)
+        ids = self.policy.ids
+        count = len(ids)
+        self.mask = torch.cat([torch.ones(count, 1, dtype=torch.bool), ids[:, :1] != 0], 1)
+        prefix = torch.where(
+            self.mask[:, 1], ids[:, 0] * VOCABULARY + ids[:, 1], 0
+        )  # what comes after an end is not read
+        noise = torch.Generator().manual_seed(seed)
+        self.scores = torch.randn(VOCABULARY**2, generator=noise, dtype=torch.float64)[prefix]
+        self.rows = torch.cartesian_prod(torch.arange(count), torch.arange(count)).flatten()  # neighbours are a pair
+        self.scored = torch.ones(len(self.rows), dtype=torch.bool)
+
+    def true_gradient(self) -> Tensor:
+        """Of -E[score] + BETA KL, of whole responses up to their end."""
+        logprobs, ref_logprobs, _, _ = pieces(self.policy, self.reference)
+        kl = torch.where(self.mask, logprobs - ref_logprobs, 0.0).sum(1)
+        return gradient((self.policy.log_p().exp() * (BETA * kl - self.scores)).sum(), self.policy)
+
+    def gradient(self, estimator: Callable[..., tuple[Tensor, Tensor]], placement: str, beta: float = BETA) -> Tensor:
+        """The expected gradient of a batch of one group, per response."""
+        logprobs, ref_logprobs, p, exact = pieces(self.policy, self.reference)
+        live = exact.detach() * self.mask
+        pay = {
+            "reward": logprobs.detach() - ref_logprobs,
+            "rao_blackwell": kl_of_next_states(live, self.mask, 1.0),
+            "loss": torch.zeros_like(live),
+        }[placement]
+        rows = self.rows
+        advantages, weights = estimator(self.scores[rows], beta * pay[rows], self.mask[rows], self.scored, 2)
+        surrogate, _ = policy_loss(logprobs[rows], logprobs[rows].detach(), advantages, 0.2)
+        in_loss = 0.0 if placement == "reward" else beta * exact[rows]
+        losses = (weights * (surrogate + in_loss)).sum(1).view(-1, 2).mean(1)
+        first, second = rows.view(-1, 2).T
+        return gradient((p[first] * p[second] * losses).sum(), self.policy)
+
+    def win_gradient(self) -> Tensor:
+        """Of -P(a response scores higher than one of the policy as it is) + P(lower), over the square root of two."""
+        logprobs, _, p, _ = pieces(self.policy, self.reference)
+        wins = torch.sign(self.scores.unsqueeze(1) - self.scores) @ p / 2**0.5
+        return -gradient((torch.where(self.mask, logprobs, 0.0).sum(1) * p * wins).sum(), self.policy)
+
+
+@pytest.mark.parametrize("placement", ["reward", "rao_blackwell"])
+def test_rloo_has_the_gradient_of_score_and_kl(placement: str) -> None:
+    pairs = Pairs(1)
+    torch.testing.assert_close(pairs.gradient(rloo, placement), pairs.true_gradient())
+
+
+def test_the_kl_in_the_loss_beside_rloo_leaves_out_later_states() -> None:
+    """As beside `gae`: the score's part is right, and the KL's is that of each state by itself."""
+    pairs = Pairs(2)
+    _, _, p, exact = pieces(pairs.policy, pairs.reference)
+    states = gradient((p * torch.where(pairs.mask, exact, 0.0).sum(1)).sum(), pairs.policy)
+    score = pairs.gradient(rloo, "reward", beta=0.0)
+    torch.testing.assert_close(pairs.gradient(rloo, "loss"), score + BETA * states)
+
+
+@pytest.mark.parametrize("placement", ["reward", "rao_blackwell"])
+def test_the_mean_of_a_group_of_two_halves_the_scores_gradient_and_not_the_kls(placement: str) -> None:
+    pairs = Pairs(3)
+    score = pairs.gradient(rloo, placement, beta=0.0)
+    found = pairs.gradient(partial(grpo, scale_by_std=False), placement)
+    torch.testing.assert_close(found, pairs.true_gradient() - score / 2)
+
+
+def test_dividing_by_the_spread_of_two_leaves_only_who_wins() -> None:
+    """The known bias of GRPO: how much better a response is does not count. Two scores over their standard deviation
+    are plus and minus 1 over the square root of 2."""
+    pairs = Pairs(4)
+    score = pairs.gradient(rloo, "reward", beta=0.0)
+    kl = pairs.true_gradient() - score
+    found = pairs.gradient(grpo, "reward")
+    torch.testing.assert_close(found, pairs.win_gradient() + kl, rtol=1e-3, atol=1e-4)  # 1e-4 beside the spread
+    assert float(torch.cosine_similarity(found - kl, score, dim=0)) < 0.99

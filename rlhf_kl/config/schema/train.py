@@ -80,8 +80,15 @@ class RolloutSection(Section):
     """Length at which a response is cut off."""
     temperature: Positive = 1.0
     """Sampling temperature; every log-probability uses it too."""
+    samples_per_prompt: Count = 1
+    """Responses to each prompt of a batch; divides batch_size. rloo and grpo compare them."""
     reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] = 1024
     """Responses of the reference drawn at the start, to normalise scores and to find the first beta."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        require_divides("rollout.samples_per_prompt", self.samples_per_prompt, "rollout.batch_size", self.batch_size)
+        return self
 
 
 class PPOSection(OptimiserSection):
@@ -105,8 +112,13 @@ class PPOSection(OptimiserSection):
     """
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
-    advantage: Literal["gae"] = "gae"
-    """How advantages are estimated: gae, generalised advantage estimation."""
+    advantage: Literal["gae", "rloo", "grpo"] = "gae"
+    """How advantages are estimated: gae, by a value function; rloo and grpo, by the other responses to the prompt.
+
+    In all three beta counts in units of the shaped score, before any division by a spread.
+    """
+    scale_by_group_std: bool = True
+    """Where advantage is grpo: divide scores by the standard deviation of their group."""
     gamma: Unit = 1.0
     """Discount."""
     lam: Unit = 0.95
@@ -131,8 +143,12 @@ class PPOSection(OptimiserSection):
     """End an update early above this KL (nats per token) of the policy to the one that sampled."""
 
     @model_validator(mode="after")
-    def _divides(self) -> Self:
+    def _agrees(self) -> Self:
         require_divides("ppo.microbatch_size", self.microbatch_size or 1, "ppo.minibatch_size", self.minibatch_size)
+        if self.advantage != "gae":
+            fixed: dict[str, Any] = {"gamma": 1.0, "value_warmup": 0, "whiten_rewards": False}
+            wrong = {name: getattr(self, name) for name, value in fixed.items() if getattr(self, name) != value}
+            refuse(*(f"ppo.{name} is only for ppo.advantage gae: {value!r}" for name, value in wrong.items()))
         return self
 
 
@@ -223,6 +239,11 @@ class TrainConfig(Section):
         return max(1, self.updates - self.ppo.value_warmup)
 
     @property
+    def critic(self) -> Literal["features", "head", "separate"] | None:
+        """The kind of value function; None where the advantages need none."""
+        return self.policy.value if self.ppo.advantage == "gae" else None
+
+    @property
     def critic_lam(self) -> float:
         """Lambda of the value function's targets."""
         otherwise = 1.0 if self.policy.value == "features" else self.ppo.lam
@@ -235,4 +256,9 @@ class TrainConfig(Section):
         rollout: RolloutSection | None = info.data.get("rollout")
         if rollout is not None:
             require_divides("ppo.minibatch_size", ppo.minibatch_size, "rollout.batch_size", rollout.batch_size)
+            if ppo.advantage != "gae" and rollout.samples_per_prompt < 2:
+                refuse(
+                    f"rollout.samples_per_prompt must be at least 2 where ppo.advantage is {ppo.advantage}: a response "
+                    "is compared with the others to its prompt"
+                )
         return ppo
