@@ -144,7 +144,8 @@ def policy_figures(
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")
     model, states = ActorCritic(policy), ReferenceStates(reference)
-    kl, lengths, ended, texts, scores, golds = [], [], [], [], [], []
+    kl, lengths, ended, scores, golds = [], [], [], [], []
+    texts: list[str] = []
 
     def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
         batch = prompts.part(start, stop)

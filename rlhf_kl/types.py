@@ -17,14 +17,31 @@ class Prompt(str):
     """A prompt's text, with the row of the data set that it came from."""
 
     row: Mapping[str, Any]
+    messages: tuple[tuple[str, str], ...]  # (role, content), where the row has a conversation; else none
 
-    def __new__(cls, text: str, row: Mapping[str, Any] | None = None) -> Prompt:
+    def __new__(
+        cls, text: str, row: Mapping[str, Any] | None = None, messages: Sequence[tuple[str, str]] = ()
+    ) -> Prompt:
         prompt = super().__new__(cls, text)
-        prompt.row = row or {}
+        prompt.row, prompt.messages = row or {}, tuple(messages)
         return prompt
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return str(self), self.row  # for copies
+        return str(self), self.row, self.messages  # for copies
+
+
+class Response(str):
+    """A response's text, with the tokens that were sampled, EOS included."""
+
+    ids: tuple[int, ...]
+
+    def __new__(cls, text: str, ids: Sequence[int] = ()) -> Response:
+        response = super().__new__(cls, text)
+        response.ids = tuple(ids)
+        return response
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return str(self), self.ids  # for copies
 
 
 class RewardFn(Protocol):

@@ -185,7 +185,7 @@ class _Writer:
         change = "a lower --max-new-tokens or shorter prompts need less"
         yield from fitting_batches(len(places), ROWS, write, change)
 
-    def _scores(self, batch: PromptBatch, responses: list[str]) -> list[float | None]:
+    def _scores(self, batch: PromptBatch, responses: Sequence[str]) -> list[float | None]:
         assert self.reward is not None
         values, scored, _ = score_responses(self.reward, batch.texts, responses, self.reward_name)
         return [value if known else None for value, known in zip(values.tolist(), scored.tolist(), strict=True)]

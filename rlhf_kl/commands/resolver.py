@@ -43,6 +43,7 @@ from rlhf_kl.models.value import freeze
 from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel, text_format
 from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.trl_interface import TRLReward
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.types import Prompt, RewardFn
 
@@ -244,7 +245,7 @@ class Resolver:
 
     def _scorer(self, section: ScorerSection, where: str, limit: float | None) -> RewardFn:
         if section.kind != "model":
-            return _plugin(section.kind, section.options, f"{where}.kind", where, limit)
+            return _plugin(section.kind, section.options, f"{where}.kind", where, limit, section.interface == "trl")
         assert section.model is not None
         return self.reward_model(section.model, f"{where}.model", section)
 
@@ -270,9 +271,11 @@ class Resolver:
         return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label, dtype=self.dtype)
 
 
-def _plugin(ref: str, options: dict[str, Any], key: str, where: str, limit: float | None) -> PluginReward:
-    attribute, values = reward_attribute(ref, options, key, where)
-    return PluginReward(attribute, values, limit, secrets_of(options))
+def _plugin(
+    ref: str, options: dict[str, Any], key: str, where: str, limit: float | None, trl: bool = False
+) -> PluginReward:
+    attribute, values = reward_attribute(ref, options, key, where, trl=trl)
+    return (TRLReward if trl else PluginReward)(attribute, values, limit, secrets_of(options))
 
 
 def _prompt(row: Example | Pair) -> Hashable:

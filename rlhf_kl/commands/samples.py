@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_kl.commands.guards import StepResult
@@ -13,10 +13,12 @@ BY_KL = 2  # those whose own KL is largest
 TOP_TOKENS = 10
 
 
-def sample_rows(result: StepResult, tokenizer: Any, columns: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def sample_rows(
+    result: StepResult, tokenizer: Any, columns: Sequence[str] = (), extra: Mapping[str, Sequence[Any]] | None = None
+) -> Iterator[dict[str, Any]]:
     """The first responses of the batch, then those with the largest KL; `chosen` says which.
 
-    `columns`: those of the data set that scorers read, and so are shown.
+    `columns`: those of the data set that scorers read, and so are shown; `extra`: what scorers logged of each response.
     """
     rollout, gold = result.rollout, result.gold
     first = list(range(min(IN_ORDER, len(rollout))))
@@ -26,7 +28,7 @@ def sample_rows(result: StepResult, tokenizer: Any, columns: Sequence[str] = ())
             yield {
                 "step": result.row["step"],
                 "prompt": rollout.prompts[i],
-                **({"columns": _shown(rollout.prompts[i], columns)} if columns else {}),
+                **_columns(rollout.prompts[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
                 "score": float(rollout.scores[i]) if rollout.scored[i] else None,
@@ -56,9 +58,10 @@ def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _shown(prompt: str, columns: Sequence[str]) -> dict[str, str]:
+def _columns(prompt: str, names: Sequence[str], logged: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     row = getattr(prompt, "row", {})
-    return {name: str(row[name]) for name in columns if name in row}
+    shown = {**{name: row[name] for name in names if name in row}, **logged}
+    return {"columns": {name: str(value) for name, value in shown.items()}} if shown else {}
 
 
 def _tokens(rollout: RolloutBatch, row: int, tokenizer: Any) -> list[dict[str, Any]]:

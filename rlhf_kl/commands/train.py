@@ -23,7 +23,8 @@ from rlhf_kl.models.load import parameter_count, save_model
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.report.control import end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of
-from rlhf_kl.rewards.plugin import columns_read
+from rlhf_kl.rewards.plugin import columns_read, plugin_scorers
+from rlhf_kl.rewards.trl_interface import TRLReward
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
@@ -66,6 +67,8 @@ class TrainRun:
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
         self.gold_failing = False  # in the row before
+        scorers = plugin_scorers(parts.reward, parts.gold).values()
+        self.trl_rewards = [scorer for scorer in scorers if isinstance(scorer, TRLReward)]
         self.alerts = kl_alerts(config, training)
         self.bought = kl_bought(config, parts, training)
         self.signs = ExploitationSigns()
@@ -126,6 +129,8 @@ class TrainRun:
         """One update and its row; a rollout that is not finite is reported and left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         alerts: list[str] = []
+        for scorer in self.trl_rewards:
+            scorer.begin(step, config.updates)
         try:
             update = clock.timed("time/update_s", trainer.update)(step)
         except NonFiniteRollout as failure:
@@ -147,6 +152,7 @@ class TrainRun:
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
+            **{name: value for scorer in self.trl_rewards for name, value in scorer.metrics().items()},
             "objective/gold": sum(gold) / len(gold) if gold is not None else None,
             "kl/bought": self.bought.share(row),
             "dist/world_size": trainer.processes.count,
@@ -187,7 +193,9 @@ class TrainRun:
 
     def record_samples(self, result: StepResult) -> None:
         """A few responses of the update token by token, and where the whole batch diverges most."""
-        for row in sample_rows(result, self.parts.tokenizer, columns_read(self.parts.reward, self.parts.gold)):
+        extra = {name: values for scorer in self.trl_rewards for name, values in scorer.extra.items()}
+        columns = columns_read(self.parts.reward, self.parts.gold)
+        for row in sample_rows(result, self.parts.tokenizer, columns, extra):
             self.recorder.sample(row)
         result.row["kl/top_tokens"] = top_tokens(result.rollout, self.parts.tokenizer)
 

@@ -31,6 +31,7 @@ from rlhf_kl.kl_controllers import CONTROLLERS, GuardedController, build_control
 from rlhf_kl.kl_controllers.factory import COEF_WITHOUT_SCORES, CONTROLLER_PROVIDED, SYNONYMS, stored_name
 
 REWARD_PROVIDED = {"prompts", "responses"}
+TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 Define = Callable[[str], Definition]
 
 
@@ -122,12 +123,15 @@ def construction_problems(kl: KLSection, ppo: PPOSection, rollout: RolloutSectio
 # ---- reward functions ----
 
 
-def reward_attribute(ref: str, options: Mapping[str, Any], key: str, where: str) -> tuple[Any, dict[str, Any]]:
+def reward_attribute(
+    ref: str, options: Mapping[str, Any], key: str, where: str, *, trl: bool = False
+) -> tuple[Any, dict[str, Any]]:
     """The function or class of a plugin, and its options with their variables filled in.
 
-    `key` names it in the config, `where` its options. Errors: InputError with all problems.
+    `key` names it in the config, `where` its options; `trl`: it is called as TRL does. Errors: InputError with all
+    problems.
     """
-    if problems := _function_problems(ref, options, by_import, key=key, where=where):
+    if problems := _function_problems(ref, options, by_import, key=key, where=where, trl=trl):
         raise InputError(*problems)
     return load_attribute(ref, search=[Path.cwd()]), filled(options, where)
 
@@ -146,10 +150,13 @@ def reward_problems(section: Mapping[str, Any], define: Define = by_source) -> l
 
 def _scorer_problems(raw: Mapping[str, Any], section: type[ScorerSection], where: str, define: Define) -> list[str]:
     options = {key: value for key, value in raw.items() if key not in section.model_fields}
-    return _function_problems(raw.get("kind"), options, define, key=f"{where}.kind", where=where)
+    trl = raw.get("interface") == "trl"
+    return _function_problems(raw.get("kind"), options, define, key=f"{where}.kind", where=where, trl=trl)
 
 
-def _function_problems(ref: Any, options: Mapping[str, Any], define: Define, *, key: str, where: str) -> list[str]:
+def _function_problems(
+    ref: Any, options: Mapping[str, Any], define: Define, *, key: str, where: str, trl: bool = False
+) -> list[str]:
     if not isinstance(ref, str) or not is_reference(ref):
         return []
     try:
@@ -159,13 +166,16 @@ def _function_problems(ref: Any, options: Mapping[str, Any], define: Define, *, 
     if plugin.kind == "value":
         return [f"{key}: {ref!r} is not a class or function"]
     if plugin.kind == "class":
-        missing = [f"{key}: {plugin.name} has no __call__(prompts, responses)"] if plugin.lacks("__call__") else []
+        called = "__call__(prompts, completions, **columns)" if trl else "__call__(prompts, responses)"
+        missing = [f"{key}: {plugin.name} has no {called}"] if plugin.lacks("__call__") else []
         return _option_problems(plugin, options, set(), where, define) + missing
-    problems = [f"{where}.{name}: filled in by the program" for name in sorted(REWARD_PROVIDED & options.keys())]
+    provided = TRL_PROVIDED if trl else REWARD_PROVIDED
+    problems = [f"{where}.{name}: filled in by the program" for name in sorted(provided & options.keys())]
     # What else it needs may be a column of the data set.
-    problems += _option_problems(plugin, options, REWARD_PROVIDED, where, define, complete=False)
-    if any(plugin.takes(name) is False for name in REWARD_PROVIDED):
-        problems.append(f"{key}: a reward function takes (prompts, responses, ...): {ref!r}")
+    problems += _option_problems(plugin, options, provided, where, define, complete=False)
+    if not trl and any(plugin.takes(name) is False for name in REWARD_PROVIDED):
+        hint = ": is it one for TRL? Then set interface: trl" if plugin.takes("completions") else ""
+        problems.append(f"{key}: a reward function takes (prompts, responses, ...): {ref!r}{hint}")
     return problems
 
 

@@ -19,21 +19,19 @@ def is_conversation(value: Any) -> bool:
 class Conversation(Prompt):
     """A prompt of several turns. As a text, which reward functions see, it is one paragraph a turn: "user: ..."."""
 
-    messages: tuple[tuple[str, str], ...]  # (role, content), for chat templates
-
     def __new__(cls, messages: Sequence[tuple[str, str]], row: Mapping[str, Any] | None = None) -> Conversation:
         text = "\n\n".join(f"{role}: {content}" for role, content in messages)
-        conversation = cast(Conversation, super().__new__(cls, text, row))
-        conversation.messages = tuple(messages)
-        return conversation
+        return cast(Conversation, super().__new__(cls, text, row, messages))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.messages, self.row  # for copies
 
 
-def with_row(text: str, row: Mapping[str, Any]) -> Prompt:
-    """The prompt with its row of the data set."""
-    return Conversation(text.messages, row) if isinstance(text, Conversation) else Prompt(text, row)
+def with_row(text: str, row: Mapping[str, Any], *, messages: bool = False) -> Prompt:
+    """The prompt with its row of the data set; `messages`: there it is a conversation, even if of a single turn."""
+    if isinstance(text, Conversation):
+        return Conversation(text.messages, row)
+    return Prompt(text, row, (("user", text),) if messages else ())
 
 
 def split_conversation(messages: Messages) -> tuple[str | None, str | None] | None:

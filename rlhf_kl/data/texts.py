@@ -59,12 +59,13 @@ def read_prompts(
     """
 
     def read(row: Row, place: str) -> Prompt | None:
-        if template is None and is_conversation(column(row, prompt_column, place)):
+        messages = template is None and is_conversation(column(row, prompt_column, place))
+        if messages:
             turn = split_conversation(row[prompt_column])
             text = None if turn is None else _writable(turn[0], chat=chat)
         else:
             text = _text(row, prompt_column, template, place)
-        return None if text is None else with_row(text, row)
+        return None if text is None else with_row(text, row, messages=messages)
 
     return _read_each(rows, where, read)
 

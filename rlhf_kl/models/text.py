@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_kl.types import Response
+
 
 def encode(tokenizer: Any, text: str, *, bos: bool = True) -> list[int]:
     """Token ids of a text; the bos token, where the tokenizer has one, stands in front exactly once."""
@@ -65,8 +67,8 @@ def position_ids(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
-def decode_responses(tokenizer: Any, ids: Tensor, mask: Tensor) -> list[str]:
-    """Texts of responses (B, T) without special tokens."""
+def decode_responses(tokenizer: Any, ids: Tensor, mask: Tensor) -> list[Response]:
+    """Texts of responses (B, T) without special tokens, with their tokens."""
     rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
     texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return texts
+    return [Response(text, row) for text, row in zip(texts, rows, strict=True)]

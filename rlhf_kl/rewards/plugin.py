@@ -43,10 +43,11 @@ class PluginReward:
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Any:
         """Whatever it returns. Errors: whatever it raises, InputError for a column, and TimeLimitExceeded."""
-        function = partial(self._function, **self.columns_of(prompts))
-        if self._thread is None:
-            return function(prompts, responses)
-        return self._thread.call(self._limit, function, prompts, responses)
+        call = self._call(prompts, responses)
+        return call() if self._thread is None else self._thread.call(self._limit, call)
+
+    def _call(self, prompts: Sequence[str], responses: Sequence[str]) -> Callable[[], Any]:
+        return partial(self._function, prompts, responses, **self.columns_of(prompts))
 
     def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
         """Column of the data set -> its values, one a prompt. Errors: InputError for a prompt that lacks one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class Responses(NamedTuple):
 
     prompts: PromptBatch
     sampled: Sampled
-    texts: list[str]  # of the responses, special tokens left out
+    texts: Sequence[str]  # of the responses (`Response`), special tokens left out
 
 
 class TokenStats(NamedTuple):
@@ -106,7 +106,7 @@ class Assessor:
             shaped_scores=torch.where(scored.to(scores.device), self.shaping(scores, traits), 0.0).to(device),
             ended=sampled.ended,
             prompts=prompts.texts,
-            responses=texts,
+            responses=list(texts),
             score_terms=terms,
             scored=scored.to(device),
             penalties=self.shaping.penalties(traits),

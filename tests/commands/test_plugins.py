@@ -394,3 +394,72 @@ def test_a_reward_that_scores_nothing_is_told_at_the_start(rlhf_kl: Cli, checked
     outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
     assert outcome.code == 2
     assert "returned None for every one of 64 reference samples" in outcome.err
+
+
+TRL_CHECKER = """
+import asyncio
+
+def right(completions, answer, trainer_state, log_extra, log_metric, points=None, **kwargs):
+    assert kwargs["prompts"] == [a[::-1] for a in answer] and set(kwargs) >= {"q", "completion_ids"}
+    assert all(p == {"n": len(a)} for p, a in zip(points, answer))
+    assert "prompt" not in kwargs and "completion" not in kwargs
+    log_extra("first", [text[:1] for text in completions])
+    log_metric("step", trainer_state.global_step)
+    log_metric("step", trainer_state.max_steps)
+    return [float(len(ids)) if a[0] != "d" else None for ids, a in zip(kwargs["completion_ids"], answer)]
+
+async def late(prompts, completions, **kwargs):
+    await asyncio.sleep(0)
+    return [float(len(text)) for text in completions]
+
+def said(prompts, completions, **kwargs):
+    assert all(p[-1]["role"] == "user" for p in prompts)
+    assert all(c[0]["role"] == "assistant" and len(c) == 1 for c in completions)
+    return [float(len(c[0]["content"])) + p[-1]["content"].count("a") for p, c in zip(prompts, completions)]
+"""
+
+
+def test_a_function_for_trl_works_as_it_is(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(TRL_CHECKER)
+    settings = yaml.safe_load(checked.read_text())
+    terms = {
+        "right": {"kind": "theirs.py:right", "interface": "trl", "weight": 2.0},
+        "late": {"kind": "theirs.py:late", "interface": "trl"},
+    }
+    settings["reward"] = {"kind": "sum", "terms": terms, "missing_eos_penalty": 0.0}
+    checked.write_text(yaml.safe_dump(settings))
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run")
+    assert outcome.code == 0, outcome.err
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert [row["log/step"] for row in rows] == [(step + 6) / 2 for step in range(6)]
+    assert all(row["rollout/unscored"] == 0 for row in rows)  # the other term scores them
+    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
+        length = len(sample["tokens"]) if sample["prompt"][-1] != "d" else 0
+        assert sample["score"] == 2.0 * length + len(sample["response"])
+        assert sample["columns"]["first"] == sample["response"][:1]
+
+
+def test_a_function_for_trl_gets_messages_where_the_data_are_messages(
+    rlhf_kl: Cli, checked: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.py").write_text(TRL_CHECKER)
+    prompts = [a + b + c for a in "abcd" for b in "abcd" for c in "abcd"]
+    rows = [{"q": [{"role": "user", "content": text}]} for text in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = ("reward.kind=theirs.py:said", "reward.interface=trl", "reward.gold=null")
+    words = [word for change in changes for word in ("--set", change)]
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *words)
+    assert outcome.code == 0, outcome.err
+    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
+        assert sample["score"] == len(sample["response"]) + sample["prompt"].count("a")
+
+
+def test_a_function_for_trl_without_its_interface_is_told(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text("def f(prompts, completions):\n    return [0.0] * len(completions)\n")
+    changes = ("--set", "reward.kind=theirs.py:f", "--set", "reward.gold=null")
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
+    assert outcome.code == 2
+    assert "is it one for TRL? Then set interface: trl" in outcome.err
+    outcome = rlhf_kl("train", "--config", checked, "--set", "reward.kind=model", "--set", "reward.interface=trl")
+    assert outcome.code == 2
+    assert "reward.interface is only read where reward.kind is a function" in outcome.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, model_validator
 
@@ -41,6 +41,8 @@ class ScorerSection(Section):
     """Write prompt and response in the reward model's chat template; null = as its folder has it, else false."""
     append_eos: bool | None = None
     """End the text with the reward model's EOS; null = as its folder has it, else true."""
+    interface: Literal["trl"] | None = None
+    """How a function is called: null = f(prompts, responses, and the columns that it names); trl = as TRL does."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -63,6 +65,8 @@ class ScorerSection(Section):
 
     def problems(self, path: str, kinds: str = "model") -> list[str]:
         """Problems of a scorer that is no sum."""
+        if self.kind == "model" and self.interface is not None:
+            return [f"{path}.interface is only read where {path}.kind is a function: {self.interface!r}"]
         if self.kind == "model":
             return [] if self.model else [f"{path}.model is missing: {MODEL}; or name a function as {path}.kind"]
         if is_reference(self.kind):
@@ -108,6 +112,8 @@ class RewardSection(ScorerSection):
             refuse(*self.problems("reward", "model, sum"), *terms)
             return self
         problems = self.unread("reward")
+        if self.interface is not None:
+            problems.append("reward.interface is only read where reward.kind is a function: write it into the terms")
         if not self.terms:
             problems.append("reward.terms must name at least one scorer where reward.kind is sum")
         for name, term in (self.terms or {}).items():

@@ -1,0 +1,83 @@
+"""TRL's advantages and reward functions beside those of `rlhf-kl train` (`make test-integrations`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_kl.components import load_attribute
+from rlhf_kl.ops.advantages import grpo, rloo
+from rlhf_kl.rewards.functions import score_responses
+from rlhf_kl.rewards.trl_interface import TRLReward
+from rlhf_kl.types import Prompt, Response
+
+pytest.importorskip("trl", reason="no TRL here: make test-integrations")
+pytestmark = pytest.mark.filterwarnings("default")
+
+FILE = """
+def checker(prompts, completions, completion_ids, wanted, **kwargs):
+    assert len(kwargs["number"]) == len(prompts)
+    return [
+        None if len(text) == 3 else text.count(letter) + 0.1 * len(ids) + number
+        for text, ids, letter, number in zip(completions, completion_ids, wanted, kwargs["number"])
+    ]
+"""
+
+
+def a_rollout(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments and the output of TRL's scoring of one batch."""
+    seen: dict[str, Any] = {}
+    inner = trainer._calculate_rewards
+
+    def calculate(inputs: Any, prompts: Any, completions: Any, ids: Any) -> Any:
+        rewards = inner(inputs, prompts, completions, ids)
+        seen.update(inputs=inputs, prompts=prompts, completions=completions, ids=ids, rewards=rewards)
+        return rewards
+
+    trainer._calculate_rewards = calculate
+    trainer.model.train()
+    output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    return seen, output
+
+
+@pytest.mark.parametrize(("kind", "ours"), [("rloo", rloo), ("grpo", grpo)])
+def test_the_advantages_are_those_of_trl_without_a_kl(
+    make_trainer: Callable[..., Any], kind: str, ours: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
+    """At beta 0; RLOOTrainer takes its KL off the score before the baseline, of the whole response at once."""
+    trainer = make_trainer(kind, 0.0)
+    seen, output = a_rollout(trainer)
+    scores, mask = seen["rewards"].squeeze(1), output["completion_mask"].bool()
+    assert scores.view(-1, 8).std(1).min() > 0.0
+    found, _ = ours(scores, torch.zeros(mask.shape), mask, torch.ones_like(scores, dtype=torch.bool), 8)
+    theirs = torch.where(mask, output["advantages"].unsqueeze(1), 0.0)
+    torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_file_gives_the_scores_that_it_gives_in_trl(toy: Any, toy_model: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    function = load_attribute("mine.py:checker", search=[tmp_path])
+    rows = [
+        {"prompt": a + b, "wanted": a, "number": i} for i, (a, b) in enumerate(zip("abcdefgh", "hgfedcba", strict=True))
+    ]
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=64, max_completion_length=4, report_to=[], use_cpu=True,
+        bf16=False, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = GRPOTrainer(model=toy_model, reward_funcs=function, args=args, train_dataset=Dataset.from_list(rows))
+    seen, _ = a_rollout(trainer)
+    prompts = [Prompt(row["prompt"], row) for row in seen["inputs"]]
+    responses = [Response(text, ids) for text, ids in zip(seen["completions"], seen["ids"], strict=True)]
+    scores = score_responses(TRLReward(function, {}), prompts, responses, "mine.py:checker")
+    theirs = seen["rewards"].squeeze(1)
+    assert 0 < int(theirs.isnan().sum()) < len(theirs)
+    assert torch.equal(scores.scored, ~theirs.isnan())
+    assert torch.equal(scores.values[scores.scored], theirs[scores.scored])
