@@ -206,6 +206,7 @@ _WHEN = [
     "before the concert",
 ]
 _NAMES = _expand("{harbour|station|castle|river|market|bridge|lake|forest|hill|village|mill|tower}")
+_KNOWN_FOR = {name: ("view", "staff", "garden", "breakfast")[i % 4] for i, name in enumerate(_NAMES)}
 _PLACES = {
     "lodging": (("hotel", "inn", "lodge"), ("stayed at", "booked a room at", "spent a night at")),
     "eatery": (("cafe", "restaurant", "pub"), ("ate at", "booked a table at", "spent a day at")),
@@ -230,6 +231,11 @@ def openings() -> tuple[str, ...]:
             prompts.append(f"{who} {verb} the {name} {kind} {when} .")
             prompts.append(f"{_upper(when)} {lower} {verb} the {name} {kind} .")
     return tuple(prompts)
+
+
+def known_for(prompt: str) -> str:
+    """What the place in a prompt is known for, an aspect's noun: it follows from the place's name. "" without one."""
+    return next((_KNOWN_FOR[word] for word in prompt.split() if word in _KNOWN_FOR), "")
 
 
 def aspects_of(prompt: str) -> tuple[Aspect, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.builtin.corpus import write_corpus
+from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.sources import code_of, code_text
 from rlhf_kl.builtin.world import WorldSpec, part_key, world_spec
 from rlhf_kl.cache import cache_folder
@@ -93,8 +94,9 @@ class World:
         corpus = write_corpus(self.spec.seed, self.spec.sizes)
         _write_jsonl(folder / "train.jsonl", ({"text": text} for text in corpus.train_texts))
         _write_jsonl(folder / "heldout.jsonl", ({"text": text} for text in corpus.heldout_texts))
-        _write_jsonl(folder / "prompts.jsonl", ({"prompt": text} for text in corpus.prompts))
-        _write_jsonl(folder / "heldout_prompts.jsonl", ({"prompt": text} for text in corpus.heldout_prompts))
+        for name in ("prompts", "heldout_prompts"):
+            rows = ({"prompt": text, "known_for": known_for(text)} for text in getattr(corpus, name))
+            _write_jsonl(folder / f"{name}.jsonl", rows)
         for name in ("pairs", "heldout_pairs"):
             rows = (
                 # A response starts with the space that parts it from its prompt.
