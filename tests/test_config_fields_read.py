@@ -44,6 +44,7 @@ THROUGH = {
     "kl.ceiling.value": ("kl", "ceiling_value"),
     "ppo.total_episodes": ("config", "updates"),
     "ppo.critic_lam": ("config", "critic_lam"),
+    "policy.value": ("config", "critic"),
     "kl.controller.min_coef": ("section", "arguments"),
     "kl.controller.max_coef": ("section", "arguments"),
 }

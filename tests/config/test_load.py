@@ -423,7 +423,6 @@ def test_a_reward_functions_options_are_checked(write: Write) -> None:
     assert problems("reward: {kind: mine.py:brevity, word: 1.5, responses: []}\n", write) == [
         "reward.responses: filled in by the program",
         "reward.word: unknown option of brevity; did you mean reward.words?",
-        "reward.slope: missing, brevity needs it",
     ]
     [line] = problems("reward: {kind: mine.py:blind, words: 1}\n", write)
     assert "takes (prompts, responses, ...)" in line
