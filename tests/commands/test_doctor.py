@@ -138,8 +138,8 @@ def test_a_rollout_that_is_not_finite_is_fatal(doctor: Doctor, monkeypatch: pyte
     own = collect.score_responses
 
     def spoilt(*arguments: Any) -> Any:
-        scores, terms = own(*arguments)
-        return scores * torch.nan, terms
+        scores = own(*arguments)
+        return scores._replace(values=scores.values * torch.nan)
 
     monkeypatch.setattr(collect, "score_responses", spoilt)
     assert doctor(code=2)["update"] == [("fatal", "a score was not finite; ")]
@@ -158,7 +158,7 @@ def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, mon
     monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": 4 * 25_000 * 40})
     config = SimpleNamespace(
         ppo=SimpleNamespace(microbatch_size=size, minibatch_size=16),
-        policy=SimpleNamespace(value=value),
+        critic=value,
         run=SimpleNamespace(dtype="float32"),
     )
     assert microbatch_rows(config, None, torch.device("cpu"), tokens=10) == rows

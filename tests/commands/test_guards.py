@@ -40,10 +40,10 @@ def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return roll_out(self, step)
 
         def spoilt(*arguments: Any) -> Any:
-            scores, terms = score(*arguments)
+            scores = score(*arguments)
             if now[0] in steps:
-                scores[1] = torch.nan
-            return scores, terms
+                scores.values[1] = torch.nan
+            return scores
 
         monkeypatch.setattr(Rollouts, "__call__", noting)
         monkeypatch.setattr(collect, "score_responses", spoilt)

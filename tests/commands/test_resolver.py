@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import EvalSection, PairsSection, PromptsSection, RewardSection, SFTDataSection
+from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.model import RewardModel
@@ -108,7 +109,7 @@ def test_prompts_in_the_form_of_conversations_and_of_columns(resolver: Resolver,
     file = jsonl(tmp_path / "c.jsonl", rows)
     assert resolver.prompts(prompts(file), HELD)[0] == ["why?", "plain"]
     chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [getattr(p, "messages", None) is not None for p in resolver.prompts(chat, HELD)[0]] == [0, 1, 0]
+    assert [isinstance(p, Conversation) for p in resolver.prompts(chat, HELD)[0]] == [0, 1, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
     assert resolver.prompts(section, HELD)[0] == ["{T} P {x}\nTL;DR:"]
