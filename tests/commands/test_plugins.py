@@ -463,3 +463,20 @@ def test_a_function_for_trl_without_its_interface_is_told(rlhf_kl: Cli, checked:
     outcome = rlhf_kl("train", "--config", checked, "--set", "reward.kind=model", "--set", "reward.interface=trl")
     assert outcome.code == 2
     assert "reward.interface is only read where reward.kind is a function" in outcome.err
+
+
+def test_an_update_without_any_score_is_skipped(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Scorer:\n"
+        "    calls = 0\n"
+        "    def __call__(self, prompts, responses):\n"
+        "        self.calls += 1\n"
+        "        return [None if self.calls in (8, 9) else float(len(r)) for r in responses]\n"
+    )
+    changes = ("--set", "reward.kind=mine.py:Scorer", "--set", "reward.gold=null", "--set", "eval.every=100")
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
+    assert outcome.code == 0, outcome.err
+    assert "update-skipped: every score (the reward returned None for all responses)" in outcome.err
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert sorted({row["rollout/unscored"] for row in rows}) == [0, 16]
+    assert rlhf_kl("report", tmp_path / "run").code == 0
