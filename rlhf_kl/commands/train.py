@@ -98,6 +98,7 @@ class TrainRun:
             for step in range(self.training.next_step, total + 1):
                 alerts: list[str] = []
                 looks = (step - 1) % config.eval.every == 0
+                self.begin(step)
                 evaluated = evaluate_policy(config, self.parts, alerts.append) if looks else {}
                 result = self.step(step)
                 row = result.row
@@ -129,8 +130,7 @@ class TrainRun:
         """One update and its row; a rollout that is not finite is reported and left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         alerts: list[str] = []
-        for scorer in self.trl_rewards:
-            scorer.begin(step, config.updates)
+        self.begin(step)  # what an evaluation logged is forgotten
         try:
             update = clock.timed("time/update_s", trainer.update)(step)
         except NonFiniteRollout as failure:
@@ -163,6 +163,11 @@ class TrainRun:
             check_first(row, config)
         return StepResult(row, rollout, gold, skipped, weights_lost)
 
+    def begin(self, step: int) -> None:
+        """Tell the functions for TRL where the run is."""
+        for scorer in self.trl_rewards:
+            scorer.begin(step, self.config.updates)
+
     def gold_told_once(self, alerts: list[str]) -> list[str]:
         """The alerts of a row, that of a gold scorer that fails only where it begins to."""
         failures = [alert for alert in alerts if alert.startswith(GOLD_FAILED)]
@@ -193,7 +198,9 @@ class TrainRun:
 
     def record_samples(self, result: StepResult) -> None:
         """A few responses of the update token by token, and where the whole batch diverges most."""
-        extra = {name: values for scorer in self.trl_rewards for name, values in scorer.extra.items()}
+        size = len(result.rollout)
+        logged = [pair for scorer in self.trl_rewards for pair in scorer.extra.items()]
+        extra = {name: values for name, values in logged if len(values) == size}
         columns = columns_read(self.parts.reward, self.parts.gold)
         for row in sample_rows(result, self.parts.tokenizer, columns, extra):
             self.recorder.sample(row)
@@ -261,8 +268,9 @@ class TrainRun:
         """Evaluate once more, write `final/` and the summary."""
         # From the file and not from memory: a resumed run has not seen all of them.
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
-        evaluated = evaluate_policy(self.config, self.parts, self.display.alert)
         step = self.config.updates
+        self.begin(step + 1)
+        evaluated = evaluate_policy(self.config, self.parts, self.display.alert)
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)

@@ -73,7 +73,10 @@ def _beginnings(texts: Sequence[str], tokenizer: Any, count: int) -> list[str]:
     # The first tokens lie within a few characters each; a long text is not read to its end.
     rows = encode_all(tokenizer, [text[: count * CHARACTERS_PER_TOKEN] for text in texts], bos=False)
     cut: list[str] = tokenizer.batch_decode([row[:count] for row in rows], clean_up_tokenization_spaces=False)
-    return [with_row(short, getattr(text, "row", {})) for short, text in zip(cut, texts, strict=True)]
+    return [
+        with_row(short, getattr(text, "row", {}), messages=bool(getattr(text, "messages", ())))
+        for short, text in zip(cut, texts, strict=True)
+    ]
 
 
 class PromptStream:

@@ -45,7 +45,7 @@ def centre_groups(scores: Sequence[float], groups: Sequence[Hashable], *, scale:
     Only the spread within a prompt can be bought with KL. The rest of a group of m is scaled by
     sqrt(m / (m - 1)), which keeps the within-group variance right when m is small. Groups of one have
     no spread and are left out, unless there are no others: then the common mean is taken off.
-    scale: divide them by their group's standard deviation too, and leave out the groups that have none.
+    scale: divide them by their group's standard deviation, where it has one.
     """
     if len(scores) != len(groups):
         raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
@@ -60,8 +60,8 @@ def centre_groups(scores: Sequence[float], groups: Sequence[Hashable], *, scale:
         mean = math.fsum(values) / len(values)
         rest = [value - mean for value in values]
         size = math.sqrt(math.fsum(x * x for x in rest) / len(rest)) if scale else 1.0
-        factor = (1.0 if scale else math.sqrt(len(values) / max(1, len(values) - 1))) / size if size > 0.0 else None
-        centred += [] if factor is None else [x * factor for x in rest]
+        factor = 1.0 if scale else math.sqrt(len(values) / max(1, len(values) - 1))
+        centred += [x * factor / size if size > 0.0 else 0.0 for x in rest]
     return centred
 
 

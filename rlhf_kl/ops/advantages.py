@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,9 @@ def grpo(
     grouped, known = scores.view(-1, group), scored.view(-1, group)
     count = known.sum(1, keepdim=True)
     mean = torch.where(known, grouped, 0.0).sum(1, keepdim=True) / count.clamp_min(1)
-    rest = torch.where(known, grouped - mean, 0.0)
+    lowest, highest = torch.where(known, grouped, math.inf).amin(1), torch.where(known, grouped, -math.inf).amax(1)
+    equal = (lowest >= highest).unsqueeze(1)  # what is left of their mean is rounding, which a division would blow up
+    rest = torch.where(known & ~equal, grouped - mean, 0.0)
     if scale_by_std:
         rest = rest / ((rest.square().sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt() + GROUP_EPSILON)
     return _with_penalties(rest.view(-1, 1), penalties, mask & scored.unsqueeze(1), group)

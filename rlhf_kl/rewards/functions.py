@@ -27,7 +27,7 @@ class Scores(NamedTuple):
 
     values: Tensor  # (B,), 0 where not scored; a reward model's may be anything
     scored: Tensor  # (B,) bool: False where a function returned None
-    terms: dict[str, Tensor]  # of a sum, what each term adds: (B,) by name
+    terms: dict[str, Tensor]  # of a sum, what each term adds: (B,) by name, nan where it does not score
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ class WeightedSum:
         """
         found = {name: score_responses(reward, prompts, responses, name) for name, (_, reward) in self.terms.items()}
         parts = {name: weight * found[name].values.cpu().double() for name, (weight, _) in self.terms.items()}
-        scored = torch.stack([scores.scored.cpu() for scores in found.values()]).any(0)
+        known = {name: scores.scored.cpu() for name, scores in found.items()}
+        scored = torch.stack(list(known.values())).any(0)
         exact = sum(parts.values(), torch.zeros(len(responses), dtype=torch.float64))
         total = exact.float()
         if bool((torch.isfinite(exact) & ~torch.isfinite(total)).any()):
             sizes = ", ".join(f"{name} {float(part.abs().max()):g}" for name, part in parts.items())
             raise InputError(f"reward sum: beyond the range of float32; the largest of its terms: {sizes}")
-        return Scores(total, scored, parts)
+        return Scores(total, scored, {name: torch.where(known[name], part, math.nan) for name, part in parts.items()})
 
 
 def score_responses(reward: RewardFn, prompts: Sequence[str], responses: Sequence[str], name: str) -> Scores:

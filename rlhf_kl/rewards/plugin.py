@@ -35,7 +35,7 @@ class PluginReward:
         """
         self.secrets = dict(secrets or {})
         self.name = str(getattr(attribute, "__name__", attribute))
-        self.columns = column_parameters(attribute, options)
+        self.columns = self.named = column_parameters(attribute, options)
         self._thread = OwnThread() if time_limit is not None else None
         self._limit = time_limit
         self._object: Any = self._made(attribute, options) if inspect.isclass(attribute) else attribute
@@ -107,8 +107,11 @@ def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
     class, those of its `__call__`.
     """
     is_class = inspect.isclass(attribute)
+    called = attribute.__call__ if is_class else attribute
+    if is_class and getattr(called, "__module__", "").startswith("torch.") and hasattr(attribute, "forward"):
+        called = attribute.forward
     try:
-        parameters = list(inspect.signature(attribute.__call__ if is_class else attribute).parameters.values())
+        parameters = list(inspect.signature(called).parameters.values())
     except ValueError:  # written in C
         return []
     provided = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: 3 if is_class else 2]
@@ -148,8 +151,8 @@ def scorers_with_state(reward: Any, gold: Any) -> dict[str, PluginReward]:
 
 
 def columns_read(reward: Any, gold: Any) -> list[str]:
-    """The columns of the data set that some scorer of a run names."""
-    return list(dict.fromkeys(name for one in plugin_scorers(reward, gold).values() for name in one.columns))
+    """The columns of the data set that some scorer of a run names, needed or not."""
+    return list(dict.fromkeys(name for one in plugin_scorers(reward, gold).values() for name in one.named))
 
 
 def states_of(scorers: Mapping[str, PluginReward]) -> dict[str, dict[str, Any]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
 from rlhf_kl.config.plugins import TRL_PROVIDED
+from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.types import Prompt, Response
@@ -36,11 +39,14 @@ class TRLReward(PluginReward):
         super().__init__(attribute, options, time_limit, secrets)
         parameters = list(inspect.signature(self._function).parameters.values())
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        filled = TRL_PROVIDED | (set() if inspect.isclass(attribute) else set(options))  # an option wins over a column
+        own = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in filled]
         self.takes = {p.name for p in parameters}
-        needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.columns = [p.name for p in needed if p.name not in TRL_PROVIDED]
-        self.update, self.updates = 0, 0
-        self.extra: dict[str, list[Any]] = {}  # what it logged of each response of its last call
+        self.hidden_columns = OWN | filled
+        self.named = [p.name for p in own]
+        self.columns = [p.name for p in own if p.default is p.empty]
+        self.update, self.updates = 1, 1
+        self.extra: dict[str, list[str]] = defaultdict(list)  # what it logged of each response since the update began
         self.logged: dict[str, list[float]] = defaultdict(list)
 
     def begin(self, update: int, updates: int) -> None:
@@ -53,27 +59,37 @@ class TRLReward(PluginReward):
         """Mean of what it logged by `log_metric` since the update began."""
         return {f"log/{name}": fmean(values) for name, values in self.logged.items()}
 
+    def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
+        """Every column that it gets. Errors: InputError for a prompt that lacks one that it needs."""
+        needed = super().columns_of(prompts)
+        rows: list[Mapping[str, Any]] = [getattr(prompt, "row", {}) for prompt in prompts]
+        names = [
+            name for name in dict.fromkeys(name for row in rows for name in row) if name not in self.hidden_columns
+        ]
+        taken = [name for name in names if self.takes_all or name in self.takes]
+        return needed | {name: [row.get(name) for row in rows] for name in taken}
+
     def _call(self, prompts: Sequence[str], responses: Sequence[str]) -> Callable[[], Any]:
         if any(not isinstance(response, Response) for response in responses):
             raise InputError(f"reward {self.name}: completion_ids are known of sampled responses only")
-        names = {name for prompt in prompts for name in getattr(prompt, "row", {})} | set(self.columns)
         arguments = {
-            **{name: [getattr(prompt, "row", {}).get(name) for prompt in prompts] for name in names - OWN},
             "prompts": [_messages(prompt) or str(prompt) for prompt in prompts],
             "completions": [_completion(prompt, text) for prompt, text in zip(prompts, responses, strict=True)],
             "completion_ids": [list(response.ids) for response in responses if isinstance(response, Response)],
             "trainer_state": self._state(),
-            "log_extra": self.extra.__setitem__,
+            "log_extra": self._log_extra,
             "log_metric": lambda name, value: self.logged[name].append(float(value)),
         }
-        self.columns_of(prompts)  # none is missing
         taken = {name: value for name, value in arguments.items() if self.takes_all or name in self.takes}
-        return partial(_result, partial(self._function, **taken))
+        return partial(_result, partial(self._function, **self.columns_of(prompts), **taken))
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extra[column].extend(hidden(str(value), self.secrets) for value in values)
 
     def _state(self) -> Any:
         from transformers import TrainerState
 
-        return TrainerState(global_step=max(0, self.update - 1), max_steps=self.updates)
+        return TrainerState(global_step=self.update - 1, max_steps=self.updates)
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:
@@ -86,5 +102,22 @@ def _completion(prompt: str, response: str) -> Any:
 
 
 def _result(call: Callable[[], Any]) -> Any:
+    """What the call returns, as TRL reads it: True is 1, and nan is no score, as None is."""
     result = call()
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+    if inspect.iscoroutine(result):
+        result = asyncio.run_coroutine_threadsafe(result, _event_loop()).result()
+    return [_score(value) for value in result] if isinstance(result, list | tuple) else result
+
+
+def _score(value: Any) -> Any:
+    if isinstance(value, bool):
+        return float(value)
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for the whole process: what an async function keeps between calls belongs to its loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop

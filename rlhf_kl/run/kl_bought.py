@@ -97,8 +97,13 @@ class KLBought:
         return _Measured(kl, target_kl, score - self._mean)
 
     def _stderr(self, updates: int) -> float:
-        """Standard error of the gain over some updates: that of their batches, and that of the reference's mean."""
-        return math.hypot(self._spread / math.sqrt(updates * self._config.rollout.batch_size), self._mean_stderr)
+        """Standard error of the gain over some updates: that of their batches, and that of the reference's mean.
+
+        Prompts are the independent draws, several responses to one count as one.
+        """
+        rollout = self._config.rollout
+        draws = updates * rollout.batch_size / rollout.samples_per_prompt
+        return math.hypot(self._spread / math.sqrt(draws), self._mean_stderr)
 
     def _mend(self, row: Mapping[str, Any]) -> str:
         """What to change, by where the noise comes from."""

@@ -59,12 +59,13 @@ def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> d
     }
 
 
-def token_mean_stderr(per_token: Tensor, mask: Tensor) -> tuple[float, float]:
-    """Token-weighted mean of (B, T) and its standard error, responses being the independent draws.
+def token_mean_stderr(per_token: Tensor, mask: Tensor, group: int = 1) -> tuple[float, float]:
+    """Token-weighted mean of (B, T) and its standard error, groups of `group` responses being the independent draws.
 
-    A ratio estimator: tokens of one response are correlated, so the error is taken between responses.
+    A ratio estimator: tokens of one response, and responses to one prompt, are correlated.
     """
     sums, lengths = torch.where(mask, per_token, 0.0).double().sum(1), mask.double().sum(1)
+    sums, lengths = sums.view(-1, group).sum(1), lengths.view(-1, group).sum(1)
     mean = sums.sum() / lengths.sum()
     rows = len(sums)
     residual = (sums - mean * lengths).square().sum() * rows / max(1, rows - 1)
@@ -91,7 +92,7 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
     target, unit = config.kl.target_value, config.kl.unit
     sequence_kl = torch.where(mask, batch.exact_kl, 0.0).sum(1)
     several = len(mask) > 1  # one response has no standard error
-    token_kl, token_se = token_mean_stderr(batch.exact_kl, mask)
+    token_kl, token_se = token_mean_stderr(batch.exact_kl, mask, config.rollout.samples_per_prompt)
     k1_mean, k1_se = token_mean_stderr(k1(batch.logprobs, batch.ref_logprobs), mask)
     chosen = batch.exact_kl[mask]
     log_ratio, logprobs = k1(batch.logprobs, batch.ref_logprobs), batch.logprobs
@@ -136,7 +137,7 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
         "rollout/score_length_corr": _correlation(scores, lengths[scored]) if len(scores) else None,
         "rollout/unscored": int((~scored).sum()),
         "rollout/equal_groups": _equal_groups(batch, config.rollout.samples_per_prompt),
-        **{f"reward/{name}": float(part[scored].mean()) for name, part in batch.score_terms.items()},
+        **{f"reward/{name}": float(part.nanmean()) for name, part in batch.score_terms.items()},
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }
 

@@ -127,7 +127,7 @@ def ppo_losses(
         value = value_loss(values, pick(rollout.values), pick(targets.returns), cfg.cliprange_value)
     log_ratio = (logprobs - old).detach()
     return Losses(
-        policy=(weights * (surrogate + targets.kl_weight * penalty)).sum(),
+        policy=(weights * surrogate).sum() + targets.kl_weight * (weights * penalty).sum(),
         value=(weights * value).sum(),
         approx_kl=(weights * (torch.expm1(log_ratio) - log_ratio)).sum(),
         clipped=(weights * clipped).sum(),

@@ -136,6 +136,8 @@ class PPOTrainer:
         self.farthest = 0.0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
         for rows in self.minibatches(len(rollout), step) if learning else ():
+            if not rollout.scored.all() and not float(self.processes.sum(targets.weights[rows].sum())):
+                continue  # nothing to learn from
             sums, largest, norm = self.minibatch(rollout, targets, rows, step)
             if norm is None:
                 self.farthest = sums["approx_kl"] / sums["tokens"]
@@ -178,7 +180,7 @@ class PPOTrainer:
         `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
         cfg, device = self.config.ppo, rollout.mask.device
-        tokens = max(1.0, float(self.processes.sum(float64(targets.weights[rows].sum()))))
+        tokens = float(self.processes.sum(float64(targets.weights[rows].sum())))
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
             pieces = list(self.training_passes(rollout, rows, size))
@@ -263,10 +265,11 @@ class PPOTrainer:
     def mean_kl(self, kl: Tensor, mask: Tensor) -> KLReading:
         """Mean of exact KL (B, T) in the target's unit, over the global batch: nats per token, or per response.
 
-        A ratio estimator: responses are the independent draws, so the standard error is taken between them.
+        A ratio estimator: prompts are the independent draws, so the standard error is taken between them.
         """
-        sums = float64(torch.where(mask, kl, 0.0)).sum(1)
-        sizes = float64(mask.sum(1) if self.config.kl.unit == "token" else mask.any(1))
+        each = self.config.rollout.samples_per_prompt
+        sums = float64(torch.where(mask, kl, 0.0)).sum(1).view(-1, each).sum(1)
+        sizes = float64(mask.sum(1) if self.config.kl.unit == "token" else mask.any(1)).view(-1, each).sum(1)
         terms = [sums, sizes, sums * sums, sums * sizes, sizes * sizes, torch.ones_like(sums)]
         total, size, square, product, size_square, rows = self.processes.sum(torch.stack(terms).sum(1)).tolist()
         mean = total / size

@@ -403,14 +403,25 @@ def right(completions, answer, trainer_state, log_extra, log_metric, points=None
     assert kwargs["prompts"] == [a[::-1] for a in answer] and set(kwargs) >= {"q", "completion_ids"}
     assert all(p == {"n": len(a)} for p, a in zip(points, answer))
     assert "prompt" not in kwargs and "completion" not in kwargs
-    log_extra("first", [text[:1] for text in completions])
+    assert 0 <= trainer_state.global_step / trainer_state.max_steps <= 1
+    for text in completions:
+        log_extra("first", [text[:1]])
     log_metric("step", trainer_state.global_step)
     log_metric("step", trainer_state.max_steps)
     return [float(len(ids)) if a[0] != "d" else None for ids, a in zip(kwargs["completion_ids"], answer)]
 
+one = asyncio.Semaphore(1)  # belongs to the first event loop that waits for it
+
 async def late(prompts, completions, **kwargs):
-    await asyncio.sleep(0)
-    return [float(len(text)) for text in completions]
+    async def score(text):
+        async with one:
+            await asyncio.sleep(0)
+            return float(len(text))
+    return await asyncio.gather(*map(score, completions))
+
+def flags(completions, points=7, answer=None, **kwargs):
+    assert points == 3 and answer[0] == kwargs["prompts"][0][::-1]
+    return [True if "a" in text else float("nan") if "b" in text else False for text in completions]
 
 def said(prompts, completions, **kwargs):
     assert all(p[-1]["role"] == "user" for p in prompts)
@@ -480,3 +491,18 @@ def test_an_update_without_any_score_is_skipped(rlhf_kl: Cli, checked: Path, tmp
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
     assert sorted({row["rollout/unscored"] for row in rows}) == [0, 16]
     assert rlhf_kl("report", tmp_path / "run").code == 0
+
+
+def test_what_a_function_for_trl_may_return_and_an_option_beside_a_column(
+    rlhf_kl: Cli, checked: Path, tmp_path: Path
+) -> None:
+    """True is 1, nan is no score; `points` of the config wins over the column of that name."""
+    (tmp_path / "theirs.py").write_text(TRL_CHECKER)
+    changes = ("kind=theirs.py:flags", "interface=trl", "points=3", "gold=null", "normalize=false")
+    words = [word for change in changes for word in ("--set", f"reward.{change}")]
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *words)
+    assert outcome.code == 0, outcome.err
+    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
+        text = sample["response"]
+        assert sample["score"] == (1.0 if "a" in text else None if "b" in text else 0.0)
+        assert sample["columns"]["answer"] == sample["prompt"][::-1]

@@ -140,3 +140,9 @@ def test_the_least_kl_beyond_the_samples_is_a_lower_bound():
     curve = points(NORMAL, least=1.0)  # up to a gain of 1
     assert least_kl(curve, 1.5) == pytest.approx(1.0, rel=0.02)  # the tangent; the law says 1.125
     assert least_kl(curve, -1.0) == least_kl(curve, 0.0) == least_kl([], 1.0) == 0.0
+
+
+def test_groups_over_their_own_spread_and_those_without_any() -> None:
+    """A prompt whose scores are all equal buys no KL, and counts."""
+    scores = [1.0, 3.0, 10.0, 50.0, 7.0, 7.0]
+    assert centre_groups(scores, [0, 0, 1, 1, 2, 2], scale=True) == [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0]

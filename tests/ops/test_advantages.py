@@ -122,3 +122,9 @@ def test_a_response_without_a_score_changes_nothing_of_the_others(
     # The only one of its group with a score has nothing to compare it with, and its KL still counts.
     torch.testing.assert_close(advantages[3], -penalties[3].flip(0).cumsum(0).flip(0))
     assert not advantages[[1, 4, 5]].any()
+
+
+def test_scores_that_are_all_equal_teach_nothing() -> None:
+    """The mean of three times 1000.1 is not 1000.1 in float32."""
+    scores, mask = torch.full((3,), 1000.1), torch.ones(3, 1, dtype=torch.bool)
+    assert not grpo(scores, torch.zeros(3, 1), mask, EVERY[:3], 3)[0].any()

@@ -115,7 +115,7 @@ class PPOSection(OptimiserSection):
     advantage: Literal["gae", "rloo", "grpo"] = "gae"
     """How advantages are estimated: gae, by a value function; rloo and grpo, by the other responses to the prompt.
 
-    In all three beta counts in units of the shaped score, before any division by a spread.
+    In all three the KL times beta is taken off as it is: no division by a group's spread applies to it.
     """
     scale_by_group_std: bool = True
     """Where advantage is grpo: divide scores by the standard deviation of their group."""
