@@ -139,8 +139,8 @@ def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
     if (kl := read_number(row, "kl")) is not None:
         heading.append(f"KL {format_number(kl)} nats")
     heading.append(f"{len(tokens)} tokens")
-    columns = row.get("columns")
-    heading += [f"{name}: {safe_text(str(value))}" for name, value in (columns or {}).items()]
+    if isinstance(columns := row.get("columns"), Mapping):
+        heading += [safe_text(f"{name}: {value}") for name, value in columns.items()]
     if row.get("chosen") == "largest kl":  # not a usual one
         heading.append("picked for its large KL")
     return {

@@ -35,7 +35,8 @@ def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_p
     rows = metrics_rows(KLS)
     rows[12]["alerts"] = [f"kl-spike: {HOSTILE}"]
     rows[5]["alerts"] = ["kl-climbing: it climbs"]
-    samples = [sample(1, "good food good food", 0.0), sample(20, f"good {HOSTILE} good")]
+    columns = {"columns": {f"answer {HOSTILE}": HOSTILE}}
+    samples = [sample(1, "good food good food", 0.0) | columns, sample(20, f"good {HOSTILE} good") | {"columns": [1]}]
     config = {"ppo": {"total_episodes": 64 * len(KLS)}, "policy": {"model": "a/<b>model</b>"}}
     config |= {"data": {"prompts": "p.txt"}, "eval": {"texts": "t.txt"}, "reward": {"model": "a/b"}}
     summary = {"versions": {"torch": "<i>2</i>"}, "git": None, "seconds": 90, "tilt_share": 0.8, "reference": {}}
