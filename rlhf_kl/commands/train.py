@@ -24,7 +24,7 @@ from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.report.control import end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of
 from rlhf_kl.rewards.plugin import columns_read, plugin_scorers
-from rlhf_kl.rewards.trl_interface import TRLReward
+from rlhf_kl.rewards.trl_interface import TRLReward, logged_columns
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
@@ -36,7 +36,7 @@ from rlhf_kl.run.kl_bought import KLBought
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
-from rlhf_kl.trainers.checks import LOG_RATIO_LIMIT
+from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import NonFiniteRollout, all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 
@@ -160,7 +160,7 @@ class TrainRun:
             "alerts": alerts,
         }
         if step <= config.ppo.value_warmup + 1:
-            check_first(row, config)
+            check_first(row, float32=config.run.dtype == "float32")
         return StepResult(row, rollout, gold, skipped, weights_lost)
 
     def begin(self, step: int) -> None:
@@ -198,9 +198,7 @@ class TrainRun:
 
     def record_samples(self, result: StepResult) -> None:
         """A few responses of the update token by token, and where the whole batch diverges most."""
-        size = len(result.rollout)
-        logged = [pair for scorer in self.trl_rewards for pair in scorer.extra.items()]
-        extra = {name: values for name, values in logged if len(values) == size}
+        extra = logged_columns(self.trl_rewards, len(result.rollout))
         columns = columns_read(self.parts.reward, self.parts.gold)
         for row in sample_rows(result, self.parts.tokenizer, columns, extra):
             self.recorder.sample(row)
@@ -345,16 +343,3 @@ def kl_bought(config: TrainConfig, parts: Parts, training: Training) -> KLBought
         target=None if training.coef == 0 else config.kl.target_value,
         warns=parts.reference_is_initial_policy,
     )
-
-
-def check_first(row: dict[str, Any], config: TrainConfig) -> None:
-    """The last fatal check: before its first step the policy must agree with its own rollout.
-
-    An update that leaves the policy as it is, as those of a critic's warm-up, has no such figure: NaN.
-    """
-    gap = row["policy/logratio_first_max"]
-    if config.run.dtype == "float32" and gap > LOG_RATIO_LIMIT:
-        raise GuardStop(
-            f"step {row['step'] - 1}: before the policy's first optimizer step a log-prob differs by "
-            f"{gap:.3g} from the rollout's own"
-        )

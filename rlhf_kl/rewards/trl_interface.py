@@ -28,15 +28,9 @@ class TRLReward(PluginReward):
     the data set, or those that it names where it has no **kwargs. An async function is waited for.
     """
 
-    def __init__(
-        self,
-        attribute: Any,
-        options: Mapping[str, Any],
-        time_limit: float | None = None,
-        secrets: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, attribute: Any, options: Mapping[str, Any], *limits: Any) -> None:
         """As for `PluginReward`."""
-        super().__init__(attribute, options, time_limit, secrets)
+        super().__init__(attribute, options, *limits)
         parameters = list(inspect.signature(self._function).parameters.values())
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         filled = TRL_PROVIDED | (set() if inspect.isclass(attribute) else set(options))  # an option wins over a column
@@ -90,6 +84,12 @@ class TRLReward(PluginReward):
         from transformers import TrainerState
 
         return TrainerState(global_step=self.update - 1, max_steps=self.updates)
+
+
+def logged_columns(rewards: Sequence[TRLReward], responses: int) -> dict[str, list[str]]:
+    """What they logged of each response of the update, by name; what has another length is left out."""
+    logged = [pair for reward in rewards for pair in reward.extra.items()]
+    return {name: values for name, values in logged if len(values) == responses}
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -76,3 +79,16 @@ def padding_gap(sampled: Sampled, logprobs: Tensor) -> float:
     no padding in front of a row. So both agree only where the model honours all three.
     """
     return float((sampled.logprobs - logprobs).abs()[sampled.mask].max())
+
+
+def check_first(row: Mapping[str, Any], *, float32: bool) -> None:
+    """The last fatal check: before its first step the policy must agree with its own rollout.
+
+    An update that leaves the policy as it is, as those of a critic's warm-up, has no such figure: NaN.
+    """
+    gap = row["policy/logratio_first_max"]
+    if float32 and gap > LOG_RATIO_LIMIT:
+        raise GuardStop(
+            f"step {row['step'] - 1}: before the policy's first optimizer step a log-prob differs by "
+            f"{gap:.3g} from the rollout's own"
+        )
