@@ -91,9 +91,11 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
     mask, lengths = batch.mask, batch.lengths
     target, unit = config.kl.target_value, config.kl.unit
     sequence_kl = torch.where(mask, batch.exact_kl, 0.0).sum(1)
-    several = len(mask) > 1  # one response has no standard error
-    token_kl, token_se = token_mean_stderr(batch.exact_kl, mask, config.rollout.samples_per_prompt)
-    k1_mean, k1_se = token_mean_stderr(k1(batch.logprobs, batch.ref_logprobs), mask)
+    group = config.rollout.samples_per_prompt
+    several = len(mask) > group  # one draw has no standard error
+    token_kl, token_se = token_mean_stderr(batch.exact_kl, mask, group)
+    k1_mean, k1_se = token_mean_stderr(k1(batch.logprobs, batch.ref_logprobs), mask, group)
+    sequence_draws = sequence_kl.double().view(-1, group).mean(1)
     chosen = batch.exact_kl[mask]
     log_ratio, logprobs = k1(batch.logprobs, batch.ref_logprobs), batch.logprobs
     k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)
@@ -114,7 +116,7 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
         "kl/token": token_kl,
         "kl/token_stderr": token_se if several else None,
         "kl/sequence": mean_sequence,
-        "kl/sequence_stderr": float(sequence_kl.double().std() / len(sequence_kl) ** 0.5) if several else None,
+        "kl/sequence_stderr": float(sequence_draws.std() / len(sequence_draws) ** 0.5) if several else None,
         "kl/max_token": float(chosen.max()),
         "kl/p95_token": float(chosen.quantile(0.95)) if len(chosen) < 1 << 24 else None,
         "kl/max_sequence": float(sequence_kl.max()),
@@ -136,7 +138,7 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
         "rollout/eos_rate": float(batch.ended.double().mean()),
         "rollout/score_length_corr": _correlation(scores, lengths[scored]) if len(scores) else None,
         "rollout/unscored": int((~scored).sum()),
-        "rollout/equal_groups": _equal_groups(batch, config.rollout.samples_per_prompt),
+        "rollout/equal_groups": _equal_groups(batch, group),
         **{f"reward/{name}": float(part.nanmean()) for name, part in batch.score_terms.items()},
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }

@@ -71,13 +71,26 @@ def crash(whole: Path, place: Path, kept: int) -> Path:
 # ---- resume ----
 
 
-@pytest.mark.parametrize(("kept", "value"), [(2, "features"), (4, "features"), (4, "head"), (4, "separate")])
-def test_a_crashed_run_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path, kept: int, value: str) -> None:
+@pytest.mark.parametrize(
+    ("kept", "settings"),
+    [
+        (2, ["policy.value=features"]),
+        (4, ["policy.value=features"]),
+        (4, ["policy.value=head"]),
+        (4, ["policy.value=separate"]),
+        (4, ["ppo.advantage=rloo", "rollout.samples_per_prompt=4"]),
+        (2, ["ppo.advantage=grpo", "rollout.samples_per_prompt=2"]),
+    ],
+    ids=lambda value: value if isinstance(value, int) else value[0],
+)
+def test_a_crashed_run_goes_on_as_if_nothing_had_been(
+    train: Train, tmp_path: Path, kept: int, settings: list[str]
+) -> None:
     """Killed after later rows were written: those are computed again, and nothing is there twice."""
     whole = tmp_path / "whole"
-    train(whole, f"policy.value={value}")
+    train(whole, *settings)
     crashed = crash(whole, tmp_path, kept)
-    train(crashed, f"policy.value={value}", resume=True)
+    train(crashed, *settings, resume=True)
     assert_same_run(whole, crashed)
 
 

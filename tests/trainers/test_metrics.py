@@ -129,6 +129,23 @@ def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> Non
     assert KLAlerts(None)(row) == []
 
 
+def test_responses_to_one_prompt_are_one_draw() -> None:
+    """Two groups whose responses are the same: errors are those of two responses, and one group has none."""
+    names = [name for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor)]
+    twice = {name: getattr(BATCH, name).repeat_interleave(2, 0) for name in names}
+    in_twos = TrainConfig.model_validate(
+        {"kl": {"target": 0.1, "ceiling": None}, "ppo": {"advantage": "rloo"}, "rollout": {"samples_per_prompt": 2}}
+    )
+    keys = ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")
+    once, row = (
+        rollout_metrics(replace(BATCH, **tensors, score_terms={}, penalties={}), 0.5, settings)
+        for tensors, settings in (({}, config()), (twice, in_twos))
+    )
+    assert [row[key] for key in keys] == pytest.approx([once[key] for key in keys])
+    group = rollout_metrics(replace(BATCH, score_terms={}, penalties={}), 0.5, in_twos)
+    assert {group[key] for key in keys} == {None}
+
+
 def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: Callable[..., Any]) -> None:
     """A NaN where nothing was trained; beta stays."""
     trainer = make_trainer()
