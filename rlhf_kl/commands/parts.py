@@ -205,4 +205,7 @@ def _reads_rows_of(parts: Parts, reward: RewardModel) -> bool:
     """
     if reward.encoder or reward.tokenizer.get_vocab() != parts.tokenizer.get_vocab():
         return False
+    # A policy can draw ids that its tokenizer lacks.
+    if reward.model.get_input_embeddings().num_embeddings < parts.policy.model.config.get_text_config().vocab_size:
+        return False
     return reward.limit is None or parts.prompts.longest + parts.sampling.max_new_tokens <= reward.limit

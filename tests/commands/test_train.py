@@ -374,3 +374,19 @@ def test_a_handful_of_prompts_serves_for_training_and_evaluation(
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["eval/scores"] is not None
     assert rows[0]["policy/logratio_first_max"] < 1e-3  # though every pass shares the two prompts
+
+
+@pytest.mark.parametrize("value", ["features", "separate"])
+def test_a_policy_can_draw_ids_that_the_reward_model_lacks(
+    rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tiny_reward_folder: Path, tmp_path: Path, value: str
+) -> None:
+    """Vocabularies are often padded: the reward model is read through its texts, and the critic through the policy."""
+    model = load_causal_lm(tiny_settings["policy"]["model"])
+    model.resize_token_embeddings(64, mean_resizing=False)
+    save_model(model, load_tokenizer(tiny_settings["policy"]["model"]), tmp_path / "padded")
+    settings = tiny_settings | {"policy": {"model": str(tmp_path / "padded"), "value": value}}
+    settings |= {"reward": {"model": str(tiny_reward_folder), "missing_eos_penalty": 0.0}}
+    settings |= {"ppo": tiny_settings["ppo"] | {"total_episodes": 32}}
+    (tmp_path / "padded.yaml").write_text(yaml.safe_dump(settings))
+    outcome = rlhf_kl("train", "--config", tmp_path / "padded.yaml", "--output-dir", tmp_path / "run", "--quiet")
+    assert outcome.code == 0, outcome.err
