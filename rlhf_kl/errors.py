@@ -7,6 +7,7 @@ class RlhfKlError(Exception):
     """Base of all errors that are reported in words, without a traceback."""
 
     exit_code = 1
+    told = False  # by another process of the group
 
 
 class InputError(RlhfKlError, ValueError):
@@ -21,6 +22,10 @@ class InputError(RlhfKlError, ValueError):
 
 class RunFailed(RlhfKlError):
     """The machine failed the run (disk full, folder gone, memory full): exit code 1, and `--resume` goes on."""
+
+
+class OtherProcessFailed(RunFailed):
+    """Another process of the group failed, so that this one cannot go on."""
 
 
 class MemoryFull(RunFailed):

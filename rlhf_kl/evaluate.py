@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +62,15 @@ def windows(ids: Sequence[int], size: int) -> Iterator[Window]:
         start = end - size // 2
 
 
-@torch.no_grad()
+class TextSums(NamedTuple):
+    """What the perplexity of some documents is made of."""
+
+    nats: float
+    tokens: int
+    bytes: int
+    documents: int
+
+
 def perplexity(
     lm: TransformersLM,
     tokenizer: Any,
@@ -71,17 +80,32 @@ def perplexity(
     rows: int = ROWS,
     advance: Callable[[int], None] | None = None,
 ) -> Perplexity:
-    """exp(total nll / total scored tokens) at temperature 1; bos in front where there is one, eos not scored.
+    """exp(total nll / total scored tokens) at temperature 1; see `text_sums`.
+
+    Errors: InputError where nothing can be scored; MemoryFull.
+    """
+    return perplexity_of([text_sums(lm, tokenizer, texts, window=window, rows=rows, advance=advance)])
+
+
+@torch.no_grad()
+def text_sums(
+    lm: TransformersLM,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    window: int | None = None,
+    rows: int = ROWS,
+    advance: Callable[[int], None] | None = None,
+) -> TextSums:
+    """Sums over some documents: bos in front where there is one, eos not scored.
 
     Without a bos a document's first token has nothing in front of it: neither its nats nor its bytes count.
 
     `window`: most tokens in one row (default: the model's context); `rows` in one pass, fewer where memory is full;
-    `advance(n)` is called after every n windows. Errors: InputError where nothing can be scored; MemoryFull.
+    `advance(n)` is called after every n windows. Errors: MemoryFull.
     """
     limit = window or context_length(lm.model) or DEFAULT_WINDOW
     pieces = [piece for ids in encode_all(tokenizer, texts) for piece in windows(ids, limit)]
-    if not pieces:
-        raise InputError("eval.texts: no document has a token to score")
     pieces.sort(key=lambda piece: len(piece.ids))
 
     def read(start: int, stop: int) -> tuple[float, int]:
@@ -95,14 +119,22 @@ def perplexity(
     for loss, tokens in fitting_batches(len(pieces), rows, read, "shorter texts to evaluate on need less"):
         total, count = total + loss, count + tokens
     size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
+    return TextSums(total, count, size, len(texts))
+
+
+def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
+    """The perplexity of all documents together. Errors: InputError where nothing was scored."""
+    total, count, size, documents = (sum(column) for column in zip(*parts, strict=True))
+    if not count:
+        raise InputError("eval.texts: no document has a token to score")
     nats = total / count
     return Perplexity(
         perplexity=math.exp(nats) if nats < 700 else math.inf,
         nats_per_token=nats,
         bits_per_byte=total / math.log(2) / size,
-        tokens=count,
-        bytes=size,
-        documents=len(texts),
+        tokens=int(count),
+        bytes=int(size),
+        documents=int(documents),
     )
 
 
@@ -125,6 +157,19 @@ class PolicyFigures:
     distinct_2: float
 
 
+@dataclass
+class PolicySamples:
+    """What a policy's figures are made of: one entry a response."""
+
+    kl: list[float] = field(default_factory=list)  # exact KL, nats
+    lengths: list[int] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # of those that are scored
+    gold: list[float] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
+
+
 def policy_figures(
     policy: TransformersLM,
     reference: TransformersLM,
@@ -142,40 +187,68 @@ def policy_figures(
     A figure is None where a reward model's score is not finite; `report` is told so. Errors: InputError where a
     function misbehaves.
     """
-    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")
+    every = slice(0, len(prompts))
+    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, reward, gold, batch_size)
+    return figures_of([samples], report)
+
+
+def policy_samples(
+    policy: TransformersLM,
+    reference: TransformersLM,
+    prompts: PromptBatch,
+    part: slice,
+    seed: int,
+    sampling: Sampling,
+    tokenizer: Any,
+    reward: RewardFn | None = None,
+    gold: GoldScorer | None = None,
+    batch_size: int = ROWS,
+) -> PolicySamples:
+    """One response to each prompt of `part`: the same ones whatever the parts. Errors: as `policy_figures`."""
+    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part]
+    prompts = prompts.part(part.start, part.stop)
     model, states = ActorCritic(policy), ReferenceStates(reference)
-    kl, lengths, ended, scores, golds = [], [], [], [], []
-    texts: list[str] = []
+    made = PolicySamples()
 
     def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
         batch = prompts.part(start, stop)
-        made = respond(policy, batch, noise[start:stop], sampling, tokenizer)
-        return made, measure(model, states, response_layout(batch, made.sampled), sampling.temperature).exact_kl
+        responses = respond(policy, batch, noise[start:stop], sampling, tokenizer)
+        layout = response_layout(batch, responses.sampled)
+        return responses, measure(model, states, layout, sampling.temperature).exact_kl
 
     change = "a lower rollout.max_new_tokens or shorter prompts need less"
     for (batch, sampled, responses), exact_kl in fitting_batches(len(prompts), batch_size, respond_and_measure, change):
-        kl.append(float64(exact_kl).sum(1))
-        lengths.append(sampled.mask.sum(1))
-        ended.append(sampled.ended)
-        texts += responses
+        made.kl += float64(exact_kl).sum(1).tolist()
+        made.lengths += sampled.mask.sum(1).tolist()
+        made.ended += sampled.ended.tolist()
+        made.texts += responses
         if reward is not None:
             found = score_responses(reward, batch.texts, responses, "function")
-            scores.append(found.values.cpu()[found.scored.cpu()])
+            made.scores += found.values.cpu()[found.scored.cpu()].tolist()
         checked, failure = gold_scores_of(gold, batch.texts, responses)
-        golds += checked or []
+        made.gold += checked or []
         if failure is not None:
-            report(f"{GOLD_FAILED}: {failure}: left out")
-            gold, golds = None, []
-    if scores and not bool(torch.isfinite(torch.cat(scores)).all()):
+            made.reports.append(f"{GOLD_FAILED}: {failure}: left out")
+            gold, made.gold = None, []
+    return made
+
+
+def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) -> PolicyFigures:
+    """The figures of all samples together; `report` is told of what had to be left out."""
+    kl, lengths, ended, texts, scores, gold, reports = (
+        [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
+    )
+    for line in dict.fromkeys(reports):
+        report(line)
+    if not all(map(math.isfinite, scores)):
         report("eval-scores: a score of the reward model was not finite: left out")
         scores = []
-    per_response, tokens = torch.cat(kl), float64(torch.cat(lengths))
     return PolicyFigures(
-        kl_token=float(per_response.sum() / tokens.sum()),
-        kl_sequence=float(per_response.mean()),
-        scores=float(torch.cat(scores).mean()) if any(map(len, scores)) else None,
-        gold=sum(golds) / len(golds) if golds else None,
-        length=float(tokens.mean()),
-        eos_rate=float(float64(torch.cat(ended)).mean()),
+        kl_token=sum(kl) / sum(lengths),
+        kl_sequence=fmean(kl),
+        scores=fmean(scores) if scores else None,
+        gold=fmean(gold) if gold and not reports else None,
+        length=fmean(lengths),
+        eos_rate=fmean(ended),
         distinct_2=distinct_n(texts),
     )

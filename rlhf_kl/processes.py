@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError
+from rlhf_kl.heartbeat import Heartbeat
+
+T = TypeVar("T")
+BUCKET = 1 << 24  # numbers that travel at once: 64 MiB of float32
 
 
 @dataclass(frozen=True)
 class Processes:
-    """One process of a group. Everything that crosses processes goes through here."""
+    """One process of a group. Everything that crosses processes goes through here.
+
+    Every process calls the same methods in the same order, whatever its own samples are like.
+    """
 
     count: int = 1
     index: int = 0
@@ -20,9 +35,8 @@ class Processes:
         return self.index == 0
 
     def rows(self, total: int) -> slice:
-        """Rows of a global batch of `total` that belong to this process."""
-        share = total // self.count
-        return slice(self.index * share, (self.index + 1) * share)
+        """Rows of a global batch of `total` that belong to this process; as many for each where that divides."""
+        return slice(total * self.index // self.count, total * (self.index + 1) // self.count)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
@@ -32,6 +46,114 @@ class Processes:
         """The largest value of each element over all processes."""
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
-        """The rows (first dimension) of all processes, in their order."""
-        return x
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give every parameter the sum of its gradients; one that has none on any process keeps none."""
+
+    def all(self, value: T) -> list[T]:
+        """The values of all processes, in their order; anything that pickles."""
+        return [value]
+
+    def first(self, value: T) -> T:
+        """The value of the first process."""
+        return value
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work()` returns; where it fails on one process, all learn of it before they go on.
+
+        Errors: that of `work` where it failed; elsewhere InputError with the same words, or OtherProcessFailed.
+        """
+        return work()
+
+    def agree(self, reason: str | None) -> str | None:
+        """The first reason that a process has; None where none has one."""
+        return next((each for each in self.all(reason) if each is not None), None)
+
+
+class Group(Processes):
+    """Several processes, through torch.distributed.
+
+    Figures and decisions travel through gloo, which waits as long as a reward function takes; gradients through the
+    backend of their device.
+    """
+
+    def __init__(self, control: Any) -> None:
+        """`control`: a gloo group of all processes."""
+        super().__init__(dist.get_world_size(), dist.get_rank())
+        object.__setattr__(self, "control", control)
+
+    def _reduced(self, x: Tensor, operation: Any) -> Tensor:
+        here = x.detach().to("cpu", copy=True)
+        dist.all_reduce(here, operation, group=self.control)  # type: ignore[attr-defined]
+        return here.to(x.device)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        every = list(parameters)
+        somewhere = self.max(torch.tensor([p.grad is not None for p in every], dtype=torch.uint8)).tolist()
+        waiting: list[Tensor] = []
+        for parameter, there in zip(every, somewhere, strict=True):
+            if not there:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if waiting and (sum(map(Tensor.numel, waiting)) >= BUCKET or waiting[0].dtype != parameter.grad.dtype):
+                _sum_in_place(waiting)
+                waiting = []
+            waiting.append(parameter.grad)
+        if waiting:
+            _sum_in_place(waiting)
+
+    def all(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.control)  # type: ignore[attr-defined]
+        return values
+
+    def first(self, value: T) -> T:
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)  # type: ignore[attr-defined]
+        return values[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        problems = failure.problems if isinstance(failure, InputError) else None
+        words = None if failure is None else f"{type(failure).__name__}: {failure}"
+        for index, (their_problems, their_words) in enumerate(self.all((problems, words))):
+            if failure is None and their_problems is not None:
+                failure = InputError(*their_problems)
+            elif failure is None and their_words is not None:
+                failure = OtherProcessFailed(f"process {index} failed: {their_words}")
+        if failure is not None:
+            if isinstance(failure, RlhfKlError):
+                failure.told = not self.writes  # the first process tells the user
+            raise failure
+        return result
+
+
+def join_group() -> tuple[Group, Heartbeat]:
+    """The group of all processes, and the thread that watches over it, which has begun."""
+    group = Group(dist.new_group(backend="gloo", timeout=timedelta(days=30)))
+    # A store of its own: a connection that a collective waits in would hold up the heartbeat.
+    host, store = os.environ["MASTER_ADDR"], None
+    if group.writes:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    port = group.first(store.port if store is not None else 0)
+    store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    heartbeat = Heartbeat(store, group.index, group.count)
+    heartbeat.start()
+    return group, heartbeat
+
+
+def _sum_in_place(tensors: list[Tensor]) -> None:
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -69,6 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return result
     except RlhfKlError as error:
+        if error.told:
+            return error.exit_code
         for line in getattr(error, "problems", None) or [str(error)]:
             print(f"error: {safe_text(line)}", file=sys.stderr)
         return error.exit_code

@@ -30,6 +30,8 @@ def reward_model(
     if merge:
         require_adapter(settings)
     summary = train_command(run_reward_model, settings, resume=resume, overwrite=overwrite, display=display)
+    if not summary:  # the first process shows it
+        return
     if merge:
         merge_final(settings, display)
     display.summary(*supervised_closing(summary, settings.run.output_dir))

@@ -32,6 +32,8 @@ def train(
     if merge:
         require_adapter(settings)
     summary = train_command(run_train, settings, resume=resume, overwrite=overwrite, display=display)
+    if not summary:  # the first process shows it
+        return
     if merge:
         merge_final(settings, display)
     display.summary(*train_closing(summary, settings.run.output_dir))

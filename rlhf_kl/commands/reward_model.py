@@ -9,7 +9,7 @@ import torch
 
 from rlhf_kl.commands.models import adapter_ref, load_language_model
 from rlhf_kl.commands.resolver import Resolver
-from rlhf_kl.commands.session import pick_device
+from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import RewardModelConfig
 from rlhf_kl.models.fingerprint import texts_fingerprint
@@ -17,6 +17,7 @@ from rlhf_kl.models.load import check_vocabulary, parameter_count
 from rlhf_kl.models.lora import CLASSIFIER, add_adapter
 from rlhf_kl.models.recompute import enable_recompute
 from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.model import RewardModel, TextFormat, save_reward_model
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
@@ -31,22 +32,25 @@ from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
 Figures = dict[str, Any]
 
 
-def run_reward_model(config: RewardModelConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
+def run_reward_model(
+    config: RewardModelConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes
+) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
-    device = pick_device(config.run)
+    device = make_accelerator(config.run).device
     resolver = Resolver.for_run(config.run, display, device)
     reward = _new_reward_model(config, resolver)
     model = reward.model
     prepare = _learn_labels if config.data.labels is not None else _learn_pairs
     objective, evaluate, distribution, fingerprints = prepare(config, resolver, reward)
-    trainer = SupervisedTrainer(model, objective, config.reward_model, config.run.seed)
-    recorder = Recorder(folder, config, "reward-model", display, device, fingerprints)
+    trainer = SupervisedTrainer(model, objective, config.reward_model, config.run.seed, processes)
+    recorder = Recorder(folder, config, "reward-model", display, device, fingerprints, processes)
     rows = "pairs" if config.data.labels is None else "labelled texts"
     display.message(f"{len(objective)} {rows}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
         last = run_supervised(recorder, trainer, model, evaluate, display, "reward model")
-        write_folder(folder.final, lambda place: save_reward_model(reward, place))
+        if processes.writes:
+            write_folder(folder.final, lambda place: save_reward_model(reward, place))
         return recorder.summary(steps=trainer.steps, final=last, heldout=distribution(), stopped_by=None)
     finally:
         recorder.close()

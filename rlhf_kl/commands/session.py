@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from rich.console import Console
+
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, OtherProcessFailed
+from rlhf_kl.processes import Processes
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import machine_failures
 from rlhf_kl.run.resume import check_resumed
@@ -19,25 +23,43 @@ from rlhf_kl.run.signals import ending_on_sigterm
 if TYPE_CHECKING:
     import torch
 
-Run = Callable[[Any, RunFolder, TrainingDisplay], dict[str, Any]]
+Run = Callable[[Any, RunFolder, TrainingDisplay, Processes], dict[str, Any]]
 C = TypeVar("C", bound=AnyConfig)
+LAUNCH = "start them with torchrun --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
 
 def train_command(
     run: Run, config: AnyConfig, *, resume: bool, overwrite: bool, display: TrainingDisplay
 ) -> dict[str, Any]:
-    """Open the run folder and run; a finished run with --resume gives its summary."""
+    """Open the run folder and run; a finished run with --resume gives its summary.
+
+    Of several processes the first one opens and writes the folder; the others give {}.
+    """
     config = on_this_machine(config)  # what is stored repeats the run, wherever it is repeated
     path = Path(config.run.output_dir)
-    if overwrite:
-        _check_inputs(config, path)
-    with ending_on_sigterm(), open_run_folder(path, resume=resume, overwrite=overwrite) as folder:
-        if resume and (summary := check_resumed(folder, config, display)) is not None:
-            return summary
-        if not folder.locked:
-            display.alert(f"lock: the file system of {path} has no locks: see to it that no other run uses it")
-        with machine_failures(folder):
-            return run(config, folder, display)
+    with ending_on_sigterm(), joined(config.run) as processes:
+
+        def open_folder() -> tuple[RunFolder, dict[str, Any] | None]:
+            if not processes.writes:
+                return RunFolder(path), None
+            if overwrite:
+                _check_inputs(config, path)
+            folder = open_run_folder(path, resume=resume, overwrite=overwrite)
+            try:
+                return folder, check_resumed(folder, config, display) if resume else None
+            except BaseException:
+                folder.release()
+                raise
+
+        folder, summary = processes.together(open_folder)
+        with folder, machine_failures(folder):
+            summary, folder.replaces = processes.first((summary, folder.replaces))
+            if summary is not None:
+                return summary if processes.writes else {}
+            if processes.writes and not folder.locked:
+                display.alert(f"lock: the file system of {path} has no locks: see to it that no other run uses it")
+            summary = run(config, folder, display if processes.writes else silent_display(), processes)
+            return summary if processes.writes else {}
 
 
 def _check_inputs(config: AnyConfig, path: Path) -> None:
@@ -90,18 +112,55 @@ def pick_device(section: RunSection) -> torch.device:
 
 
 def make_accelerator(section: RunSection) -> Any:
-    """The accelerator of a run, one a command. Errors: InputError for a missing device, or several processes."""
+    """The accelerator of a run, one a command.
+
+    Errors: InputError for a missing device, and where several processes were started that are no group.
+    """
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    device = pick_device(section)
+    device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda" and device.index is not None:
+        if count > 1:
+            raise InputError(f"run.device: {section.device}: with several processes write cuda; each takes one of them")
         torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("several processes at once are not supported yet: start one")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        raise InputError(f"DeepSpeed is not supported: {LAUNCH}")
     try:
-        return Accelerator(cpu=device.type == "cpu")
+        accelerator = Accelerator(cpu=device.type == "cpu")
     except ValueError:  # accelerate keeps one state a process and refuses another device in it
         AcceleratorState._reset_state(reset_partial_state=True)
-        return Accelerator(cpu=device.type == "cpu")
+        accelerator = Accelerator(cpu=device.type == "cpu")
+    if accelerator.num_processes != count:
+        raise InputError(
+            f"{count} processes were started, but each believes to be one of {accelerator.num_processes}: {LAUNCH}"
+        )
+    return accelerator
+
+
+@contextlib.contextmanager
+def joined(section: RunSection) -> Iterator[Processes]:
+    """The processes of a run, this one alone or the group that a launcher started; ends the group where one fails."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes()
+        return
+    make_accelerator(section)
+    from rlhf_kl.processes import join_group
+
+    group, heartbeat = join_group()
+    try:
+        yield group
+    except OtherProcessFailed:
+        heartbeat.leave()
+        raise
+    except BaseException as error:
+        heartbeat.fail(str(error) or type(error).__name__)
+        raise
+    else:
+        heartbeat.leave()
+
+
+def silent_display() -> TrainingDisplay:
+    """What a process that does not write shows: nothing."""
+    return TrainingDisplay(quiet=True, console=Console(file=open(os.devnull, "w", encoding="utf-8")))

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_kl.commands.models import load_trained_model, new_language_model
 from rlhf_kl.commands.resolver import Resolver
-from rlhf_kl.commands.session import pick_device
+from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.schema import SFTConfig
 from rlhf_kl.data.chat import require_chat_template
@@ -22,6 +22,7 @@ from rlhf_kl.models.fingerprint import texts_fingerprint
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids, parameter_count, save_model
 from rlhf_kl.models.recompute import enable_recompute
+from rlhf_kl.processes import Processes
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.record import Recorder
@@ -34,21 +35,22 @@ from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
 Figures = dict[str, Any]
 
 
-def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
+def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes) -> dict[str, Any]:
     """Train a language model; returns the summary."""
-    device = pick_device(config.run)
+    device = make_accelerator(config.run).device
     resolver = Resolver.for_run(config.run, display, device)
     responses = config.data.response_column is not None
     prepare = _learn_responses if responses else _learn_texts
     model, tokenizer, objective, evaluate, fingerprint = prepare(config, resolver, display)
-    trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed)
-    recorder = Recorder(folder, config, "sft", display, device, {"data.texts": fingerprint})
+    trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed, processes)
+    recorder = Recorder(folder, config, "sft", display, device, {"data.texts": fingerprint}, processes)
     rows = "responses" if responses else "texts"
     display.message(f"{len(objective)} {rows}, {parameter_count(model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
         last = run_supervised(recorder, trainer, model, evaluate, display, "sft")
-        write_folder(folder.final, lambda place: save_model(model, tokenizer, place))
+        if processes.writes:
+            write_folder(folder.final, lambda place: save_model(model, tokenizer, place))
         return recorder.summary(steps=trainer.steps, final=last, stopped_by=None)
     finally:
         recorder.close()

@@ -50,6 +50,7 @@ def run_supervised(
             advance(1)
             for alert in row.get("alerts", []):
                 display.alert(f"step {step}: {alert}")
+            stop.signal = max(recorder.processes.all(stop.signal or 0)) or None
             if trainer.stuck:
                 reason = f"{trainer.skipped} steps in a row were skipped: their gradients were not finite"
                 recorder.summary(steps=step, final=row, stopped_by=reason)

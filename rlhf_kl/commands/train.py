@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,17 +15,19 @@ from rlhf_kl.commands.guards import RunGuards, StepResult
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.samples import sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.training import Training, evaluate_policy, fingerprints, prepare_training
+from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import GuardStop, InputError
+from rlhf_kl.errors import GuardStop, InputError, RunFailed
 from rlhf_kl.kl_controllers.tilt import gain_at_kl
 from rlhf_kl.models.load import parameter_count, save_model
 from rlhf_kl.models.lora import checkpointed
+from rlhf_kl.processes import Processes
 from rlhf_kl.report.control import end, is_update
-from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of
-from rlhf_kl.rewards.plugin import columns_read, plugin_scorers
-from rlhf_kl.rewards.trl_interface import TRLReward, logged_columns
+from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
+from rlhf_kl.rewards.plugin import columns_read, plugin_scorers, states_of
+from rlhf_kl.rewards.trl_interface import TRLReward, logged_columns, mean_metrics
+from rlhf_kl.rollout.whole import whole_batch
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
@@ -41,13 +44,17 @@ from rlhf_kl.trainers.guards import NonFiniteRollout, all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 
 
-def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay) -> dict[str, Any]:
+def run_train(
+    config: TrainConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes | None = None
+) -> dict[str, Any]:
     """Train a policy; returns the summary."""
+    processes = processes or Processes()
+    check_sizes(config, processes.count)
     accelerator = make_accelerator(config.run)
-    parts = build_parts(config, accelerator, display)
-    recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts))
+    parts = processes.together(lambda: build_parts(config, accelerator, display))
+    recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts), processes)
     try:
-        training = prepare_training(config, parts, display, recorder.checkpoint, recorder.state or None)
+        training = prepare_training(config, parts, display, recorder.checkpoint, recorder.state or None, processes)
         return TrainRun(config, parts, training, recorder, display).run()
     except InputError:
         recorder.mention_checkpoint()
@@ -64,6 +71,7 @@ class TrainRun:
     ) -> None:
         self.config, self.parts, self.training = config, parts, training
         self.trainer, self.recorder, self.display = training.trainer, recorder, display
+        self.processes = recorder.processes
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
         self.gold_failing = False  # in the row before
@@ -99,7 +107,7 @@ class TrainRun:
                 alerts: list[str] = []
                 looks = (step - 1) % config.eval.every == 0
                 self.begin(step)
-                evaluated = evaluate_policy(config, self.parts, alerts.append) if looks else {}
+                evaluated = evaluate_policy(config, self.parts, alerts.append, self.processes) if looks else {}
                 result = self.step(step)
                 row = result.row
                 row |= evaluated
@@ -118,6 +126,7 @@ class TrainRun:
                 for alert in row["alerts"]:
                     self.display.alert(f"update {step}: {alert}")
                 due = due or step % config.checkpoint.every == 0 or step == total
+                stop.signal = max(self.processes.all(stop.signal or 0)) or None
                 if (due or stop.signal or ended_by) and result.skipped is None and not result.weights_lost:
                     self.save(step)
                     due = False
@@ -131,18 +140,21 @@ class TrainRun:
         config, clock, trainer = self.config, self.training.clock, self.trainer
         alerts: list[str] = []
         self.begin(step)  # what an evaluation logged is forgotten
+        together = self.processes
         try:
             update = clock.timed("time/update_s", trainer.update)(step)
         except NonFiniteRollout as failure:
             skipped: str | None = failure.figure
-            rollout, row = failure.rollout, failed_row(failure, trainer.controller.coef, config)
+            here, rollout = failure.rollout, whole_batch(failure.rollout, together)
+            row = failed_row(NonFiniteRollout(failure.figure, rollout), trainer.controller.coef, config)
         else:
-            skipped, rollout, row = update.skipped, update.rollout, update_row(update, config)
+            skipped, here, rollout = update.skipped, update.rollout, whole_batch(update.rollout, together)
+            row = update_row(replace(update, rollout=rollout), config)
             alerts += update.alerts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        gold, gold_failure = gold_scores_of(self.parts.gold, rollout.prompts, rollout.responses)
-        weights_lost = not all_finite(trainer.model.trained)
+        gold, gold_failure = joined_gold(together.all(gold_scores_of(self.parts.gold, here.prompts, here.responses)))
+        weights_lost = together.agree("lost" if not all_finite(trainer.model.trained) else None) is not None
         if skipped is not None:
             alerts.append(f"update-skipped: {skipped} was not finite, so what needs it was left out")
         if gold_failure is not None:
@@ -152,16 +164,24 @@ class TrainRun:
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
-            **{name: value for scorer in self.trl_rewards for name, value in scorer.metrics().items()},
+            **mean_metrics(together.all([scorer.metrics() for scorer in self.trl_rewards])),
             "objective/gold": sum(gold) / len(gold) if gold is not None else None,
             "kl/bought": self.bought.share(row),
-            "dist/world_size": trainer.processes.count,
-            "dist/coef_spread": 0.0,
+            "dist/world_size": together.count,
+            "dist/coef_spread": self.coef_spread(),
             "alerts": alerts,
         }
+        row = together.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
             check_first(row, float32=config.run.dtype == "float32")
         return StepResult(row, rollout, gold, skipped, weights_lost)
+
+    def coef_spread(self) -> float:
+        """How far the betas of the processes lie apart. Errors: RunFailed where they do."""
+        coefs = self.processes.all(self.trainer.controller.coef)
+        if max(coefs) != min(coefs):
+            raise RunFailed(f"the processes have different betas: {', '.join(map(str, coefs))}")
+        return 0.0
 
     def begin(self, step: int) -> None:
         """Tell the functions for TRL where the run is."""
@@ -198,7 +218,8 @@ class TrainRun:
 
     def record_samples(self, result: StepResult) -> None:
         """A few responses of the update token by token, and where the whole batch diverges most."""
-        extra = logged_columns(self.trl_rewards, len(result.rollout))
+        logged = self.processes.all(logged_columns(self.trl_rewards, len(result.rollout) // self.processes.count))
+        extra = {name: [value for each in logged for value in each[name]] for name in logged[0]}
         columns = columns_read(self.parts.reward, self.parts.gold)
         for row in sample_rows(result, self.parts.tokenizer, columns, extra):
             self.recorder.sample(row)
@@ -213,6 +234,7 @@ class TrainRun:
         """A checkpoint of everything that a resumed run needs."""
         state = {
             **self.training.state_dict(),
+            "other_scorers": self.processes.all(states_of(self.training.scorers))[1:],
             "alerts": self.alerts.state_dict(),
             "guards": self.guards.state_dict(),
             "best": self.best,
@@ -260,7 +282,9 @@ class TrainRun:
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
         """A guard's end: the summary holds the reason, and what was whole last stays."""
         self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
-        raise GuardStop(reason)
+        stop = GuardStop(reason)
+        stop.told = not self.processes.writes
+        raise stop
 
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
@@ -268,12 +292,13 @@ class TrainRun:
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.begin(step + 1)
-        evaluated = evaluate_policy(self.config, self.parts, self.display.alert)
+        evaluated = evaluate_policy(self.config, self.parts, self.display.alert, self.processes)
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)
         self.note_best_checkpoint(row)
-        write_folder(self.recorder.folder.final, self.write_final)
+        if self.processes.writes:
+            write_folder(self.recorder.folder.final, self.write_final)
         return self.recorder.summary(
             steps=step,
             episodes=step * self.config.rollout.batch_size,

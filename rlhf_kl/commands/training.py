@@ -9,7 +9,8 @@ from typing import Any
 from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.evaluate import perplexity, policy_figures
+from rlhf_kl.errors import InputError
+from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.memory import memory_for
 from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
 from rlhf_kl.models.load import parameter_count
@@ -22,7 +23,14 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
-from rlhf_kl.rollout.reference_scores import ReferenceScores, reference_responses, sample_prompts, score_samples
+from rlhf_kl.rollout.reference_scores import (
+    ReferenceSamples,
+    ReferenceScores,
+    joined_samples,
+    reference_responses,
+    sample_prompts,
+    score_samples,
+)
 from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.clock import Clock
 from rlhf_kl.run.display import TrainingDisplay
@@ -54,20 +62,24 @@ class Training:
             "scorers": states_of(self.scorers),
         }
 
-    def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None) -> None:
-        """Weights and optimizer of a checkpoint; with `state` also everything else, to go on behind it."""
+    def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None, process: int = 0) -> None:
+        """Weights and optimizer of a checkpoint; with `state` also everything else, to go on behind it.
+
+        Scorers take over the state of theirs in process `process`, or of the first where there was none.
+        """
         checkpoint.load_model(checkpointed(self.trainer.model.modules))
         checkpoint.load_optimizer(self.trainer.optimizer)
         if state is not None:
             self.trainer.load_state_dict(state["trainer"])
-            load_states(self.scorers, state["scorers"])
+            states = [state["scorers"], *state.get("other_scorers", [])]
+            load_states(self.scorers, states[process if process < len(states) else 0])
             self.next_step = checkpoint.step + 1
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         """All that has learned, as it was at a checkpoint; the updates are counted on."""
         step, step_size = self.next_step, self.trainer.step_size
         factor = 1.0 if step_size is None else step_size.factor
-        self.load(checkpoint, checkpoint.state())
+        self.load(checkpoint, checkpoint.state(), self.trainer.processes.index)
         if step_size is not None:  # a rate that was found too high stays low
             step_size.factor = min(factor, step_size.factor)
         self.next_step = step
@@ -79,10 +91,12 @@ def prepare_training(
     display: TrainingDisplay,
     checkpoint: Checkpoint | None = None,
     state: dict[str, Any] | None = None,
+    processes: Processes | None = None,
 ) -> Training:
     """The trainer of a run; `state` is the checkpoint's. Errors: GuardStop, InputError from the checks at the start."""
+    processes = processes or Processes()
     if state is None or checkpoint is None:
-        scores, shaping = score_reference(config, parts, display)
+        scores, shaping = score_reference(config, parts, display, processes)
         coef, note = starting_coef(config, scores)
         if note:
             display.message(note)
@@ -90,26 +104,47 @@ def prepare_training(
         scores, shaping = ReferenceScores(**state["reference_scores"]), ScoreShaping(**state["shaping"])
         coef = state["starting_coef"]
     clock = Clock()
-    trainer = build_trainer(config, parts, scores, shaping, coef, clock)
+    trainer = build_trainer(config, parts, scores, shaping, coef, clock, processes)
     training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
     for name in training.scorers.keys() - states_of(training.scorers):
         display.alert(f"{name}: its state_dict does not give what can be saved, so --resume begins it anew")
     if checkpoint is not None:
-        training.load(checkpoint, state)
+        training.load(checkpoint, state, processes.index)
         display.message(f"going on from update {checkpoint.step}")
         for name in training.scorers.keys() - state["scorers"].keys() if state is not None else ():
             display.alert(f"resume: {name}: the checkpoint holds no state of it, so it starts anew")
     return training
 
 
+def check_sizes(config: TrainConfig, processes: int) -> None:
+    """Errors: InputError where the sizes of the config, which are those of all processes, do not divide by them."""
+    rollout, ppo = config.rollout, config.ppo
+    wanted = {
+        "rollout.batch_size": (rollout.batch_size, processes * rollout.samples_per_prompt),
+        "ppo.minibatch_size": (ppo.minibatch_size, processes),
+    }
+    if problems := [
+        f"{key}: {size} is no multiple of {unit}: {processes} processes share it"
+        + (f", {rollout.samples_per_prompt} responses a prompt" if unit > processes else "")
+        for key, (size, unit) in wanted.items()
+        if size % unit
+    ]:
+        raise InputError(*problems)
+
+
 def build_trainer(
-    config: TrainConfig, parts: Parts, scores: ReferenceScores, shaping: ScoreShaping, coef: float, clock: Clock
+    config: TrainConfig,
+    parts: Parts,
+    scores: ReferenceScores,
+    shaping: ScoreShaping,
+    coef: float,
+    clock: Clock,
+    processes: Processes,
 ) -> PPOTrainer:
     """Wire the trainer."""
     model = build_value(config, parts, shaping, scores.mean, scores.spread)
     reference = ReferenceStates(parts.reference)
     features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
-    processes = Processes()
     rows = processes.rows(config.rollout.batch_size)
     sampler = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)
     assessor = Assessor(
@@ -143,7 +178,7 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
 
 
 def score_reference(
-    config: TrainConfig, parts: Parts, display: TrainingDisplay
+    config: TrainConfig, parts: Parts, display: TrainingDisplay, processes: Processes
 ) -> tuple[ReferenceScores, ScoreShaping]:
     """Sample the reference, check the start, and fit the score's scale."""
     section, seed = config.reward, config.run.seed
@@ -154,17 +189,21 @@ def score_reference(
         length_penalty=section.length_penalty,
         repetition_penalty=section.repetition_penalty,
     )
-    check_policy(config, parts, display)
-    with display.progress("sampling the reference", len(groups)) as advance:
+    processes.together(lambda: check_policy(config, parts, display))
+    here = processes.rows(len(groups))
+    with display.progress("sampling the reference", here.stop - here.start) as advance:
 
         def batches() -> Any:
             for batch in reference_responses(
-                parts.reference, parts.prompts, groups, parts.sampling, parts.tokenizer, seed
+                parts.reference, parts.prompts, groups, here, parts.sampling, parts.tokenizer, seed
             ):
                 yield batch
                 advance(len(batch.prompts))
 
-        samples = score_samples(batches(), groups, parts.reward, section.kind, parts.gold, display.alert)
+        def sample() -> ReferenceSamples:
+            return score_samples(batches(), groups[here], parts.reward, section.kind, parts.gold, display.alert)
+
+        samples = joined_samples(processes.all(processes.together(sample)), section.kind)
     return samples.shaped(shaping, normalize=section.normalize)
 
 
@@ -213,25 +252,33 @@ def _columns_as_text(parts: Parts) -> list[str]:
     return [repr(value) for column in columns for values in column.values() for value in values]
 
 
-def evaluate_policy(config: TrainConfig, parts: Parts, report: Callable[[str], None]) -> dict[str, Any]:
+def evaluate_policy(
+    config: TrainConfig, parts: Parts, report: Callable[[str], None], processes: Processes | None = None
+) -> dict[str, Any]:
     """The `eval/*` figures of the policy as it is: held-out perplexity, and scores on held-out prompts.
 
-    `report` is told of scores that had to be left out.
+    `report` is told of scores that had to be left out. Each of several processes reads its part.
     """
-    with library_state_kept(), state_kept(scorers_with_state(parts.reward, parts.gold)):
-        text = perplexity(parts.policy, parts.tokenizer, parts.texts)
-        figures = policy_figures(
-            parts.policy,
-            parts.reference,
-            parts.heldout.batch(1),
-            config.run.seed,
-            parts.sampling,
-            parts.tokenizer,
-            parts.reward,
-            parts.gold,
-            batch_size=config.rollout.batch_size,
-            report=report,
-        )
+    processes = processes or Processes()
+    texts, prompts = parts.texts[processes.rows(len(parts.texts))], processes.rows(len(parts.heldout.texts))
+
+    def look() -> tuple[TextSums, PolicySamples]:
+        with library_state_kept(), state_kept(scorers_with_state(parts.reward, parts.gold)):
+            return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
+                parts.policy,
+                parts.reference,
+                parts.heldout.batch(1),
+                prompts,
+                config.run.seed,
+                parts.sampling,
+                parts.tokenizer,
+                parts.reward,
+                parts.gold,
+                batch_size=config.rollout.batch_size // processes.count,
+            )
+
+    sums, samples = zip(*processes.all(processes.together(look)), strict=True)
+    text, figures = perplexity_of(sums), figures_of(samples, report)
     return {
         "eval/perplexity": text.perplexity,
         "eval/bits_per_byte": text.bits_per_byte,

@@ -163,3 +163,11 @@ def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: S
         if not memory_is_full(error):
             raise
         return GoldScores(None, f"reward gold: memory is full: {first_line(error)}")
+
+
+def joined_gold(parts: Sequence[GoldScores]) -> GoldScores:
+    """Of several processes: all scores, or the first failure."""
+    failure = next((part.failure for part in parts if part.failure is not None), None)
+    scores = [part.scores for part in parts if part.scores is not None]
+    whole = len(scores) == len(parts)
+    return GoldScores([score for each in scores for score in each] if whole else None, failure)

@@ -7,7 +7,7 @@ import inspect
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import fmean
 from typing import Any
@@ -84,6 +84,15 @@ class TRLReward(PluginReward):
         from transformers import TrainerState
 
         return TrainerState(global_step=self.update - 1, max_steps=self.updates)
+
+
+def mean_metrics(found: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:
+    """What the rewards of each process logged, by name: the mean over those that did."""
+    values: dict[str, list[float]] = {}
+    for metrics in (metrics for each in found for metrics in each):
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: fmean(each) for name, each in values.items()}
 
 
 def logged_columns(rewards: Sequence[TRLReward], responses: int) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -161,12 +161,12 @@ def sample_prompts(prompts: int, samples: int, seed: int) -> list[int]:
 
 
 def reference_responses(
-    reference: LM, prompts: PromptStream, groups: list[int], sampling: Sampling, tokenizer: Any, seed: int
+    reference: LM, prompts: PromptStream, groups: list[int], part: slice, sampling: Sampling, tokenizer: Any, seed: int
 ) -> Iterator[Responses]:
-    """One response of the reference to each of these prompts, a rollout's batch at a time."""
+    """One response of the reference to each of `part` of these prompts, a rollout's batch at a time."""
     noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples")
-    for start in range(0, len(groups), prompts.batch_size):
-        rows = slice(start, start + prompts.batch_size)
+    for start in range(part.start, part.stop, prompts.batch_size):
+        rows = slice(start, min(start + prompts.batch_size, part.stop))
         yield respond(reference, prompts.pick(groups[rows]), noise[rows], sampling, tokenizer)
 
 
@@ -180,7 +180,7 @@ def score_samples(
 ) -> ReferenceSamples:
     """Score the reference's responses; those that the reward function does not score are left out.
 
-    `report` is told of a gold scorer that fails, and so is left out. Errors: InputError where nothing is scored.
+    `report` is told of a gold scorer that fails, and so is left out.
     """
     scores, traits, golds = [], [], []
     for batch, sampled, texts in batches:
@@ -191,15 +191,24 @@ def score_samples(
         if failure is not None:
             report(f"{failure}: the reference has no gold score")
             gold, golds = None, []
-    together = ResponseTraits(*(torch.cat(column) for column in zip(*traits, strict=True)))
     values = torch.cat(scores)
-    scored = ~values.isnan() if not isinstance(reward, RewardModel) else torch.ones(len(values), dtype=torch.bool)
-    if not bool(scored.any()):
-        raise InputError(f"reward {reward_name}: returned None for every one of {len(values)} reference samples")
-    kept = scored.nonzero().flatten().tolist()
+    known = torch.isfinite(values) | isinstance(reward, RewardModel)
     return ReferenceSamples(
-        values[scored],
-        ResponseTraits(*(column[scored] for column in together)),
-        [groups[i] for i in kept],
-        [golds[i] for i in kept] if golds else None,
+        values[known],
+        ResponseTraits(*(torch.cat(column)[known] for column in zip(*traits, strict=True))),
+        [groups[i] for i in known.nonzero().flatten().tolist()],
+        [golds[i] for i in known.nonzero().flatten().tolist()] if golds else None,
+    )
+
+
+def joined_samples(parts: Sequence[ReferenceSamples], reward_name: str) -> ReferenceSamples:
+    """The samples of all processes. Errors: InputError where nothing is scored."""
+    scores = torch.cat([part.scores for part in parts])
+    if not len(scores):
+        raise InputError(f"reward {reward_name}: returned None for every one of the reference samples")
+    return ReferenceSamples(
+        scores,
+        ResponseTraits(*(torch.cat(column) for column in zip(*(part.traits for part in parts), strict=True))),
+        [group for part in parts for group in part.groups],
+        None if any(part.gold is None for part in parts) else [gold for part in parts for gold in part.gold or []],
     )

@@ -17,7 +17,8 @@ from rlhf_kl.config.plugins import plugin_files, plugin_secrets
 from rlhf_kl.config.schema import AnyConfig, Kind
 from rlhf_kl.config.variables import stored
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.checkpoint import checkpoints, prune, save_checkpoint
+from rlhf_kl.processes import Processes
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
 from rlhf_kl.run.contents import CHECKPOINT, MODELS, link_problems
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
@@ -27,7 +28,7 @@ from rlhf_kl.run.resume import check_fingerprints, environment, last_checkpoint,
 from rlhf_kl.run.run_folder import RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.run.versions import git_revision, versions
-from rlhf_kl.seeding import library_state, load_library_state, seed_libraries
+from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.threads import keep_threads
 
 
@@ -42,17 +43,16 @@ class Recorder:
         display: TrainingDisplay,
         device: torch.device,
         fingerprints: Mapping[str, str],
+        processes: Processes | None = None,
     ) -> None:
-        """`fingerprints`: of what the config's keys name on disk, by key.
+        """`fingerprints`: of what the config's keys name on disk, by key. Of several `processes` the first writes.
 
         Errors: InputError where a checkpoint is there but this is not its run any more.
         """
         self.folder, self.config, self.display = folder, config, display
         self.kind, self.fingerprints = kind, dict(fingerprints)
-        self.checkpoint = None
-        if not folder.replaces:
-            self._sweep()
-            self.checkpoint = last_checkpoint(folder, config, display)
+        self.processes = processes or Processes()
+        self.checkpoint = None if folder.replaces else self.processes.first(self.processes.together(self._last))
         self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         keep_threads(self.state.get("environment", {}).get("threads"))
         self.environment = environment(device)
@@ -64,13 +64,29 @@ class Recorder:
         self.rows: JsonlWriter | None = None
         self.samples: JsonlWriter | None = None
         self.tensorboard: TensorBoardWriter | None = None
-        seed_libraries(config.run.seed)
+        index = self.processes.index
+        seed_libraries(derive_seed(config.run.seed, "process", index) if index else config.run.seed)
+
+    def _last(self) -> Checkpoint | None:
+        if not self.processes.writes:
+            return None
+        self._sweep()
+        return last_checkpoint(self.folder, self.config, self.display)
 
     def begin(self) -> None:
         """Open the files. Before this the folder stays free: a run that cannot start does not occupy it.
 
         Errors: InputError where the place of a plugin's copy is a link.
         """
+        self.processes.together(self._open_files)
+        if self.checkpoint:
+            states = [self.state["libraries"], *self.state.get("other_libraries", [])]
+            if self.processes.index < len(states):
+                load_library_state(states[self.processes.index])
+
+    def _open_files(self) -> None:
+        if not self.processes.writes:
+            return
         folder, config = self.folder, self.config
         plugins = self._plugins()
         if problems := link_problems(folder.path / name for name in plugins):
@@ -91,7 +107,6 @@ class Recorder:
             if self.checkpoint:
                 self.tensorboard.rebuild(read_jsonl(folder.metrics), read_jsonl(folder.samples))
         if self.checkpoint:
-            load_library_state(self.state["libraries"])
             # The process may have died between writing this checkpoint and dropping an older one.
             section = config.checkpoint
             prune(folder.checkpoints, section.keep, every=section.every, spared=self.state.get("spared", ()))
@@ -119,6 +134,8 @@ class Recorder:
 
     def row(self, row: dict[str, Any]) -> None:
         """One row of metrics, everywhere it belongs."""
+        if not self.processes.writes:
+            return
         assert self.rows is not None, "begin() opens the files"
         self.folder.check_there()
         self.rows.write(row)
@@ -135,6 +152,9 @@ class Recorder:
 
         `state["spared"]`, where it is there: steps of checkpoints that must stay.
         """
+        libraries, *others = self.processes.all(library_state())
+        if not self.processes.writes:
+            return
         self.folder.check_there()
         lengths = {}
         for writer in (self.rows, self.samples):
@@ -151,7 +171,8 @@ class Recorder:
                 **stored(state, plugin_secrets(self.config)),
                 "seconds": self.seconds,
                 "lengths": lengths,
-                "libraries": library_state(),
+                "libraries": libraries,
+                "other_libraries": others,
                 "fingerprints": self.fingerprints,
                 "environment": self.environment,
             },
@@ -162,6 +183,8 @@ class Recorder:
 
     def sample(self, sample: dict[str, Any]) -> None:
         """One sampled response."""
+        if not self.processes.writes:
+            return
         assert self.samples is not None
         self.samples.write(sample)
         self._show(lambda tensorboard: tensorboard.sample(sample))
@@ -190,7 +213,8 @@ class Recorder:
         for writer in (self.rows, self.samples):
             if writer is not None:
                 writer.sync()
-        write_json(self.folder.summary, summary)
+        if self.processes.writes:
+            write_json(self.folder.summary, summary)
         return summary
 
     def mention_checkpoint(self) -> None:

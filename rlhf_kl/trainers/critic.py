@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.ops.float64 import float64
+from rlhf_kl.processes import Processes
 from rlhf_kl.seeding import shuffled
 
 MINIBATCHES = 4  # optimizer steps an epoch, on every process alike
@@ -24,29 +24,31 @@ def fit_critic(
     epochs: int,
     seed: int,
     step: int,
-    total: Callable[[Tensor], Tensor],
+    processes: Processes,
 ) -> tuple[float, bool]:
-    """Least squares of returns (N,) on features (N, F) of this process; `total` sums over processes.
+    """Least squares of returns (N,) on features (N, F) of this process, in minibatches of those of all processes.
 
     Returns the mean loss of the first epoch, and whether every loss was finite; a step whose loss is not is left out.
     """
     first = float64(torch.zeros(2, device=features.device))
     finite = True
+    sizes = processes.all(len(features))
+    begin = sum(sizes[: processes.index])
     for epoch in range(epochs):
-        order = shuffled(len(features), seed, "critic", step, epoch).to(features.device)
-        for picked in order.tensor_split(MINIBATCHES):
+        order = shuffled(sum(sizes), seed, "critic", step, epoch)
+        for rows in order.tensor_split(MINIBATCHES):
+            picked = (rows[(rows >= begin) & (rows < begin + len(features))] - begin).to(features.device)
             loss = critic.loss(features.index_select(0, picked), returns.index_select(0, picked)).sum()
             here = float64(torch.stack([loss.detach(), torch.full_like(loss, len(picked))]))
-            whole, count = total(here).tolist()
+            whole, count = processes.sum(here).tolist()
             if epoch == 0:
                 first += here
             if not math.isfinite(whole):
                 finite = False
             elif count:
                 (loss / count).backward()
-                for parameter in critic.parameters():
-                    parameter.grad = None if parameter.grad is None else total(parameter.grad)
+                processes.sum_gradients(critic.parameters())
                 optimizer.step()
                 optimizer.zero_grad()
-    summed, tokens = total(first).tolist()
+    summed, tokens = processes.sum(first).tolist()
     return summed / max(tokens, 1.0), finite

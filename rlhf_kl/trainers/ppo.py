@@ -22,7 +22,7 @@ from rlhf_kl.processes import Processes
 from rlhf_kl.rollout.collect import exact_kl_now
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
-from rlhf_kl.seeding import shuffled
+from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLReading
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.guards import Microbatch, NonFiniteRollout, non_finite_figure
@@ -84,8 +84,9 @@ class PPOTrainer:
 
     def update(self, step: int) -> Update:
         """Update number `step` (from 1). Errors: NonFiniteRollout, before anything has changed."""
-        rollout = self.rollouts(step)  # 1. y ~ pi(.|x), scores, log pi, log ref, V
-        if (figure := non_finite_figure(rollout)) is not None:
+        # 1. y ~ pi(.|x), scores, log pi, log ref, V
+        rollout = self.processes.together(lambda: self.rollouts(step))
+        if (figure := self.processes.agree(non_finite_figure(rollout))) is not None:
             raise NonFiniteRollout(figure, rollout)
         coef = self.controller.coef
         targets = ppo_targets(rollout, coef, self.config, self.processes.sum)  # 2. r_t = -beta KL_t + score  3. GAE
@@ -135,10 +136,11 @@ class PPOTrainer:
         first_max, skipped, done = math.nan, None, 0
         self.farthest = 0.0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
-        for rows in self.minibatches(len(rollout), step) if learning else ():
-            if not rollout.scored.all() and not float(self.processes.sum(targets.weights[rows].sum())):
+        for rows in self.minibatches(step) if learning else ():
+            tokens = float(self.processes.sum(float64(targets.weights[rows].sum())))
+            if not tokens:
                 continue  # nothing to learn from
-            sums, largest, norm = self.minibatch(rollout, targets, rows, step)
+            sums, largest, norm = self.minibatch(rollout, targets, rows, step, tokens)
             if norm is None:
                 self.farthest = sums["approx_kl"] / sums["tokens"]
                 break
@@ -165,22 +167,30 @@ class PPOTrainer:
             "value/explained_variance": self.explained_variance(rollout, targets),
         }, skipped
 
-    def minibatches(self, rows: int, step: int) -> Iterator[Tensor]:
-        """The rows of every minibatch of an update, epoch after epoch, each in an order of its own."""
+    def minibatches(self, step: int) -> Iterator[Tensor]:
+        """The rows of every minibatch of an update, epoch after epoch, each in an order of its own.
+
+        Each minibatch has one of every few neighbours in the global batch, so that all processes have as many rows
+        of it, and the minibatches are the same on any number of processes.
+        """
+        size, here = self.config.ppo.minibatch_size, self.processes.rows(self.config.rollout.batch_size)
+        several = self.config.rollout.batch_size // size
         for epoch in range(self.config.ppo.epochs):
-            order = shuffled(rows, self.config.run.seed, "minibatches", step, epoch)
-            yield from order.split(self.config.ppo.minibatch_size // self.processes.count)
+            order = uniforms(size, several, self.config.run.seed, "minibatches", step, epoch).argsort(1)
+            for rows in (order + several * torch.arange(size).unsqueeze(1)).unbind(1):
+                yield rows[(rows >= here.start) & (rows < here.stop)] - here.start
 
     def minibatch(
-        self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int
+        self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int, tokens: float
     ) -> tuple[dict[str, float], float, float | None]:
         """One optimizer step: sums over the global minibatch, the largest |log ratio|, and the gradient's norm.
+
+        `tokens`: those of the global minibatch.
 
         A step whose gradient is not finite is left out; so is one from where the policy is further than
         `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
         cfg, device = self.config.ppo, rollout.mask.device
-        tokens = float(self.processes.sum(float64(targets.weights[rows].sum())))
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
             pieces = list(self.training_passes(rollout, rows, size))
@@ -204,6 +214,7 @@ class PPOTrainer:
         if step <= cfg.value_warmup:  # a value head's gradient goes through the policy
             for parameter in self.model.policy.parameters():
                 parameter.grad = None
+        self.processes.sum_gradients(self.model.trained)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.trained, cfg.max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
@@ -246,7 +257,7 @@ class PPOTrainer:
             epochs=self.config.ppo.critic_epochs,
             seed=self.config.run.seed,
             step=step,
-            total=self.processes.sum,
+            processes=self.processes,
         )
 
     def explained_variance(self, rollout: RolloutBatch, targets: Targets) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.config.schema import EpochsSection
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
+from rlhf_kl.processes import Processes
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.trainers.guards import Microbatch
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
@@ -40,8 +41,16 @@ class Objective(Protocol):
 class SupervisedTrainer:
     """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches of near-equal length."""
 
-    def __init__(self, model: nn.Module, objective: Objective, settings: EpochsSection, seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        settings: EpochsSection,
+        seed: int,
+        processes: Processes | None = None,
+    ) -> None:
         self.model, self.objective, self.settings, self.seed = model, objective, settings, seed
+        self.processes = processes or Processes()
         self.optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
         self.per_epoch = math.ceil(len(objective) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
@@ -64,26 +73,31 @@ class SupervisedTrainer:
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step."""
         settings = self.settings
-        rows = self.batch(step)
+        every = self.batch(step)
+        rows = every[self.processes.rows(len(every))]
         lengths = [self.objective.size(row) for row in rows]
         # Half a step in, so that the first step of a warm-up is not taken at rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
-        weight = sum(self.objective.weight(row) for row in rows)
+        weight = sum(self.objective.weight(row) for row in every)
         overhead = pass_overhead(next(self.model.parameters()).device)
 
         def accumulate(size: int) -> dict[str, float]:
             totals: dict[str, float] = {}
-            for group in group_lengths(lengths, most_rows=size, most_tokens=size * max(lengths), overhead=overhead):
+            most = size * max(lengths, default=0)
+            for group in group_lengths(lengths, most_rows=size, most_tokens=most, overhead=overhead):
                 loss, sums = self.objective.loss([rows[i] for i in group])
                 (loss / weight).backward()
                 for name, value in {"train/loss": float(loss.detach()), **sums}.items():
                     totals[name] = totals.get(name, 0.0) + value
             return totals
 
-        totals = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
+        together = self.processes
+        here = together.together(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
+        totals = _added(together.all(here))
+        together.sum_gradients(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
-        alerts = self.microbatch.alerts()
+        alerts = list(dict.fromkeys(alert for each in together.all(self.microbatch.alerts()) for alert in each))
         if torch.isfinite(norm):
             self.optimizer.step()
             self.skipped = 0
@@ -104,3 +118,11 @@ class SupervisedTrainer:
         order = shuffled(len(self.objective), self.seed, "epoch", epoch).tolist()
         size = self.settings.batch_size
         return order[place * size : (place + 1) * size]
+
+
+def _added(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Sums by name."""
+    totals: dict[str, float] = {}
+    for name, value in ((name, value) for part in parts for name, value in part.items()):
+        totals[name] = totals.get(name, 0.0) + value
+    return totals

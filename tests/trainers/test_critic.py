@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.models.critic import FeatureCritic
+from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.optim import adamw
@@ -85,7 +86,7 @@ def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make, new_
 
 def fit(critic: FeatureCritic, features: Tensor, returns: Tensor, epochs: int = 1, step: int = 1) -> tuple[float, bool]:
     optimizer = adamw(torch.nn.ModuleDict({"critic": critic}), 0.0, 0.0, critic, 1e-2)
-    return fit_critic(critic, optimizer, features, returns, epochs=epochs, seed=0, step=step, total=lambda x: x)
+    return fit_critic(critic, optimizer, features, returns, epochs=epochs, seed=0, step=step, processes=Processes())
 
 
 def test_the_loss_is_that_of_before_the_fit() -> None:
@@ -95,7 +96,7 @@ def test_the_loss_is_that_of_before_the_fit() -> None:
     assert fit(critic, features, torch.full((3,), 3.0), epochs=0) == (0.0, True)
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
     loss, finite = fit_critic(
-        critic, optimizer, features, torch.full((3,), 3.0), epochs=2, seed=0, step=1, total=lambda x: x
+        critic, optimizer, features, torch.full((3,), 3.0), epochs=2, seed=0, step=1, processes=Processes()
     )
     assert (loss, finite) == (pytest.approx(16.0), True)
 

@@ -1,0 +1,85 @@
+"""Notices that another process of the group has died or stands still; a collective would wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+EVERY = 2.0  # seconds between two beats
+SILENCE = 30.0  # seconds without one, after which a process counts as gone
+
+
+class Heartbeat:
+    """A thread that beats in a store all processes see, and ends this process where another one cannot go on.
+
+    A reward function may take as long as it wants: the thread beats beside it.
+    """
+
+    def __init__(self, store: Any, index: int, count: int, end: Callable[[str], None] | None = None) -> None:
+        """`store`: a torch.distributed store of this thread's own."""
+        self.store, self.index, self.count = store, index, count
+        self.end = end or _end
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self.thread.start()
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this process cannot go on, and why."""
+        self._say(f"failed/{self.index}", reason)
+
+    def leave(self) -> None:
+        """This process has come to its end; nobody waits for it."""
+        self._say(f"left/{self.index}", "1")
+
+    def _say(self, key: str, words: str) -> None:
+        self.stopped.set()
+        with contextlib.suppress(Exception):  # the process that holds the store may have gone before
+            self.store.set(key, words)
+
+    def _watch(self) -> None:
+        others = [i for i in range(self.count) if i != self.index]
+        beats = {i: ("", time.monotonic()) for i in others}
+        answered, number = time.monotonic(), 0
+        while not self.stopped.wait(EVERY):
+            number += 1
+            try:
+                self.store.set(f"beat/{self.index}", str(number))
+                for other in others:
+                    if reason := self._look(other, beats):
+                        return self.end(reason)
+                answered = time.monotonic()
+            except Exception as error:  # the process that holds the store is gone, or the way to it
+                if self.stopped.is_set():
+                    return None
+                if time.monotonic() - answered > SILENCE:
+                    return self.end(f"the store of the group has not answered for {SILENCE:.0f} s: {error}")
+        return None
+
+    def _look(self, other: int, beats: dict[int, tuple[str, float]]) -> str | None:
+        """Why process `other` cannot go on; None where it can, or has come to its end."""
+        if self._read(f"left/{other}"):
+            return None
+        if reason := self._read(f"failed/{other}"):
+            return f"process {other} failed: {reason}"
+        beat, since = self._read(f"beat/{other}"), beats[other][1]
+        if beat != beats[other][0]:
+            beats[other] = (beat, time.monotonic())
+        elif time.monotonic() - since > SILENCE:
+            return f"process {other} has given no sign for {SILENCE:.0f} s"
+        return None
+
+    def _read(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def _end(reason: str) -> None:
+    print(f"error: {reason}; --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
+    os._exit(1)
