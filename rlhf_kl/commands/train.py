@@ -49,7 +49,7 @@ def run_train(
 ) -> dict[str, Any]:
     """Train a policy; returns the summary."""
     processes = processes or Processes()
-    check_sizes(config, processes.count)
+    processes.together(lambda: check_sizes(config, processes.count))
     accelerator = make_accelerator(config.run)
     parts = processes.together(lambda: build_parts(config, accelerator, display))
     recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts), processes)

@@ -26,8 +26,6 @@ class NonFiniteRollout(Exception):
 
 def non_finite_figure(rollout: RolloutBatch) -> str | None:
     """Which figure of a rollout is not finite, in words; None where all are."""
-    if not bool(rollout.scored.any()):
-        return "every score (the reward returned None for all responses)"
     figures = {
         "a log-prob of the policy": rollout.logprobs,
         "a log-prob of the reference": rollout.ref_logprobs,

@@ -86,7 +86,10 @@ class PPOTrainer:
         """Update number `step` (from 1). Errors: NonFiniteRollout, before anything has changed."""
         # 1. y ~ pi(.|x), scores, log pi, log ref, V
         rollout = self.processes.together(lambda: self.rollouts(step))
-        if (figure := self.processes.agree(non_finite_figure(rollout))) is not None:
+        figure = self.processes.agree(non_finite_figure(rollout))
+        if not any(self.processes.all(bool(rollout.scored.any()))):
+            figure = "every score (the reward returned None for all responses)"
+        if figure is not None:
             raise NonFiniteRollout(figure, rollout)
         coef = self.controller.coef
         targets = ppo_targets(rollout, coef, self.config, self.processes.sum)  # 2. r_t = -beta KL_t + score  3. GAE

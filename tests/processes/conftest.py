@@ -1,0 +1,57 @@
+"""Two processes on this machine, through gloo, as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+class Together(NamedTuple):
+    """What two processes did: the exit codes of each command, by process, and what was printed."""
+
+    codes: list[list[int]]
+    output: str
+
+
+@pytest.fixture(scope="session")
+def launch() -> Launch:
+    """launch(["-m", "rlhf_kl", ...]): torchrun with two processes of it, in a session of their own."""
+
+    def start(words: Sequence[str | Path], count: int = 2) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        return subprocess.Popen(
+            [*command, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+            start_new_session=True,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def together(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Together]:
+    """together([words, words, ...]): these commands one after the other, each in two processes."""
+
+    def run(commands: Sequence[Sequence[Any]], count: int = 2) -> Together:
+        place = tmp_path_factory.mktemp("together")
+        (place / "commands.json").write_text(json.dumps([[str(word) for word in words] for words in commands]))
+        worker = Path(__file__).with_name("several_commands.py")
+        process = launch([worker, place / "commands.json", place / "codes"], count)
+        output, _ = process.communicate(timeout=300)
+        codes = [json.loads((place / f"codes.{rank}").read_text()) for rank in range(count)]
+        return Together(codes, output)
+
+    return run

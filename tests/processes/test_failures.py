@@ -1,0 +1,146 @@
+"""What goes wrong in one process is known to both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.jsonl import read_jsonl
+
+Launch = Callable[..., subprocess.Popen[str]]
+REWARD = """
+import math, os, time
+from pathlib import Path
+
+CALLS = 0
+
+def second():
+    return os.environ["RANK"] == "1"
+
+def count_calls():
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+def breaks(prompts, responses):
+    if second() and count_calls() == 9:
+        raise ValueError("out of ink")
+    return [response.count("a") / 8 for response in responses]
+
+def skips(prompts, responses):
+    late = second() and count_calls() > 8
+    return [None if late else response.count("a") / 8 for response in responses]
+
+def slow(prompts, responses, place):
+    calls = count_calls()
+    if calls == 9:
+        Path(place, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(0.2)
+    return [response.count("a") / 8 for response in responses]
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., Path]:
+    """settings("breaks", a=b): a config whose reward is this function of both processes."""
+
+    def write(function: str, **sections: Any) -> Path:
+        (tmp_path / "mine.py").write_text(REWARD)
+        reward = {"kind": f"{tmp_path / 'mine.py'}:{function}", "missing_eos_penalty": 0.0}
+        reward |= {"place": str(tmp_path)} if function == "slow" else {}
+        config = {**tiny_settings, "reward": reward, "eval": tiny_settings["eval"] | {"every": 1000}, **sections}
+        (tmp_path / f"{function}.yaml").write_text(yaml.safe_dump(config))
+        return tmp_path / f"{function}.yaml"
+
+    return write
+
+
+def test_an_error_in_one_process_ends_both_with_one_message(
+    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = together([["train", "--config", settings("breaks"), "--output-dir", tmp_path / "run", "--quiet"]])
+    assert result.codes == [[2], [2]]
+    assert result.output.count("raised ValueError: out of ink") == 1, result.output
+    assert "Traceback" not in result.output
+
+
+def test_responses_that_one_process_cannot_score_are_left_out(
+    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = together([["train", "--config", settings("skips"), "--output-dir", tmp_path / "run", "--quiet"]])
+    assert result.codes == [[0], [0]], result.output
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert rows[-1]["rollout/unscored"] == 8
+    assert rows[-1]["policy/epochs"] == 2.0
+
+
+def test_sizes_that_do_not_divide_are_refused(
+    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path, tiny_settings: dict[str, Any]
+) -> None:
+    rollout = tiny_settings["rollout"] | {"batch_size": 15}
+    ppo = tiny_settings["ppo"] | {"minibatch_size": 15, "microbatch_size": 5, "total_episodes": 60}
+    config = settings("breaks", rollout=rollout, ppo=ppo)
+    result = together([["train", "--config", config, "--output-dir", tmp_path / "run"]])
+    assert result.codes == [[2], [2]]
+    assert result.output.count("rollout.batch_size: 15 is no multiple of 2: 2 processes share it") == 1
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def start_slow(launch: Launch, config: Path, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run that is under way, and the processes of its ranks."""
+    process = launch(["-m", "rlhf_kl", "train", "--config", config, "--output-dir", folder, "--quiet"])
+    marks = [folder.parent / str(rank) for rank in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(mark.exists() and mark.read_text() for mark in marks):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, [int(mark.read_text()) for mark in marks]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_process_that_dies_ends_the_group_and_the_run_goes_on(
+    launch: Launch,
+    together: Callable[..., Any],
+    settings: Callable[..., Path],
+    tiny_settings: dict[str, Any],
+    tmp_path: Path,
+    rank: int,
+) -> None:
+    config = settings("slow", ppo=tiny_settings["ppo"] | {"total_episodes": 320})
+    process, ranks = start_slow(launch, config, tmp_path / "run")
+    began = time.monotonic()
+    os.kill(ranks[rank], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 60
+    for count in (2, 1):  # the second time it is finished
+        words = ["train", "--config", config, "--output-dir", tmp_path / "run", "--quiet", "--resume"]
+        assert together([words], count).codes == [[0]] * count
+    rows = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert rows == list(range(1, 21))
+
+
+def test_a_signal_to_one_process_stops_both_after_the_update(
+    launch: Launch, settings: Callable[..., Path], tiny_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    process, ranks = start_slow(
+        launch, settings("slow", ppo=tiny_settings["ppo"] | {"total_episodes": 320}), tmp_path / "run"
+    )
+    os.kill(ranks[1], signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "interrupted: --resume goes on" in output
+    steps = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == steps[-1]
+    assert json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").read_text())
