@@ -47,8 +47,8 @@ help:  ## this list
 
 install: $(INSTALLED)  ## make the environment; with PYTHON= add to one what it lacks, but for its torch
 
-train: $(READY)  ## train on the built-in model (FRESH=1 starts over, CONFIG=name.yaml)
-	$(PY) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
+train: $(READY)  ## train on the built-in model (FRESH=1 starts over, CONFIG=name.yaml, GPUS=4 on so many)
+	$(PY) $(if $(GPUS),-m accelerate.commands.launch --multi_gpu --num_processes $(GPUS)) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
 test: $(DEV_READY)  ## the tests that finish in minutes
 	$(PY) -m pytest

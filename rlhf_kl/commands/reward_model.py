@@ -36,7 +36,7 @@ def run_reward_model(
     config: RewardModelConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes
 ) -> dict[str, Any]:
     """Train a reward model; returns the summary."""
-    device = make_accelerator(config.run).device
+    device = make_accelerator(config.run, group=True).device
     resolver = Resolver.for_run(config.run, display, device)
     reward = _new_reward_model(config, resolver)
     model = reward.model

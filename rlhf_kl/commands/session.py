@@ -111,16 +111,21 @@ def pick_device(section: RunSection) -> torch.device:
     return torch.device(name)
 
 
-def make_accelerator(section: RunSection) -> Any:
-    """The accelerator of a run, one a command.
+def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
+    """The accelerator of a run, one a command; `group` says that several processes may run it together.
 
-    Errors: InputError for a missing device, and where several processes were started that are no group.
+    Errors: InputError for a missing device, for several processes of a command that runs in one, and where several
+    were started or asked for that are no group.
     """
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1 and not group:
+        raise InputError("this command runs in one process: train, sft and reward-model can run in several")
+    if group and count == 1 and (wanted := _asked_for()) > 1:
+        raise InputError(f"accelerate was asked for {wanted} processes and started one: {LAUNCH}")
     if device.type == "cuda" and device.index is not None:
         if count > 1:
             raise InputError(f"run.device: {section.device}: with several processes write cuda; each takes one of them")
@@ -139,13 +144,25 @@ def make_accelerator(section: RunSection) -> Any:
     return accelerator
 
 
+def _asked_for() -> int:
+    """The --num_processes of the `accelerate launch` that started this process; with --cpu it starts only one."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError, ValueError, StopIteration):
+        words = iter(psutil.Process().parent().cmdline())
+        if any("accelerate" in word for word in words):
+            option = next(word for word in words if word.replace("-", "_").startswith("__num_processes"))
+            return int(option.partition("=")[2] or next(words))
+    return 1
+
+
 @contextlib.contextmanager
 def joined(section: RunSection) -> Iterator[Processes]:
     """The processes of a run, this one alone or the group that a launcher started; ends the group where one fails."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
-    make_accelerator(section)
+    make_accelerator(section, group=True)
     from rlhf_kl.processes import join_group
 
     group, heartbeat = join_group()

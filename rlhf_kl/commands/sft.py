@@ -37,7 +37,7 @@ Figures = dict[str, Any]
 
 def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes) -> dict[str, Any]:
     """Train a language model; returns the summary."""
-    device = make_accelerator(config.run).device
+    device = make_accelerator(config.run, group=True).device
     resolver = Resolver.for_run(config.run, display, device)
     responses = config.data.response_column is not None
     prepare = _learn_responses if responses else _learn_texts

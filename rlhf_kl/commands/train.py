@@ -50,7 +50,7 @@ def run_train(
     """Train a policy; returns the summary."""
     processes = processes or Processes()
     processes.together(lambda: check_sizes(config, processes.count))
-    accelerator = make_accelerator(config.run)
+    accelerator = make_accelerator(config.run, group=True)
     parts = processes.together(lambda: build_parts(config, accelerator, display))
     recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts), processes)
     try:
