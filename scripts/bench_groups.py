@@ -3,13 +3,19 @@
     python scripts/bench_groups.py FOLDER --peer-python PYTHON --peer-script FILE [--policy DIR --reward DIR ...]
 
 PYTHON is that of an environment with TRL; the script takes --method rloo|grpo --policy DIR ... and prints
-`RESULT {json}`. Both sides get the same policy, reward model, prompts, group size, lengths, optimizer steps and
-learning rate; a text that is cut off pays 1 on both. Ours has its defaults otherwise, and its seconds hold the
-reference samples and the closing evaluation.
+`RESULT {json}`. Both sides get the same policy, reward model, prompts, group size, lengths, optimizer steps and peak
+learning rate, which falls linearly there and as `adaptive` has it here; a text that is cut off pays 1. Ours has its
+defaults otherwise, and its seconds hold the reference samples and the closing evaluation.
+
+Two things are mended for the peer: its script pads texts for the reward model as the tokenizer says, which shifts
+GPT-2's positions where that is on the left, so it gets a copy that pads on the right; and TRL gives a policy no
+positions, so that padded prompts are shifted as well: of the prompts only those of the most usual length are used,
+by both sides.
 
 A peer's constant beta is first searched for, on seed 0, until the KL over the last fifth of the run is within a tenth
 of the target; --betas rloo=0.3 gives it. Each seed then runs one side after the other. The KL is the estimate that
-the peer logs: k1 for its RLOO, k3 for its GRPO and for ours. Finished runs in FOLDER are used again.
+the peer logs: k1 for its RLOO; k3 for its GRPO, where it is a mean over the optimizer steps, and for ours. Finished
+runs in FOLDER are used again.
 """
 
 from __future__ import annotations
@@ -18,7 +24,9 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -27,6 +35,7 @@ from typing import Any, NamedTuple
 from bench import run_alone
 
 from rlhf_kl.commands.world import World
+from rlhf_kl.models.load import load_tokenizer
 from rlhf_kl.report.table import text_table
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
@@ -100,7 +109,7 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
     """A run of the peer."""
     file = args.folder / f"trl-{method}-{beta:.4g}-s{seed}.json"
     if not file.exists():
-        options = {"method": method, "policy": args.policy, "reward": args.reward, "prompts": args.prompts}
+        options = {"method": method, "policy": args.policy, "reward": args.peer_reward, "prompts": args.prompts}
         options |= {"column": args.column, "updates": args.updates, "batch": args.batch, "group": args.group}
         options |= {"iterations": args.steps, "max-new-tokens": args.max_new_tokens, "beta": beta, "seed": seed + 1}
         options |= {"learning-rate": args.learning_rate, "output-dir": args.folder / "trl"}
@@ -138,26 +147,56 @@ def find_beta(args: argparse.Namespace, method: str, beta: float) -> float:
 
 def spread(values: Iterable[float], places: int) -> str:
     """Mean and standard deviation."""
-    known = [value for value in values if not math.isnan(value)]
-    if not known:
-        return "never"
-    text = f"{fmean(known):.{places}f}"
-    return f"{text} ({stdev(known):.{places}f})" if len(known) > 1 else text
+    every = list(values)
+    text = f"{fmean(every):.{places}f}"
+    return f"{text} ({stdev(every):.{places}f})" if len(every) > 1 else text
 
 
 def table(runs: dict[str, list[Run]], score: float) -> str:
-    """One row for each side: mean (standard deviation) over the seeds."""
-    head = ["", f"seconds to {score:g}", "reached", "score", "KL", "samples/s", "memory, MB"]
+    """One row for each side: mean (standard deviation) over the seeds, of the seconds the median over all of them."""
+    head = ["", f"median seconds to {score:g}", "reached", "score", "KL", "samples/s", "memory, MB"]
     rows = []
     for side, found in runs.items():
         times = [run.seconds_to(score) for run in found]
+        middle = median(math.inf if math.isnan(each) else each for each in times)
         reached = f"{sum(not math.isnan(each) for each in times)} of {len(found)}"
         figures = [spread((getattr(run, name) for run in found), places) for name, places in COLUMNS]
-        rows.append([side, spread(times, 1), reached, *figures])
+        rows.append([side, "not reached" if math.isinf(middle) else f"{middle:.1f}", reached, *figures])
     return text_table(head, rows)
 
 
 COLUMNS = (("score", 2), ("kl", 3), ("samples_per_s", 1), ("memory_mb", 0))
+
+
+def keep_settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Runs are used again for the settings that they were made with, and for no others."""
+    free = ("folder", "seeds", "sides", "betas", "score", "peer_python", "peer_script")
+    settings = {key: str(value) for key, value in vars(args).items() if key not in free}
+    file = args.folder / "settings.json"
+    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != settings:
+        changed = [f"--{key.replace('_', '-')} {before[key]}" for key in before if before[key] != settings.get(key)]
+        parser.error(f"{args.folder} holds runs with {', '.join(changed)}: choose another folder")
+    file.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def same_length(args: argparse.Namespace) -> None:
+    """Of the prompts those with the most usual number of tokens."""
+    lines = [line for line in Path(args.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = load_tokenizer(str(args.policy))([json.loads(line)[args.column] for line in lines])["input_ids"]
+    ((usual, _),) = Counter(map(len, rows)).most_common(1)
+    args.prompts = args.folder / "prompts.jsonl"
+    kept = [line for line, row in zip(lines, rows, strict=True) if len(row) == usual]
+    args.prompts.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def pads_right(args: argparse.Namespace) -> None:
+    """A copy of the reward model, for the peer, whose tokenizer pads on the right."""
+    args.peer_reward = args.folder / "reward"
+    if not args.peer_reward.exists():
+        shutil.copytree(args.reward, args.peer_reward)
+        tokenizer = load_tokenizer(str(args.reward))
+        tokenizer.padding_side = "right"
+        tokenizer.save_pretrained(args.peer_reward)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -198,6 +237,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if not args.policy:
         world = World("builtin:reviews", TrainingDisplay())
         args.policy, args.reward, args.prompts = world.policy(), world.reward_model(), world.file("prompts")
+    keep_settings(args, parser)
+    same_length(args)
+    pads_right(args)
     betas = {name: float(beta) for name, _, beta in (text.partition("=") for text in args.betas)}
     for name in PEERS:
         if f"TRL {name}" in args.sides and name not in betas:

@@ -51,8 +51,8 @@ def test_the_table_counts_the_runs_that_never_reached_the_score(groups: ModuleTy
     slow = groups.Run([float(i) for i in range(1, 11)], [1.0] * 10, 0.1, 8.0, 300.0)
     fast = groups.Run([float(i) for i in range(1, 11)], [3.0] * 10, 0.2, 8.0, 300.0)
     lines = groups.table({"gae": [slow, fast], "TRL grpo": [slow]}, 2.5).splitlines()
-    assert " ".join(lines[1].split()) == "gae 5.0 1 of 2 2.00 (1.41) 0.150 (0.071) 8.0 (0.0) 300 (0)"
-    assert " ".join(lines[2].split()) == "TRL grpo never 0 of 1 1.00 0.100 8.0 300"
+    assert " ".join(lines[1].split()) == "gae not reached 1 of 2 2.00 (1.41) 0.150 (0.071) 8.0 (0.0) 300 (0)"
+    assert " ".join(lines[2].split()) == "TRL grpo not reached 0 of 1 1.00 0.100 8.0 300"
 
 
 def test_the_peers_beta_is_searched_for_and_each_side_runs(
