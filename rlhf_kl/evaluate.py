@@ -150,7 +150,8 @@ class PolicyFigures:
 
     kl_token: float  # exact KL to the reference, nats, token-weighted
     kl_sequence: float
-    scores: float | None  # raw, of the reward function
+    scores: float | None  # raw, of the reward function, over what it scored
+    unscored: int  # responses for which it returned None
     gold: float | None
     length: float  # tokens, EOS included
     eos_rate: float
@@ -166,6 +167,7 @@ class PolicySamples:
     ended: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # of those that are scored
+    unscored: list[bool] = field(default_factory=list)
     gold: list[float] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
 
@@ -225,8 +227,9 @@ def policy_samples(
         if reward is not None:
             found = score_responses(reward, batch.texts, responses, "function")
             made.scores += found.values.cpu()[found.scored.cpu()].tolist()
+            made.unscored += (~found.scored).tolist()
         checked, failure = gold_scores_of(gold, batch.texts, responses)
-        made.gold += checked or []
+        made.gold += [score for score in checked or [] if score is not None]
         if failure is not None:
             made.reports.append(f"{GOLD_FAILED}: {failure}: left out")
             gold, made.gold = None, []
@@ -235,7 +238,7 @@ def policy_samples(
 
 def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) -> PolicyFigures:
     """The figures of all samples together; `report` is told of what had to be left out."""
-    kl, lengths, ended, texts, scores, gold, reports = (
+    kl, lengths, ended, texts, scores, unscored, gold, reports = (
         [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
     )
     for line in dict.fromkeys(reports):
@@ -247,6 +250,7 @@ def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) ->
         kl_token=sum(kl) / sum(lengths),
         kl_sequence=fmean(kl),
         scores=fmean(scores) if scores else None,
+        unscored=sum(unscored),
         gold=fmean(gold) if gold and not reports else None,
         length=fmean(lengths),
         eos_rate=fmean(ended),

@@ -79,7 +79,7 @@ def _show(samples: list[dict[str, Any]]) -> None:
         console.print(_coloured(sample), Text(_figures(sample), style="dim"))
         if "reference" in sample:
             console.print(Text("reference  ", style="bold"), end="")
-            score = f"  (score {sample['reference_score']:.2f})" if "reference_score" in sample else ""
+            score = f"  ({_score(sample['reference_score'])})" if "reference_score" in sample else ""
             console.print(Text(safe_text(sample["reference"], keep_newlines=True)), Text(score, style="dim"))
 
 
@@ -96,8 +96,12 @@ def _coloured(sample: dict[str, Any]) -> Any:
     return text
 
 
+def _score(score: float | None) -> str:
+    return "not scored" if score is None else f"score {score:.2f}"
+
+
 def _figures(sample: dict[str, Any]) -> str:
-    parts = [f"score {sample['score']:.2f}"] if "score" in sample else []
+    parts = [_score(sample["score"])] if "score" in sample else []
     if "kl" in sample:
         parts.append(f"KL {sample['kl']:.3f} nats, {sample['kl_token']:.4f} per token")
     if not sample["ended"]:

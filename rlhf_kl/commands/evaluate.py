@@ -21,6 +21,7 @@ from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.rewards.functions import GoldScorer
+from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import RunFolder, newest_run
 from rlhf_kl.types import RewardFn
@@ -96,6 +97,7 @@ def _eval_run(
     _, kept = build_prompts(config, resolver, model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
     reward, gold = _scorers(request, config, folder, resolver)
+    begin_scorers(reward, gold, config.updates + 1, config.updates)
     on_prompts = policy_figures(
         policy,
         reference,

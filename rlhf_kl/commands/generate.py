@@ -23,6 +23,7 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.rewards.functions import score_responses
+from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.run.display import TrainingDisplay
@@ -144,6 +145,7 @@ class _Writer:
                 self.reference = frozen_lm(beside.model, dtype, resolver.device)
         self.policy = frozen_lm(policy, dtype, resolver.device)
         self.reward = resolver.reward(config.reward) if request.scores else None
+        begin_scorers(self.reward, None, config.updates + 1, config.updates)
         self.reward_name = config.reward.kind
         self.sampling = Sampling(
             max_new_tokens=request.max_new_tokens or config.rollout.max_new_tokens,

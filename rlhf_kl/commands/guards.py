@@ -10,6 +10,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.trainers.guards import UNSCORED
 from rlhf_kl.types import RolloutBatch
 
 ROLLBACK_RAISE = 2.0
@@ -24,7 +25,7 @@ class StepResult:
 
     row: dict[str, Any]
     rollout: RolloutBatch
-    gold: list[float] | None
+    gold: list[float | None] | None
     skipped: str | None  # what was not finite, so that steps of the update were left out
     weights_lost: bool  # a weight is not finite any more: there is nothing to go on with
 
@@ -57,6 +58,8 @@ class RunGuards:
     def _watch_numbers(self, update: StepResult) -> str | None:
         if update.skipped is None and not update.weights_lost:
             self.skipped, self.turned_back = 0, False
+            return None
+        if update.skipped == UNSCORED and not update.weights_lost:  # nothing is broken: going back would not help
             return None
         self.skipped += 1
         limit = self.config.ppo.max_skipped

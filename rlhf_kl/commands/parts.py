@@ -27,7 +27,7 @@ from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import plugin_scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rewards.trl_interface import TRLReward
+from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import RewardFn, Sampling
@@ -71,8 +71,7 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     train, kept = build_prompts(config, resolver, model, tokenizer)
     for scorer in plugin_scorers(reward, gold).values():
         scorer.columns_of([*train.texts, *kept.texts])
-        if isinstance(scorer, TRLReward):
-            scorer.begin(1, config.updates)
+    begin_scorers(reward, gold, 1, config.updates)
     batch = config.rollout.batch_size
     each = config.rollout.samples_per_prompt
     prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)

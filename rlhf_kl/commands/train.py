@@ -25,8 +25,8 @@ from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.processes import Processes
 from rlhf_kl.report.control import end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
-from rlhf_kl.rewards.plugin import columns_read, plugin_scorers, states_of
-from rlhf_kl.rewards.trl_interface import TRLReward, logged_columns, mean_metrics
+from rlhf_kl.rewards.plugin import columns_read, states_of
+from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
 from rlhf_kl.rollout.whole import whole_batch
 from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
@@ -40,7 +40,7 @@ from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
 from rlhf_kl.trainers.checks import check_first
-from rlhf_kl.trainers.guards import NonFiniteRollout, all_finite
+from rlhf_kl.trainers.guards import UNSCORED, NonFiniteRollout, all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 
 
@@ -75,8 +75,7 @@ class TrainRun:
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
         self.gold_failing = False  # in the row before
-        scorers = plugin_scorers(parts.reward, parts.gold).values()
-        self.trl_rewards = [scorer for scorer in scorers if isinstance(scorer, TRLReward)]
+        self.trl_rewards = begin_scorers(parts.reward, parts.gold, training.next_step, config.updates)
         self.alerts = kl_alerts(config, training)
         self.bought = kl_bought(config, parts, training)
         self.signs = ExploitationSigns()
@@ -153,19 +152,24 @@ class TrainRun:
             alerts += update.alerts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        gold, gold_failure = joined_gold(together.all(gold_scores_of(self.parts.gold, here.prompts, here.responses)))
+        gold = joined_gold(together.all(gold_scores_of(self.parts.gold, here.prompts, here.responses)))
         weights_lost = together.agree("lost" if not all_finite(trainer.model.trained) else None) is not None
         if skipped is not None:
-            alerts.append(f"update-skipped: {skipped} was not finite, so what needs it was left out")
-        if gold_failure is not None:
-            alerts.append(f"{GOLD_FAILED}: {gold_failure}: left out")
+            why = (
+                "is missing, so nothing was learned"
+                if skipped == UNSCORED
+                else "was not finite, so what needs it was left out"
+            )
+            alerts.append(f"update-skipped: {skipped} {why}")
+        if gold.failure is not None:
+            alerts.append(f"{GOLD_FAILED}: {gold.failure}: left out")
         if weights_lost:
             alerts.append("weights-lost: a weight is not finite any more")
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
             **mean_metrics(together.all([scorer.metrics() for scorer in self.trl_rewards])),
-            "objective/gold": sum(gold) / len(gold) if gold is not None else None,
+            "objective/gold": gold.mean,
             "kl/bought": self.bought.share(row),
             "dist/world_size": together.count,
             "dist/coef_spread": self.coef_spread(),
@@ -174,7 +178,7 @@ class TrainRun:
         row = together.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
             check_first(row, float32=config.run.dtype == "float32")
-        return StepResult(row, rollout, gold, skipped, weights_lost)
+        return StepResult(row, rollout, gold.scores, skipped, weights_lost)
 
     def coef_spread(self) -> float:
         """How far the betas of the processes lie apart. Errors: RunFailed where they do."""

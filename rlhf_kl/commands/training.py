@@ -230,9 +230,12 @@ def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, 
     written = config.kl.controller.coef
     if not isinstance(written, str):
         return written, ""
-    scaled = config.ppo.advantage == "grpo" and config.ppo.scale_by_group_std
+    grouped = config.ppo.advantage == "grpo"
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
-    return scores.solve(budget, scaled=scaled)
+    coef, note = scores.solve(budget, scaled=grouped and config.ppo.scale_by_group_std)
+    # There a score counts (k - 1) / k, since the group's mean holds it; beta does not.
+    each = config.rollout.samples_per_prompt
+    return (coef * (each - 1) / each if grouped else coef), note
 
 
 def fingerprints(parts: Parts) -> dict[str, str]:
@@ -283,6 +286,7 @@ def evaluate_policy(
         "eval/perplexity": text.perplexity,
         "eval/bits_per_byte": text.bits_per_byte,
         "eval/scores": figures.scores,
+        "eval/unscored": figures.unscored,
         "eval/gold": figures.gold,
         "eval/kl_token": figures.kl_token,
         "eval/distinct_2": figures.distinct_2,

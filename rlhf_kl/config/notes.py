@@ -30,7 +30,13 @@ def gradient_notes(config: TrainConfig) -> list[str]:
 
 
 def unused_notes(config: TrainConfig) -> list[str]:
-    """Settings of a kind of value function that the run does not have."""
+    """Settings of a kind of value function or advantage that the run does not have."""
+    if config.ppo.advantage != "grpo" and not config.ppo.scale_by_group_std:
+        return [f"ppo.scale_by_group_std is not used: ppo.advantage is {config.ppo.advantage}", *_unused_critic(config)]
+    return _unused_critic(config)
+
+
+def _unused_critic(config: TrainConfig) -> list[str]:
     defaults = PPOSection()
     if config.critic is None:
         unused = ("lam", "critic_lam", "critic_epochs", "critic_learning_rate", "cliprange_value", "vf_coef")

@@ -28,7 +28,7 @@ def kl_bound(n: int) -> float:
 def best_of_n(
     scores: Sequence[float], groups: Sequence[Hashable], golds: Sequence[float] | None = None
 ) -> list[BestOfN]:
-    """The curve for n = 1, 2, 4, ... up to the smallest group (a group = the responses to one prompt).
+    """The curve for n = 1, 2, 4, ..., as far as half of the groups have so many (a group = the responses to a prompt).
 
     golds: what another scorer says of the same responses. The mean over all subsets of n, not of one draw.
     """
@@ -37,10 +37,10 @@ def best_of_n(
         members[group].append((score, gold))
     if not members:
         return []
-    means = _mean([_expected_best(group, 1) for group in members.values()])
     curve, n = [], 1
-    while n <= min(map(len, members.values())):
-        score, gold = _mean([_expected_best(group, n) for group in members.values()])
+    while 2 * len(large := [group for group in members.values() if len(group) >= n]) >= len(members):
+        means = _mean([_expected_best(group, 1) for group in large])
+        score, gold = _mean([_expected_best(group, n) for group in large])
         curve.append(BestOfN(n, kl_bound(n), score - means[0], None if golds is None else gold - means[1]))
         n *= 2
     return curve

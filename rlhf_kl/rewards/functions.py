@@ -144,8 +144,14 @@ def _number(score: Any) -> float | None:
 class GoldScores(NamedTuple):
     """Of one batch. They are only logged, so a failure costs them and nothing else."""
 
-    scores: list[float] | None  # None where there is no gold scorer, or where it failed
+    scores: list[float | None] | None  # None where there is no gold scorer, or where it failed
     failure: str | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """Over the responses that it scored."""
+        known = [score for score in self.scores or [] if score is not None]
+        return sum(known) / len(known) if known else None
 
 
 def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: Sequence[str]) -> GoldScores:
@@ -154,9 +160,7 @@ def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: S
         return GoldScores(None)
     try:
         scores: list[float] = checked_scores(gold, prompts, responses, "gold").tolist()
-        if any(map(math.isnan, scores)):
-            return GoldScores(None, "reward gold: returned None for a response")
-        return GoldScores(scores)
+        return GoldScores([None if math.isnan(score) else score for score in scores])
     except InputError as error:
         return GoldScores(None, str(error))
     except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_kl.config.plugins import TRL_PROVIDED
 from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
-from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.plugin import PluginReward, plugin_scorers
 from rlhf_kl.types import Prompt, Response
 
 OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
@@ -86,6 +86,14 @@ class TRLReward(PluginReward):
         return TrainerState(global_step=self.update - 1, max_steps=self.updates)
 
 
+def begin_scorers(reward: Any, gold: Any, update: int, updates: int) -> list[TRLReward]:
+    """Tell those of a run's scorers that are TRL's where the run is; returns them."""
+    found = [scorer for scorer in plugin_scorers(reward, gold).values() if isinstance(scorer, TRLReward)]
+    for scorer in found:
+        scorer.begin(update, updates)
+    return found
+
+
 def mean_metrics(found: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:
     """What the rewards of each process logged, by name: the mean over those that did."""
     values: dict[str, list[float]] = {}
@@ -115,10 +123,13 @@ def _result(call: Callable[[], Any]) -> Any:
     result = call()
     if inspect.iscoroutine(result):
         result = asyncio.run_coroutine_threadsafe(result, _event_loop()).result()
-    return [_score(value) for value in result] if isinstance(result, list | tuple) else result
+    several = hasattr(result, "__iter__") and not isinstance(result, str | Mapping)
+    return [_score(value) for value in result] if several else result
 
 
 def _score(value: Any) -> Any:
+    """A number of Python's, of numpy's or of torch's, one by one."""
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
     if isinstance(value, bool):
         return float(value)
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -187,7 +187,9 @@ def score_samples(
         scores.append(checked_scores(reward, batch.texts, texts, reward_name))
         traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
         checked, failure = gold_scores_of(gold, batch.texts, texts)
-        golds += checked or []
+        golds += [score for score in checked or [] if score is not None]
+        if failure is None and None in (checked or []):
+            failure = "reward gold: returned None for a response"
         if failure is not None:
             report(f"{failure}: the reference has no gold score")
             gold, golds = None, []

@@ -16,6 +16,9 @@ Result = TypeVar("Result")
 SMALLER_PASS = "shorter rows, an adapter (policy.lora={}) or policy.gradient_checkpointing=true need less"
 
 
+UNSCORED = "every score (the reward returned None for all responses)"
+
+
 class NonFiniteRollout(Exception):
     """A rollout that nothing can be learned from: some figure of it is not finite."""
 

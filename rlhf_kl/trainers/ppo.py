@@ -25,7 +25,7 @@ from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLReading
 from rlhf_kl.trainers.critic import fit_critic
-from rlhf_kl.trainers.guards import Microbatch, NonFiniteRollout, non_finite_figure
+from rlhf_kl.trainers.guards import UNSCORED, Microbatch, NonFiniteRollout, non_finite_figure
 from rlhf_kl.trainers.objectives import Losses, Targets, ppo_losses, ppo_targets
 from rlhf_kl.trainers.optim import lr_factor, set_learning_rate
 from rlhf_kl.trainers.step_size import StepSize
@@ -88,7 +88,7 @@ class PPOTrainer:
         rollout = self.processes.together(lambda: self.rollouts(step))
         figure = self.processes.agree(non_finite_figure(rollout))
         if not any(self.processes.all(bool(rollout.scored.any()))):
-            figure = "every score (the reward returned None for all responses)"
+            figure = UNSCORED
         if figure is not None:
             raise NonFiniteRollout(figure, rollout)
         coef = self.controller.coef
@@ -282,6 +282,7 @@ class PPOTrainer:
         A ratio estimator: prompts are the independent draws, so the standard error is taken between them.
         """
         each = self.config.rollout.samples_per_prompt
+        each = 1 if each == self.config.rollout.batch_size else each  # of one prompt alone its responses are
         sums = float64(torch.where(mask, kl, 0.0)).sum(1).view(-1, each).sum(1)
         sizes = float64(mask.sum(1) if self.config.kl.unit == "token" else mask.any(1)).view(-1, each).sum(1)
         terms = [sums, sizes, sums * sums, sums * sizes, sizes * sizes, torch.ones_like(sums)]

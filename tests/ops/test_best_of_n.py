@@ -32,8 +32,11 @@ def test_only_the_spread_within_a_prompt_can_be_bought() -> None:
     assert flat[1].gold_gain is None
 
 
-def test_the_smallest_group_ends_the_curve() -> None:
-    assert [point.n for point in best_of_n([1.0, 2.0, 3.0, 4.0, 5.0], [0, 0, 0, 0, 1])] == [1]
+def test_the_curve_ends_where_less_than_half_of_the_groups_have_so_many() -> None:
+    """Groups that are smaller are left out, of the mean that the gain is counted from as well."""
+    curve = best_of_n([1.0, 3.0, 5.0, 5.0, 5.0], [0, 0, 1, 2, 2])
+    assert [(point.n, point.gain) for point in curve] == [(1, 0.0), (2, pytest.approx(0.5))]
+    assert [point.n for point in best_of_n([1.0, 3.0, 5.0, 5.0], [0, 0, 1, 2])] == [1]
     assert best_of_n([], []) == []
 
 
