@@ -110,7 +110,10 @@ def _eval_run(
         batch_size=config.rollout.batch_size,
         report=display.alert,
     )
-    return asdict(figures) | {"reference": asdict(other)} | asdict(on_prompts)
+    found = asdict(on_prompts)
+    if unscored := found.pop("unscored"):
+        display.alert(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
+    return asdict(figures) | {"reference": asdict(other)} | found
 
 
 def _scorers(

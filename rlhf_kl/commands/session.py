@@ -123,7 +123,7 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
 
     device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and not group:
-        raise InputError("this command runs in one process: train, sft and reward-model can run in several")
+        raise InputError("several processes: this command runs in one; train, sft and reward-model can run in several")
     if group and count == 1 and (wanted := _asked_for()) > 1:
         raise InputError(f"accelerate was asked for {wanted} processes and started one: {LAUNCH}")
     if device.type == "cuda" and device.index is not None:

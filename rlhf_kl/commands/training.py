@@ -195,7 +195,7 @@ def score_reference(
 
         def batches() -> Any:
             for batch in reference_responses(
-                parts.reference, parts.prompts, groups, here, parts.sampling, parts.tokenizer, seed
+                parts.reference, parts.prompts, groups, parts.sampling, parts.tokenizer, seed, here
             ):
                 yield batch
                 advance(len(batch.prompts))
@@ -203,7 +203,7 @@ def score_reference(
         def sample() -> ReferenceSamples:
             return score_samples(batches(), groups[here], parts.reward, section.kind, parts.gold, display.alert)
 
-        samples = joined_samples(processes.all(processes.together(sample)), section.kind)
+        samples = joined_samples(processes.all(processes.together(sample)), section.kind, len(groups))
     return samples.shaped(shaping, normalize=section.normalize)
 
 

@@ -161,9 +161,16 @@ def sample_prompts(prompts: int, samples: int, seed: int) -> list[int]:
 
 
 def reference_responses(
-    reference: LM, prompts: PromptStream, groups: list[int], part: slice, sampling: Sampling, tokenizer: Any, seed: int
+    reference: LM,
+    prompts: PromptStream,
+    groups: list[int],
+    sampling: Sampling,
+    tokenizer: Any,
+    seed: int,
+    part: slice | None = None,
 ) -> Iterator[Responses]:
-    """One response of the reference to each of `part` of these prompts, a rollout's batch at a time."""
+    """One response of the reference to each of these prompts, or to a part of them, a rollout's batch at a time."""
+    part = part or slice(0, len(groups))
     noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples")
     for start in range(part.start, part.stop, prompts.batch_size):
         rows = slice(start, min(start + prompts.batch_size, part.stop))
@@ -203,11 +210,11 @@ def score_samples(
     )
 
 
-def joined_samples(parts: Sequence[ReferenceSamples], reward_name: str) -> ReferenceSamples:
-    """The samples of all processes. Errors: InputError where nothing is scored."""
+def joined_samples(parts: Sequence[ReferenceSamples], reward_name: str, drawn: int) -> ReferenceSamples:
+    """The samples of all processes, of so many that were drawn. Errors: InputError where nothing is scored."""
     scores = torch.cat([part.scores for part in parts])
     if not len(scores):
-        raise InputError(f"reward {reward_name}: returned None for every one of the reference samples")
+        raise InputError(f"reward {reward_name}: returned None for every one of {drawn} reference samples")
     return ReferenceSamples(
         scores,
         ResponseTraits(*(torch.cat(column) for column in zip(*(part.traits for part in parts), strict=True))),

@@ -140,10 +140,9 @@ class PPOTrainer:
         self.farthest = 0.0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
         for rows in self.minibatches(step) if learning else ():
-            tokens = float(self.processes.sum(float64(targets.weights[rows].sum())))
-            if not tokens:
+            sums, largest, norm = self.minibatch(rollout, targets, rows, step)
+            if not sums["tokens"]:
                 continue  # nothing to learn from
-            sums, largest, norm = self.minibatch(rollout, targets, rows, step, tokens)
             if norm is None:
                 self.farthest = sums["approx_kl"] / sums["tokens"]
                 break
@@ -184,16 +183,17 @@ class PPOTrainer:
                 yield rows[(rows >= here.start) & (rows < here.stop)] - here.start
 
     def minibatch(
-        self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int, tokens: float
+        self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int
     ) -> tuple[dict[str, float], float, float | None]:
         """One optimizer step: sums over the global minibatch, the largest |log ratio|, and the gradient's norm.
-
-        `tokens`: those of the global minibatch.
 
         A step whose gradient is not finite is left out; so is one from where the policy is further than
         `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
         cfg, device = self.config.ppo, rollout.mask.device
+        tokens = float(self.processes.sum(float64(targets.weights[rows].sum())))
+        if not tokens:
+            return {"tokens": 0.0}, 0.0, 0.0
 
         def accumulate(size: int) -> tuple[Tensor, Tensor]:
             pieces = list(self.training_passes(rollout, rows, size))

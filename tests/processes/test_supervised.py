@@ -18,14 +18,20 @@ def test_two_processes_learn_what_one_does(
     together: Callable[..., Any],
     rlhf_kl: Callable[..., Any],
     tiny_folder: Path,
-    tiny_data: Any,
     tmp_path: Path,
 ) -> None:
     """Batches of 8 and a last one of 1, so that the second process has no row of it."""
-    pairs = [{"prompt": x, "chosen": "a" * n, "rejected": "d" * n} for x in "abcd" for n in range(1, 8)]
+    pairs = [
+        {"prompt": x + "abcd"[n % 4] * n, "chosen": "a" * n, "rejected": "d" * n} for x in "abcd" for n in range(1, 8)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*pairs, *pairs[:5]]))
+    for name, repeats in (("texts", range(1, 10)), ("held_out", range(10, 12))):
+        texts = [{"text": (x + y) * n} for x, y in ("ab", "cd", "ad", "bc", "ac") for n in repeats]
+        lines = [json.dumps(row) + "\n" for row in texts[: 41 if name == "texts" else None]]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    held_out = f"data.eval_texts='{tmp_path / 'held_out.jsonl'}'"
     own = {
-        "sft": (f"data.texts='{tiny_data.texts}'", "data.max_documents=17", "sft.batch_size=8"),
+        "sft": (f"data.texts='{tmp_path / 'texts.jsonl'}'", held_out, "sft.batch_size=8"),
         "reward-model": (f"data.pairs='{tmp_path / 'pairs.jsonl'}'", "reward_model.batch_size=8"),
     }
 

@@ -201,4 +201,5 @@ def test_a_response_that_is_not_scored_counts_in_no_sum() -> None:
     assert scored.tolist() == [True, True, False]
     assert float(terms["a"].nanmean()) == 2.0
     assert both(PROMPTS, RESPONSES) == [7.0, 10.0, None]
-    assert gold_scores_of(some, PROMPTS, RESPONSES).failure == "reward gold: returned None for a response"
+    gold = gold_scores_of(some, PROMPTS, RESPONSES)
+    assert (gold.scores, gold.failure, gold.mean) == ([1.0, None, None], None, 1.0)
