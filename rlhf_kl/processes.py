@@ -64,6 +64,15 @@ class Processes:
         """
         return work()
 
+    def first_before_others(self, work: Callable[[], T]) -> T:
+        """What `work()` returns; the first process does it alone, so that caches are filled for the others."""
+        if self.writes:
+            result = self.together(work)
+            self.together(lambda: None)
+            return result
+        self.together(lambda: None)
+        return self.together(work)
+
     def agree(self, reason: str | None) -> str | None:
         """The first reason that a process has; None where none has one."""
         return next((each for each in self.all(reason) if each is not None), None)

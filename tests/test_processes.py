@@ -13,7 +13,8 @@ def test_one_process_has_all_rows_and_writes() -> None:
     for reduce in (alone.sum, alone.max):
         assert torch.equal(reduce(x), x)
     assert alone.all("x") == ["x"]
-    assert alone.first("x") == alone.together(lambda: "x") == alone.agree("x") == "x"
+    assert alone.first("x") == alone.together(lambda: "x") == alone.first_before_others(lambda: "x") == "x"
+    assert alone.agree("x") == "x"
     assert alone.agree(None) is None
 
 

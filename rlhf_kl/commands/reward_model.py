@@ -38,10 +38,12 @@ def run_reward_model(
     """Train a reward model; returns the summary."""
     device = make_accelerator(config.run, group=True).device
     resolver = Resolver.for_run(config.run, display, device)
-    reward = _new_reward_model(config, resolver)
+    reward = processes.first_before_others(lambda: _new_reward_model(config, resolver))
     model = reward.model
     prepare = _learn_labels if config.data.labels is not None else _learn_pairs
-    objective, evaluate, distribution, fingerprints = prepare(config, resolver, reward)
+    objective, evaluate, distribution, fingerprints = processes.first_before_others(
+        lambda: prepare(config, resolver, reward)
+    )
     trainer = SupervisedTrainer(model, objective, config.reward_model, config.run.seed, processes)
     recorder = Recorder(folder, config, "reward-model", display, device, fingerprints, processes)
     rows = "pairs" if config.data.labels is None else "labelled texts"

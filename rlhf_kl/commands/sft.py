@@ -41,7 +41,8 @@ def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, proc
     resolver = Resolver.for_run(config.run, display, device)
     responses = config.data.response_column is not None
     prepare = _learn_responses if responses else _learn_texts
-    model, tokenizer, objective, evaluate, fingerprint = prepare(config, resolver, display)
+    prepared = processes.first_before_others(lambda: prepare(config, resolver, display))
+    model, tokenizer, objective, evaluate, fingerprint = prepared
     trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed, processes)
     recorder = Recorder(folder, config, "sft", display, device, {"data.texts": fingerprint}, processes)
     rows = "responses" if responses else "texts"

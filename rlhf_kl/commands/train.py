@@ -51,7 +51,7 @@ def run_train(
     processes = processes or Processes()
     processes.together(lambda: check_sizes(config, processes.count))
     accelerator = make_accelerator(config.run, group=True)
-    parts = processes.together(lambda: build_parts(config, accelerator, display))
+    parts = processes.first_before_others(lambda: build_parts(config, accelerator, display))
     recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts), processes)
     try:
         training = prepare_training(config, parts, display, recorder.checkpoint, recorder.state or None, processes)
