@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
+from rlhf_kl.rewards.trl_interface import TRLReward
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.types import Response
 
 Cli = Callable[..., Any]
 SECRET = "sk-5e0b7c21d94f"
@@ -476,13 +480,14 @@ def test_a_function_for_trl_without_its_interface_is_told(rlhf_kl: Cli, checked:
     assert "reward.interface is only read where reward.kind is a function" in outcome.err
 
 
-def test_an_update_without_any_score_is_skipped(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+def test_updates_without_any_score_are_skipped_and_break_nothing(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+    """Four in a row: numbers that are not finite would have turned the policy back."""
     (tmp_path / "mine.py").write_text(
         "class Scorer:\n"
         "    calls = 0\n"
         "    def __call__(self, prompts, responses):\n"
         "        self.calls += 1\n"
-        "        return [None if self.calls in (8, 9) else float(len(r)) for r in responses]\n"
+        "        return [None if self.calls in (7, 8, 9, 10) else float(len(r)) for r in responses]\n"
     )
     changes = ("--set", "reward.kind=mine.py:Scorer", "--set", "reward.gold=null", "--set", "eval.every=100")
     outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
@@ -490,6 +495,7 @@ def test_an_update_without_any_score_is_skipped(rlhf_kl: Cli, checked: Path, tmp
     assert "update-skipped: every score (the reward returned None for all responses)" in outcome.err
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
     assert sorted({row["rollout/unscored"] for row in rows}) == [0, 16]
+    assert "rolled-back" not in outcome.err
     assert rlhf_kl("report", tmp_path / "run").code == 0
 
 
@@ -506,3 +512,43 @@ def test_what_a_function_for_trl_may_return_and_an_option_beside_a_column(
         text = sample["response"]
         assert sample["score"] == (1.0 if "a" in text else None if "b" in text else 0.0)
         assert sample["columns"]["answer"] == sample["prompt"][::-1]
+
+
+def test_what_is_not_scored_is_shown_as_such_and_gold_is_the_mean_of_the_rest(
+    rlhf_kl: Cli, checked: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses):\n"
+        "    return [None if 'a' in r else float(len(r)) for r in responses]\n"
+        "def gold(prompts, responses):\n"
+        "    return [None if 'b' in r else 2.0 for r in responses]\n"
+    )
+    changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=mine.py:gold")
+    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
+    assert outcome.code == 0, outcome.err
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert {row["objective/gold"] for row in rows} == {2.0}
+    assert any(row.get("eval/unscored") for row in rows)
+    words = ("generate", "--run", tmp_path / "run", "--prompt", "ab", "--samples", "40", "--scores", "--plugins")
+    outcome = rlhf_kl(*words)
+    assert outcome.code == 0, outcome.err
+    assert "not scored" in outcome.out
+    assert "score " in outcome.out
+    outcome = rlhf_kl("eval", "--run", tmp_path / "run", "--plugins", "--json")
+    assert "the reward returned None for" in outcome.err
+    assert json.loads(outcome.out)["gold"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (np.array([1.0, np.nan]), [1.0, None]),
+        ([np.float32("nan"), np.True_], [None, 1.0]),
+        (torch.tensor([2.0, float("nan")]), [2.0, None]),
+        ((flag for flag in (True, False)), [1.0, 0.0]),
+    ],
+    ids=["numpy", "scalars", "torch", "generator"],
+)
+def test_numbers_that_trl_takes(answer: Any, wanted: list[float | None]) -> None:
+    responses = [Response("r", [1]), Response("s", [2])]
+    assert TRLReward(lambda prompts, completions: answer, {})(["p", "q"], responses) == wanted

@@ -51,6 +51,11 @@ def test_a_setting_of_another_value_function_is_said_to_be_unused(
     assert all(note.endswith(value) for note in notes)
 
 
+def test_a_key_of_grpo_beside_another_advantage_is_said() -> None:
+    config = TrainConfig.model_validate({"ppo": {"scale_by_group_std": False}})
+    assert unused_notes(config) == ["ppo.scale_by_group_std is not used: ppo.advantage is gae"]
+
+
 def test_a_run_says_all_of_them() -> None:
     config = TrainConfig.model_validate({"kl": {"estimator": "abs"}, "ppo": {"vf_coef": 0.5}})
     assert [note.partition(" ")[0] for note in start_notes(config)] == ["kl-gradient:", "ppo.vf_coef"]
