@@ -7,6 +7,7 @@ class RlhfKlError(Exception):
     """Base of all errors that are reported in words, without a traceback."""
 
     exit_code = 1
+    shared = False  # every process of the group ends with it
     told = False  # by another process of the group
 
 
@@ -47,6 +48,8 @@ class Interrupted(BaseException):
 
     Like KeyboardInterrupt no `Exception`, so that no code of a user's that is interrupted by it can swallow it.
     """
+
+    shared = False  # every process of the group ends with it
 
     def __init__(self, signal_number: int) -> None:
         self.exit_code = 128 + signal_number

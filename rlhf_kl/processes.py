@@ -16,6 +16,7 @@ from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError
 from rlhf_kl.heartbeat import Heartbeat
 
 T = TypeVar("T")
+Failure = TypeVar("Failure", bound=RlhfKlError)
 BUCKET = 1 << 24  # numbers that travel at once: 64 MiB of float32
 
 
@@ -72,6 +73,11 @@ class Processes:
             return result
         self.together(lambda: None)
         return self.together(work)
+
+    def shared(self, error: Failure) -> Failure:
+        """An error that every process raises; the first one tells the user."""
+        error.shared, error.told = True, not self.writes
+        return error
 
     def agree(self, reason: str | None) -> str | None:
         """The first reason that a process has; None where none has one."""
@@ -141,9 +147,7 @@ class Group(Processes):
             elif failure is None and their_words is not None:
                 failure = OtherProcessFailed(f"process {index} failed: {their_words}")
         if failure is not None:
-            if isinstance(failure, RlhfKlError):
-                failure.told = not self.writes  # the first process tells the user
-            raise failure
+            raise self.shared(failure) if isinstance(failure, RlhfKlError) else failure
         return result
 
 

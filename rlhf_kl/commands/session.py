@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection
-from rlhf_kl.errors import InputError, OtherProcessFailed
+from rlhf_kl.errors import InputError
 from rlhf_kl.processes import Processes
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import machine_failures
@@ -168,11 +168,11 @@ def joined(section: RunSection) -> Iterator[Processes]:
     group, heartbeat = join_group()
     try:
         yield group
-    except OtherProcessFailed:
-        heartbeat.leave()
-        raise
     except BaseException as error:
-        heartbeat.fail(str(error) or type(error).__name__)
+        if getattr(error, "shared", False):
+            heartbeat.leave()
+        else:
+            heartbeat.fail(str(error) or type(error).__name__)
         raise
     else:
         heartbeat.leave()

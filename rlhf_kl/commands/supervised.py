@@ -54,7 +54,7 @@ def run_supervised(
             if trainer.stuck:
                 reason = f"{trainer.skipped} steps in a row were skipped: their gradients were not finite"
                 recorder.summary(steps=step, final=row, stopped_by=reason)
-                raise GuardStop(reason)
+                raise recorder.processes.shared(GuardStop(reason))
             due = due or (step % config.checkpoint.every == 0 and step < trainer.steps)
             if (due or stop.signal) and not trainer.skipped and all_finite(model.parameters()):
                 recorder.save(step, checkpointed(model), trainer.optimizer, {"microbatch": trainer.microbatch.halved})

@@ -286,9 +286,7 @@ class TrainRun:
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
         """A guard's end: the summary holds the reason, and what was whole last stays."""
         self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
-        stop = GuardStop(reason)
-        stop.told = not self.processes.writes
-        raise stop
+        raise self.processes.shared(GuardStop(reason))
 
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""

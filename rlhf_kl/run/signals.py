@@ -28,9 +28,11 @@ class StopRequest:
         signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
 
     def check(self) -> None:
-        """Errors: Interrupted where a signal has come."""
+        """Errors: Interrupted where a signal has come: to a process of the group, and all of them know of it."""
         if self.signal is not None:
-            raise Interrupted(self.signal)
+            interrupted = Interrupted(self.signal)
+            interrupted.shared = True
+            raise interrupted
 
 
 @contextmanager
