@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 EVERY = 2.0  # seconds between two beats
-SILENCE = 30.0  # seconds without one, after which a process counts as gone
+SILENCE = 20.0  # seconds without one, after which a process counts as gone
 
 
 class Heartbeat:
@@ -25,11 +25,12 @@ class Heartbeat:
         self.store, self.index, self.count = store, index, count
         self.end = end or _end
         self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
+        self.answered = time.monotonic()
 
     def start(self) -> None:
         """Begin to beat."""
-        self.thread.start()
+        for work in (self._watch, self._watch_store):
+            threading.Thread(target=work, daemon=True, name="heartbeat").start()
 
     def fail(self, reason: str) -> None:
         """Tell the others that this process cannot go on, and why."""
@@ -41,13 +42,19 @@ class Heartbeat:
 
     def _say(self, key: str, words: str) -> None:
         self.stopped.set()
-        with contextlib.suppress(Exception):  # the process that holds the store may have gone before
-            self.store.set(key, words)
+
+        def say() -> None:
+            with contextlib.suppress(Exception):  # the process that holds the store may have gone before
+                self.store.set(key, words)
+
+        speaker = threading.Thread(target=say, daemon=True)  # a store whose process stands still never answers
+        speaker.start()
+        speaker.join(EVERY)
 
     def _watch(self) -> None:
         others = [i for i in range(self.count) if i != self.index]
         beats = {i: ("", time.monotonic()) for i in others}
-        answered, number = time.monotonic(), 0
+        number = 0
         while not self.stopped.wait(EVERY):
             number += 1
             try:
@@ -55,12 +62,16 @@ class Heartbeat:
                 for other in others:
                     if reason := self._look(other, beats):
                         return self.end(reason)
-                answered = time.monotonic()
-            except Exception as error:  # the process that holds the store is gone, or the way to it
-                if self.stopped.is_set():
-                    return None
-                if time.monotonic() - answered > SILENCE:
-                    return self.end(f"the store of the group has not answered for {SILENCE:.0f} s: {error}")
+                self.answered = time.monotonic()
+            except Exception:  # the process that holds the store is gone: see `_watch_store`
+                continue
+        return None
+
+    def _watch_store(self) -> None:
+        """A store whose process is gone raises; one whose process stands still answers nothing at all."""
+        while not self.stopped.wait(EVERY):
+            if time.monotonic() - self.answered > SILENCE:
+                return self.end(f"the first process of the group has given no sign for {SILENCE:.0f} s")
         return None
 
     def _look(self, other: int, beats: dict[int, tuple[str, float]]) -> str | None:

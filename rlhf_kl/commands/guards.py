@@ -108,6 +108,7 @@ class RunGuards:
         key = f"kl/{self.config.kl.unit}"
         past = {old["step"]: old[key] for old in read_jsonl(self.folder.metrics) if old.get(key) is not None}
         good = [c for c in self._regular_checkpoints() if past.get(c.step + 1, limit) < limit]
+        good = self.training.trainer.processes.first(good)  # its disk is the one that counts
         if not good:
             return f"{where}, and so was the policy of every checkpoint: there is nothing to roll back to"
         raised = control.raised
@@ -135,4 +136,7 @@ class RunGuards:
     def _regular_checkpoints(self) -> list[Checkpoint]:
         """Whole ones. One that a signal made in between is no choice, or a resumed run would differ."""
         every = self.config.checkpoint.every
-        return [c for c in checkpoints(self.folder.checkpoints) if c.step % every == 0 and c.damage() is None]
+        processes, found = self.training.trainer.processes, []
+        if processes.writes:
+            found = [c for c in checkpoints(self.folder.checkpoints) if c.step % every == 0 and c.damage() is None]
+        return processes.first(found)

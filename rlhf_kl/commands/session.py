@@ -130,6 +130,9 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
         if count > 1:
             raise InputError(f"run.device: {section.device}: with several processes write cuda; each takes one of them")
         torch.cuda.set_device(device)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda" and here > torch.cuda.device_count():
+        raise InputError(f"{here} processes share {torch.cuda.device_count()} CUDA devices here: start one for each")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         raise InputError(f"DeepSpeed is not supported: {LAUNCH}")
     try:
@@ -149,7 +152,8 @@ def _asked_for() -> int:
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError, ValueError, StopIteration):
-        words = iter(psutil.Process().parent().cmdline())
+        parent = psutil.Process().parent()
+        words = iter(parent.cmdline() if parent is not None else [])
         if any("accelerate" in word for word in words):
             option = next(word for word in words if word.replace("-", "_").startswith("__num_processes"))
             return int(option.partition("=")[2] or next(words))

@@ -50,16 +50,17 @@ def run_supervised(
             advance(1)
             for alert in row.get("alerts", []):
                 display.alert(f"step {step}: {alert}")
-            stop.signal = max(recorder.processes.all(stop.signal or 0)) or None
+            signalled = max(recorder.processes.all(stop.signal or 0))
             if trainer.stuck:
                 reason = f"{trainer.skipped} steps in a row were skipped: their gradients were not finite"
                 recorder.summary(steps=step, final=row, stopped_by=reason)
                 raise recorder.processes.shared(GuardStop(reason))
             due = due or (step % config.checkpoint.every == 0 and step < trainer.steps)
-            if (due or stop.signal) and not trainer.skipped and all_finite(model.parameters()):
+            broken = None if all_finite(model.parameters()) else "a weight"
+            if (due or signalled) and not trainer.skipped and recorder.processes.agree(broken) is None:
                 recorder.save(step, checkpointed(model), trainer.optimizer, {"microbatch": trainer.microbatch.halved})
                 due = False
-            stop.check()
+            stop.check(max(recorder.processes.all(stop.signal or 0)))
         last = {"step": trainer.steps + 1, **evaluate()}
     recorder.row(last)
     return last

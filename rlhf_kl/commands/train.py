@@ -25,7 +25,7 @@ from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.processes import Processes
 from rlhf_kl.report.control import end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
-from rlhf_kl.rewards.plugin import columns_read, states_of
+from rlhf_kl.rewards.plugin import columns_read
 from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
 from rlhf_kl.rollout.whole import whole_batch
 from rlhf_kl.run.alerts import KLAlerts
@@ -125,13 +125,13 @@ class TrainRun:
                 for alert in row["alerts"]:
                     self.display.alert(f"update {step}: {alert}")
                 due = due or step % config.checkpoint.every == 0 or step == total
-                stop.signal = max(self.processes.all(stop.signal or 0)) or None
-                if (due or stop.signal or ended_by) and result.skipped is None and not result.weights_lost:
+                signalled = max(self.processes.all(stop.signal or 0))
+                if (due or signalled or ended_by) and result.skipped is None and not result.weights_lost:
                     self.save(step)
                     due = False
                 if ended_by:
                     self.stop(row, ended_by)
-                stop.check()
+                stop.check(max(self.processes.all(stop.signal or 0)))
         return self.finish()
 
     def step(self, step: int) -> StepResult:
@@ -177,14 +177,15 @@ class TrainRun:
         }
         row = together.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
-            check_first(row, float32=config.run.dtype == "float32")
+            together.together(lambda: check_first(row, float32=config.run.dtype == "float32"))
         return StepResult(row, rollout, gold.scores, skipped, weights_lost)
 
     def coef_spread(self) -> float:
         """How far the betas of the processes lie apart. Errors: RunFailed where they do."""
         coefs = self.processes.all(self.trainer.controller.coef)
         if max(coefs) != min(coefs):
-            raise RunFailed(f"the processes have different betas: {', '.join(map(str, coefs))}")
+            words = f"the processes have different betas: {', '.join(map(str, coefs))}"
+            raise self.processes.shared(RunFailed(words))
         return 0.0
 
     def begin(self, step: int) -> None:
@@ -223,7 +224,8 @@ class TrainRun:
     def record_samples(self, result: StepResult) -> None:
         """A few responses of the update token by token, and where the whole batch diverges most."""
         logged = self.processes.all(logged_columns(self.trl_rewards, len(result.rollout) // self.processes.count))
-        extra = {name: [value for each in logged for value in each[name]] for name in logged[0]}
+        names = [name for name in logged[0] if all(name in each for each in logged)]
+        extra = {name: [value for each in logged for value in each[name]] for name in names}
         columns = columns_read(self.parts.reward, self.parts.gold)
         for row in sample_rows(result, self.parts.tokenizer, columns, extra):
             self.recorder.sample(row)
@@ -236,9 +238,10 @@ class TrainRun:
 
     def save(self, step: int) -> None:
         """A checkpoint of everything that a resumed run needs."""
+        own = self.processes.together(self.training.state_dict)
         state = {
-            **self.training.state_dict(),
-            "other_scorers": self.processes.all(states_of(self.training.scorers))[1:],
+            **own,
+            "other_scorers": self.processes.all(own["scorers"])[1:],
             "alerts": self.alerts.state_dict(),
             "guards": self.guards.state_dict(),
             "best": self.best,

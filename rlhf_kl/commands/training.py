@@ -97,7 +97,7 @@ def prepare_training(
     processes = processes or Processes()
     if state is None or checkpoint is None:
         scores, shaping = score_reference(config, parts, display, processes)
-        coef, note = starting_coef(config, scores)
+        coef, note = processes.together(lambda: starting_coef(config, scores))
         if note:
             display.message(note)
     else:
@@ -119,6 +119,8 @@ def prepare_training(
 def check_sizes(config: TrainConfig, processes: int) -> None:
     """Errors: InputError where the sizes of the config, which are those of all processes, do not divide by them."""
     rollout, ppo = config.rollout, config.ppo
+    if rollout.reference_samples < processes:
+        raise InputError(f"rollout.reference_samples: {rollout.reference_samples} for {processes} processes")
     wanted = {
         "rollout.batch_size": (rollout.batch_size, processes * rollout.samples_per_prompt),
         "ppo.minibatch_size": (ppo.minibatch_size, processes),
@@ -203,8 +205,10 @@ def score_reference(
         def sample() -> ReferenceSamples:
             return score_samples(batches(), groups[here], parts.reward, section.kind, parts.gold, display.alert)
 
-        samples = joined_samples(processes.all(processes.together(sample)), section.kind, len(groups))
-    return samples.shaped(shaping, normalize=section.normalize)
+        found = processes.all(processes.together(sample))
+    return processes.together(
+        lambda: joined_samples(found, section.kind, len(groups)).shaped(shaping, normalize=section.normalize)
+    )
 
 
 def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> None:
@@ -263,7 +267,7 @@ def evaluate_policy(
     `report` is told of scores that had to be left out. Each of several processes reads its part.
     """
     processes = processes or Processes()
-    texts, prompts = parts.texts[processes.rows(len(parts.texts))], processes.rows(len(parts.heldout.texts))
+    texts, prompts = parts.texts[processes.rows(len(parts.texts))], processes.rows(parts.heldout.batch_size)
 
     def look() -> tuple[TextSums, PolicySamples]:
         with library_state_kept(), state_kept(scorers_with_state(parts.reward, parts.gold)):

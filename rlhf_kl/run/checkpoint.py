@@ -22,7 +22,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.run.contents import checkpoint_folders
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
 
-FORMAT = 4  # of the state; raised whenever a run cannot go on from a checkpoint of before
+FORMAT = 5  # of the state; raised whenever a run cannot go on from a checkpoint of before
 
 
 @dataclass(frozen=True)

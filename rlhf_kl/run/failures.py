@@ -25,7 +25,9 @@ def machine_failures(folder: RunFolder) -> Iterator[None]:
         with memory_for("what the run needs does not fit", LESS_MEMORY):
             yield
     except MemoryFull as error:
-        raise RunFailed(f"{error}; {_way_on(folder)}") from error
+        failed = RunFailed(f"{error}; {_way_on(folder)}")
+        failed.shared, failed.told = error.shared, error.told
+        raise failed from error
     except OSError as error:
         message = _disk_message(folder, error)
         if message is None:

@@ -56,6 +56,9 @@ class Recorder:
         self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         keep_threads(self.state.get("environment", {}).get("threads"))
         self.environment = environment(device)
+        same = self.processes.all((dump_config(config), self.fingerprints))
+        if any(each != same[0] for each in same):
+            raise self.processes.shared(InputError("the processes read different configs, models or data"))
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
             report_differences(self.state["environment"], self.environment, display)
@@ -153,6 +156,10 @@ class Recorder:
         `state["spared"]`, where it is there: steps of checkpoints that must stay.
         """
         libraries, *others = self.processes.all(library_state())
+        state = {**state, "libraries": libraries, "other_libraries": others}
+        self.processes.together(lambda: self._write(step, model, optimizer, state))  # all wait until it is whole
+
+    def _write(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         if not self.processes.writes:
             return
         self.folder.check_there()
@@ -171,8 +178,6 @@ class Recorder:
                 **stored(state, plugin_secrets(self.config)),
                 "seconds": self.seconds,
                 "lengths": lengths,
-                "libraries": libraries,
-                "other_libraries": others,
                 "fingerprints": self.fingerprints,
                 "environment": self.environment,
             },

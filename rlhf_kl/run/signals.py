@@ -27,10 +27,10 @@ class StopRequest:
         self.signal = number
         signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
 
-    def check(self) -> None:
-        """Errors: Interrupted where a signal has come: to a process of the group, and all of them know of it."""
-        if self.signal is not None:
-            interrupted = Interrupted(self.signal)
+    def check(self, agreed: int) -> None:
+        """Errors: Interrupted where a signal has come to any process of the group: its number, else 0."""
+        if agreed:
+            interrupted = Interrupted(agreed)
             interrupted.shared = True
             raise interrupted
 

@@ -103,7 +103,8 @@ class PPOTrainer:
             alerts = self.controller.update(kl.mean, self.config.rollout.batch_size)  # 5. move beta toward the target
             moved = max(self.farthest, losses["policy/approx_kl"]) * self.unit_size(rollout)
             alerts += self.adapt_rate(step, result, moved, self.controller.coef / coef if coef else 1.0)
-        return Update(rollout, coef, self.controller.coef, losses, result, alerts + self.microbatch.alerts(), skipped)
+        alerts += dict.fromkeys(note for notes in self.processes.all(self.microbatch.alerts()) for note in notes)
+        return Update(rollout, coef, self.controller.coef, losses, result, alerts, skipped)
 
     def rate(self, step: int) -> float:
         """The learning rate of update number `step`."""
@@ -208,7 +209,9 @@ class PPOTrainer:
                 largest = torch.maximum(largest, losses.max_logratio)
             return sums, largest
 
-        sums, largest = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
+        together = self.processes
+        sums, largest = together.together(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
+        self.microbatch.halve_to(min(together.all(self.microbatch.rows)))
         figures = {**dict(zip(LOSSES, self.processes.sum(sums).tolist(), strict=True)), "tokens": tokens}
         largest_ratio = float(self.processes.max(largest))
         if cfg.max_update_kl is not None and figures["approx_kl"] > cfg.max_update_kl * tokens:

@@ -94,6 +94,7 @@ class SupervisedTrainer:
 
         together = self.processes
         here = together.together(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
+        self.microbatch.halve_to(min(together.all(self.microbatch.rows)))
         totals = _added(together.all(here))
         together.sum_gradients(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)

@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
 
     float64.WITHOUT_FLOAT64.add(DEVICE.type)
     for command in (evaluate, generate, train):
-        command.make_accelerator = lambda _: SimpleNamespace(device=DEVICE)
+        command.make_accelerator = lambda *_, **__: SimpleNamespace(device=DEVICE)
     with FromLists(), Everywhere():
         return cli.run(arguments)
 
