@@ -16,6 +16,7 @@ from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.samples import sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training
+from rlhf_kl.commands.watches import kl_alerts, kl_bought
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
@@ -28,14 +29,12 @@ from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
 from rlhf_kl.rewards.plugin import columns_read
 from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
 from rlhf_kl.rollout.whole import whole_batch
-from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.kl_bought import KLBought
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
@@ -44,11 +43,8 @@ from rlhf_kl.trainers.guards import UNSCORED, NonFiniteRollout, all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 
 
-def run_train(
-    config: TrainConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes | None = None
-) -> dict[str, Any]:
+def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes) -> dict[str, Any]:
     """Train a policy; returns the summary."""
-    processes = processes or Processes()
     processes.together(lambda: check_sizes(config, processes.count))
     accelerator = make_accelerator(config.run, group=True)
     parts = processes.first_before_others(lambda: build_parts(config, accelerator, display))
@@ -344,32 +340,3 @@ class TrainRun:
             if not name.startswith("policy.")
         }
         save_file(value, place / "value.safetensors")
-
-
-def kl_alerts(config: TrainConfig, training: Training) -> KLAlerts:
-    """The alerts that watch this run's rows."""
-    control = training.trainer.controller
-    return KLAlerts(
-        None if training.coef == 0 else config.kl.target_value,
-        unit=config.kl.unit,
-        kind=config.kl.controller.kind,
-        total_updates=config.updates,
-        min_coef=control.min_coef if control.adjusts else None,
-        max_coef=control.max_coef if control.adjusts else None,
-        ceiling=config.kl.ceiling is not None,
-    )
-
-
-def kl_bought(config: TrainConfig, parts: Parts, training: Training) -> KLBought:
-    """What watches whether this run's KL is bought with score."""
-    scores = training.reference_scores
-    return KLBought(
-        config,
-        curve=scores.tilt_curve(),
-        mean=scores.mean,
-        mean_stderr=scores.mean_stderr,
-        spread=scores.spread,
-        learning_rate=training.trainer.learning_rate,
-        target=None if training.coef == 0 else config.kl.target_value,
-        warns=parts.reference_is_initial_policy,
-    )

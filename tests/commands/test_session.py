@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from rlhf_kl.commands.session import make_accelerator, pick_device, train_command
@@ -55,3 +57,32 @@ def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(InputError, match="no such thing"):
             train_command(breaks, config, resume=False, overwrite=False, display=display)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "rlhf_kl"], 2),
+        (["python", "-m", "accelerate.commands.launch", "--cpu", "--num-processes=3"], 3),
+        (["python", "/bin/accelerate", "launch", "-m", "rlhf_kl"], 1),
+        (["bash"], 1),
+        (None, 1),  # as the first process of a container has no parent
+    ],
+)
+def test_a_launcher_that_starts_one_process_where_several_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None, words: list[str] | None, wanted: int
+) -> None:
+    parent = None if words is None else SimpleNamespace(cmdline=lambda: words)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    if wanted == 1:
+        assert make_accelerator(RunSection(device="cpu"), group=True).num_processes == 1
+        return
+    with pytest.raises(InputError, match=f"was asked for {wanted} processes and started one: start them with torchrun"):
+        make_accelerator(RunSection(device="cpu"), group=True)
+    assert make_accelerator(RunSection(device="cpu")).num_processes == 1  # a command that runs in one
+
+
+def test_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(InputError, match="DeepSpeed is not supported"):
+        make_accelerator(RunSection(device="cpu"), group=True)
