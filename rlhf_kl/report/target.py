@@ -65,7 +65,7 @@ def _ceiling_lines(comparison: Comparison) -> list[str]:
 
 
 def _ratio_lines(comparison: Comparison) -> list[str]:
-    """Tail errors of families that missed over those of a family that held, where their ceilings are the same."""
+    """Tail errors of families that missed over those of one that held the same target, where ceilings are the same."""
     families = comparison.families
     lines = []
     for other, keepers in families.items():
@@ -73,6 +73,8 @@ def _ratio_lines(comparison: Comparison) -> list[str]:
             continue
         for name, members in families.items():
             missed = [variant for variant in members if variant.held is False]
+            if len({variant.config.kl.target_value for variant in (*missed, *keepers)}) > 1:
+                continue
             if len({variant.ceiling for variant in (*missed, *keepers)}) > 1:
                 lines.append(f"The tail errors of {name} and {other} have no ratio here: their ceilings differ.")
             elif ratios := [ratio for variant in missed if (ratio := _error_ratio(variant, keepers)) is not None]:

@@ -64,6 +64,25 @@ def test_a_ratio_where_both_have_the_same_ceiling(grid: Grid) -> None:
     assert any("times that of" in line for line in lines)
 
 
+@pytest.mark.parametrize(("target", "told"), [(0.1, True), (0.12, False)])
+def test_no_ratio_where_targets_differ(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], target: float, told: bool
+) -> None:
+    """The run at another target is held as well; only beside the same target its tail error says something."""
+    controlled = {"controller": {"kind": "adaptive"}, "ceiling": BACKTRACK}
+    paths = [
+        write_run("far", metrics_rows([0.3] * 60), config={"kl": controlled | {"target": 0.1}, "ppo": {"lam": 0.9}}),
+        write_run(
+            "near",
+            metrics_rows([target * (1 + error) for error in (0.01, -0.01)] * 30, target=target),
+            config={"kl": controlled | {"target": target}, "ppo": {"lam": 0.8}},
+        ),
+    ]
+    lines = judge(read_comparison(paths))
+    assert any("tail error" in line and "that of" in line for line in lines) == told
+    assert not any("no ratio here" in line for line in lines)
+
+
 def test_held_takes_the_tail_error_and_the_time_in_band(
     write_run: Callable[..., Path], metrics_rows: Callable[..., Any]
 ) -> None:
