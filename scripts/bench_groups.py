@@ -87,7 +87,7 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
         settings |= {"eval.texts": held_out, "eval.prompts": held_out, "ppo.advantage": advantage}
         settings |= {"rollout.batch_size": args.batch, "rollout.max_new_tokens": args.max_new_tokens}
         settings |= {"rollout.samples_per_prompt": 1 if advantage == "gae" else args.group}
-        settings |= {"ppo.epochs": args.steps, "ppo.minibatch_size": args.batch, "kl.target": args.target}
+        settings |= {"ppo.minibatch_size": args.batch // args.steps, "kl.target": args.target}
         settings |= {"ppo.learning_rate": args.learning_rate, "ppo.total_episodes": args.batch * args.updates}
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), "--quiet", "--overwrite"]

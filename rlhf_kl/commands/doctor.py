@@ -170,7 +170,7 @@ def _memory(config: TrainConfig, parts: Parts, device: torch.device) -> Iterator
     rows = microbatch_rows(config, parts.policy.model, device, tokens)
     need = estimate.total(rows)
     words = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
-    most = largest_microbatch(estimate, config.ppo.minibatch_size, room)
+    most = largest_microbatch(estimate, config.minibatch_size, room)
     if need <= room:
         yield Finding("fine", "memory", f"{words}; up to {most} fit")
     elif most is not None:

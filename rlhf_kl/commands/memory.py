@@ -91,7 +91,7 @@ def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, toke
     if config.ppo.microbatch_size is not None:
         return config.ppo.microbatch_size
     room = tokens_of_a_pass(policy, device, config.run.dtype, models=_models(config))
-    return max(1, min(config.ppo.minibatch_size, room // tokens))
+    return max(1, min(config.minibatch_size, room // tokens))
 
 
 def _models(config: TrainConfig) -> int:

@@ -259,7 +259,7 @@ class TrainRun:
                 "policy parameters": parameter_count(self.parts.policy.module),
                 "prompts": len(self.parts.prompts),
                 "rollout batch": batch,
-                "minibatch": config.ppo.minibatch_size,
+                "minibatch": config.minibatch_size,
                 "microbatch": config.ppo.microbatch_size or "automatic",
                 "epochs": config.ppo.epochs,
                 "learning rate": f"{self.trainer.learning_rate:.3g}",

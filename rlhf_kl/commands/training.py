@@ -118,12 +118,12 @@ def prepare_training(
 
 def check_sizes(config: TrainConfig, processes: int) -> None:
     """Errors: InputError where the sizes of the config, which are those of all processes, do not divide by them."""
-    rollout, ppo = config.rollout, config.ppo
+    rollout = config.rollout
     if rollout.reference_samples < processes:
         raise InputError(f"rollout.reference_samples: {rollout.reference_samples} for {processes} processes")
     wanted = {
         "rollout.batch_size": (rollout.batch_size, processes * rollout.samples_per_prompt),
-        "ppo.minibatch_size": (ppo.minibatch_size, processes),
+        "ppo.minibatch_size": (config.minibatch_size, processes),
     }
     if problems := [
         f"{key}: {size} is no multiple of {unit}: {processes} processes share it"

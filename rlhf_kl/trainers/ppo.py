@@ -69,7 +69,7 @@ class PPOTrainer:
         self.reference, self.controller, self.features = reference, controller, features
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         self.processes = processes or Processes()
-        self.microbatch = Microbatch(config.ppo.microbatch_size or config.ppo.minibatch_size)
+        self.microbatch = Microbatch(config.ppo.microbatch_size or config.minibatch_size)
         adaptive = config.ppo.lr_schedule == "adaptive" and controller.adjusts
         self.farthest = 0.0  # KL to the policy that sampled at which an update was ended early
         self.step_size = StepSize(config.kl.target_value, config.updates) if adaptive else None
@@ -165,7 +165,7 @@ class PPOTrainer:
             "policy/logratio_first_max": first_max,
             "policy/grad_norm": totals["grad_norm"] / totals["steps"] if totals["steps"] else math.nan,
             "policy/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "policy/epochs": done * cfg.minibatch_size / self.config.rollout.batch_size,
+            "policy/epochs": done * self.config.minibatch_size / self.config.rollout.batch_size,
             "value/loss": means["value_loss"] if self.config.critic else math.nan,
             "value/explained_variance": self.explained_variance(rollout, targets),
         }, skipped
@@ -176,7 +176,7 @@ class PPOTrainer:
         Each minibatch has one of every few neighbours in the global batch, so that all processes have as many rows
         of it, and the minibatches are the same on any number of processes.
         """
-        size, here = self.config.ppo.minibatch_size, self.processes.rows(self.config.rollout.batch_size)
+        size, here = self.config.minibatch_size, self.processes.rows(self.config.rollout.batch_size)
         several = self.config.rollout.batch_size // size
         for epoch in range(self.config.ppo.epochs):
             order = uniforms(size, several, self.config.run.seed, "minibatches", step, epoch).argsort(1)

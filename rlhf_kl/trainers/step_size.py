@@ -48,7 +48,7 @@ class StepSize:
         if abs(there - here) > LARGE_STEP:
             words = f"an update moved the KL from {kl:.3g} to {kl_uncut:.3g} nats"
             return self._change(max(LEAST, min(LOWER, LARGE_STEP / abs(there - here))), words)
-        if moved > LARGE_MOVE * self.target:
+        if update > 1 and moved > LARGE_MOVE * self.target:  # Adam's first steps are the largest at any rate
             words = f"the policy moved {moved / self.target:.0%} of the target in one update"
             return self._change(max(LEAST, math.sqrt(USUAL_MOVE * self.target / moved)), words)
         if len(self.seen) < PATIENCE:

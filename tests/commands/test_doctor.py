@@ -157,7 +157,8 @@ def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, mon
     monkeypatch.setattr("rlhf_kl.models.activations.parameter_count", lambda _policy: 0)
     monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": 4 * 25_000 * 40})
     config = SimpleNamespace(
-        ppo=SimpleNamespace(microbatch_size=size, minibatch_size=16),
+        ppo=SimpleNamespace(microbatch_size=size),
+        minibatch_size=16,
         critic=value,
         run=SimpleNamespace(dtype="float32"),
     )

@@ -251,7 +251,7 @@ data: {prompts: missing.jsonl}
         ),
         # There is no line about a default that stands in for the wrong value.
         ("kl: {target: -1, ceiling: {value: 0.05}}", ["kl.target must be positive: -1"]),
-        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", ["ppo.minibatch_size must be a whole number: 'x'"]),
+        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", ["ppo.minibatch_size must be a whole number or null: 'x'"]),
         ("kl: {controller: {kind: 5, coef: 0}}", ["kl.controller.kind must be text: 5"]),
         ("reward: {kind: 5, words: 3}", ["reward.kind must be text: 5"]),
         ("rollout: 5\nppo: {minibatch_size: 48}", ["rollout must be a mapping: 5"]),
@@ -331,8 +331,9 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
         ("kl: {ceiling: {value: 0.05}}", "kl.ceiling.value must be above kl.target (0.1): 0.05"),
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
-        ("rollout: {batch_size: 96}", "ppo.minibatch_size must divide rollout.batch_size (96): 64"),
-        ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (64): 24"),
+        ("ppo: {minibatch_size: 48}", "ppo.minibatch_size must divide rollout.batch_size (64): 48"),
+        ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (16): 24"),
+        ("ppo: {minibatch_size: 8, microbatch_size: 6}", "ppo.microbatch_size must divide ppo.minibatch_size (8): 6"),
         ("reward: {kind: modl}", None),
         ("reward: {kind: mine.py:f}", None),
         (
@@ -567,3 +568,10 @@ def test_a_config_error_needs_no_torch(write: Write) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("batch", "minibatch"), [(64, 16), (6, 2), (10, 5), (7, 7), (2, 1), (1, 1)])
+def test_a_minibatch_is_a_quarter_of_the_batch(write: Write, batch: int, minibatch: int) -> None:
+    config = load_config("train", write(text=f"rollout: {{batch_size: {batch}}}\n"))
+    assert config.ppo.minibatch_size is None
+    assert config.minibatch_size == minibatch

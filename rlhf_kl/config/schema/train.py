@@ -94,10 +94,13 @@ class RolloutSection(Section):
 class PPOSection(OptimiserSection):
     total_episodes: Count = 3840
     """Responses in the whole run, rounded up to whole batches."""
-    epochs: Count = 4
+    epochs: Count = 1
     """Passes over each batch."""
-    minibatch_size: Count = 64
-    """Responses per optimiser step; divides rollout.batch_size."""
+    minibatch_size: Count | None = None
+    """Responses per optimiser step; divides rollout.batch_size.
+
+    null = a quarter of the batch, or where that is none, the next larger divisor.
+    """
     microbatch_size: Count | None = None
     """Most responses in a training pass; divides minibatch_size, changes memory and not the result.
 
@@ -144,12 +147,21 @@ class PPOSection(OptimiserSection):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        require_divides("ppo.microbatch_size", self.microbatch_size or 1, "ppo.minibatch_size", self.minibatch_size)
+        if self.minibatch_size is not None and self.microbatch_size is not None:
+            require_divides("ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size)
         if self.advantage != "gae":
             fixed: dict[str, Any] = {"gamma": 1.0, "value_warmup": 0, "whiten_rewards": False}
             wrong = {name: getattr(self, name) for name, value in fixed.items() if getattr(self, name) != value}
             refuse(*(f"ppo.{name} is only for ppo.advantage gae: {value!r}" for name, value in wrong.items()))
         return self
+
+
+def minibatch_rows(ppo: PPOSection, rollout: RolloutSection) -> int:
+    """`ppo.minibatch_size`, or where it is null the smallest divisor of the batch that is a quarter or more."""
+    if ppo.minibatch_size is not None:
+        return ppo.minibatch_size
+    steps = next(n for n in (4, 3, 2, 1) if rollout.batch_size % n == 0)
+    return rollout.batch_size // steps
 
 
 class EvalSection(Section):
@@ -239,6 +251,11 @@ class TrainConfig(Section):
         return max(1, self.updates - self.ppo.value_warmup)
 
     @property
+    def minibatch_size(self) -> int:
+        """Responses per optimiser step."""
+        return minibatch_rows(self.ppo, self.rollout)
+
+    @property
     def critic(self) -> Literal["features", "head", "separate"] | None:
         """The kind of value function; None where the advantages need none."""
         return self.policy.value if self.ppo.advantage == "gae" else None
@@ -255,7 +272,9 @@ class TrainConfig(Section):
     def _divides(cls, ppo: PPOSection, info: ValidationInfo) -> PPOSection:
         rollout: RolloutSection | None = info.data.get("rollout")
         if rollout is not None:
-            require_divides("ppo.minibatch_size", ppo.minibatch_size, "rollout.batch_size", rollout.batch_size)
+            size, batch = minibatch_rows(ppo, rollout), rollout.batch_size
+            require_divides("ppo.minibatch_size", size, "rollout.batch_size", batch)
+            require_divides("ppo.microbatch_size", ppo.microbatch_size or 1, "ppo.minibatch_size", size)
             if ppo.advantage != "gae" and rollout.samples_per_prompt < 2:
                 refuse(
                     f"rollout.samples_per_prompt must be at least 2 where ppo.advantage is {ppo.advantage}: a response "
