@@ -251,7 +251,10 @@ data: {prompts: missing.jsonl}
         ),
         # There is no line about a default that stands in for the wrong value.
         ("kl: {target: -1, ceiling: {value: 0.05}}", ["kl.target must be positive: -1"]),
-        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", ["ppo.minibatch_size must be a whole number or null: 'x'"]),
+        (
+            "ppo: {minibatch_size: x}\nrollout: {batch_size: 48}",
+            ["ppo.minibatch_size must be a whole number or null: 'x'"],
+        ),
         ("kl: {controller: {kind: 5, coef: 0}}", ["kl.controller.kind must be text: 5"]),
         ("reward: {kind: 5, words: 3}", ["reward.kind must be text: 5"]),
         ("rollout: 5\nppo: {minibatch_size: 48}", ["rollout must be a mapping: 5"]),
