@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError
 from rlhf_kl.heartbeat import Heartbeat
+from rlhf_kl.sharding import is_spread, part_of
 
 T = TypeVar("T")
 Failure = TypeVar("Failure", bound=RlhfKlError)
@@ -49,6 +50,10 @@ class Processes:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give every parameter the sum of its gradients; one that has none on any process keeps none."""
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], most: float) -> float:
+        """The norm of all gradients together, which are made smaller where it is more than `most`."""
+        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
 
     def all(self, value: T) -> list[T]:
         """The values of all processes, in their order; anything that pickles."""
@@ -108,7 +113,12 @@ class Group(Processes):
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        every = list(parameters)
+        every = []
+        for parameter in parameters:
+            if not is_spread(parameter):
+                every.append(parameter)
+            elif parameter.grad is not None:
+                parameter.grad.mul_(self.count)  # FSDP took the mean
         somewhere = self.max(torch.tensor([p.grad is not None for p in every], dtype=torch.uint8)).tolist()
         waiting: list[Tensor] = []
         for parameter, there in zip(every, somewhere, strict=True):
@@ -122,6 +132,20 @@ class Group(Processes):
             waiting.append(parameter.grad)
         if waiting:
             _sum_in_place(waiting)
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], most: float) -> float:
+        every = list(parameters)
+        if not any(map(is_spread, every)):
+            return super().clip_gradients(every, most)
+        parts = whole = torch.zeros((), dtype=torch.float64)
+        gradients = [(is_spread(p), part_of(p.grad)) for p in every if p.grad is not None]
+        for spread, gradient in gradients:
+            square = torch.linalg.vector_norm(gradient).double().cpu().square()
+            parts, whole = (parts + square, whole) if spread else (parts, whole + square)
+        norm = float((self.sum(parts) + whole).sqrt())
+        for _, gradient in gradients if norm > most else ():
+            gradient.mul_(most / (norm + 1e-6))
+        return norm
 
     def all(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.count

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors.torch import load_model
+from safetensors.torch import load_file
 from torch import nn
 
 from rlhf_kl.builtin.world import is_builtin
@@ -38,6 +38,7 @@ from rlhf_kl.rewards.model import remember_format
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.seeding import derive_seed
+from rlhf_kl.sharding import load_tensors
 
 
 class ModelFolders(Protocol):
@@ -180,10 +181,10 @@ def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
     """The policy's weights out of a checkpoint of policy and value function."""
     holder = nn.Module()
     holder.policy = policy
-    # Not strict: the value function's tensors stay behind. What is missing must be tied to what came.
-    missing, _ = load_model(checkpointed(holder), checkpoint.path / "model.safetensors", strict=False)
-    if missing:
-        raise InputError(f"{checkpoint.path}: its tensors do not fit the policy: {sorted(missing)[:3]} are missing")
+    try:
+        load_tensors(checkpointed(holder), load_file(checkpoint.path / "model.safetensors"))
+    except InputError as error:
+        raise InputError(f"{checkpoint.path}: does not fit the policy: {error}") from error
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from rlhf_kl.commands.models import Loaded, load_language_model, load_trained_model
 from rlhf_kl.commands.resolver import Resolver
@@ -49,6 +51,7 @@ class Parts:
     texts: list[str]
     sampling: Sampling
     reference_is_initial_policy: bool
+    spread: list[nn.Module] = field(default_factory=list)  # models whose weights several processes share
 
 
 def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from rlhf_kl.commands.guards import RunGuards, StepResult
 from rlhf_kl.commands.parts import Parts, build_parts
@@ -38,6 +39,7 @@ from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
+from rlhf_kl.sharding import held_share, part_of, tensors_of
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import UNSCORED, NonFiniteRollout, all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
@@ -149,7 +151,9 @@ class TrainRun:
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         gold = joined_gold(together.all(gold_scores_of(self.parts.gold, here.prompts, here.responses)))
-        weights_lost = together.agree("lost" if not all_finite(trainer.model.trained) else None) is not None
+        weights_lost = (
+            together.agree("lost" if not all_finite(map(part_of, trainer.model.trained)) else None) is not None
+        )
         if skipped is not None:
             why = (
                 "is missing, so nothing was learned"
@@ -169,6 +173,7 @@ class TrainRun:
             "kl/bought": self.bought.share(row),
             "dist/world_size": together.count,
             "dist/coef_spread": self.coef_spread(),
+            "dist/held": held_share(trainer.model.trained),
             "alerts": alerts,
         }
         row = together.first(row)  # times are those of the first process
@@ -298,8 +303,17 @@ class TrainRun:
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)
         self.note_best_checkpoint(row)
-        if self.processes.writes:
-            write_folder(self.recorder.folder.final, self.write_final)
+        model, keep = self.trainer.model, self.processes.writes
+        policy = tensors_of(model.policy.module, keep=keep) if self.parts.spread else None
+        rest = {"value": model.value, "critic": model.critic}
+        value = {
+            f"{part}.{name}": tensor
+            for part, module in rest.items()
+            if module is not None
+            for name, tensor in tensors_of(module, keep=keep).items()
+        }
+        if keep:
+            write_folder(self.recorder.folder.final, lambda place: self.write_final(place, policy, value))
         return self.recorder.summary(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
@@ -327,16 +341,14 @@ class TrainRun:
         limit = gain_at_kl(scores.centred, kl, min_ess=scores.min_ess)
         return gain / limit if limit else None
 
-    def write_final(self, place: Path) -> None:
-        """A folder that plain transformers loads; the value function in a file of its own."""
-        model, sampling = self.trainer.model, self.parts.sampling
-        policy: Any = model.policy.module
+    def write_final(self, place: Path, tensors: dict[str, Tensor] | None, value: dict[str, Tensor]) -> None:
+        """A folder that plain transformers loads; the value function in a file of its own.
+
+        `tensors`: of a policy whose weights are spread.
+        """
+        sampling = self.parts.sampling
+        policy: Any = self.trainer.model.policy.module
         policy.generation_config.eos_token_id = sampling.eos_ids
         policy.generation_config.pad_token_id = sampling.pad_id
-        save_model(policy, self.parts.tokenizer, place)
-        value = {
-            name: tensor.clone().contiguous()
-            for name, tensor in model.modules.state_dict().items()
-            if not name.startswith("policy.")
-        }
+        save_model(policy, self.parts.tokenizer, place, tensors)
         save_file(value, place / "value.safetensors")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
+from rlhf_kl.commands.session import LAUNCH
+from rlhf_kl.commands.spread import spread_models
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
@@ -35,6 +37,7 @@ from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.clock import Clock
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import library_state_kept, uniforms
+from rlhf_kl.sharding import whole
 from rlhf_kl.trainers.checks import check_start, checked_prompts
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -121,6 +124,9 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
     rollout = config.rollout
     if rollout.reference_samples < processes:
         raise InputError(f"rollout.reference_samples: {rollout.reference_samples} for {processes} processes")
+    for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):
+        if shard and processes == 1:
+            raise InputError(f"{section}.shard: one process has nobody to share with: {LAUNCH}")
     wanted = {
         "rollout.batch_size": (rollout.batch_size, processes * rollout.samples_per_prompt),
         "ppo.minibatch_size": (config.minibatch_size, processes),
@@ -145,6 +151,7 @@ def build_trainer(
 ) -> PPOTrainer:
     """Wire the trainer."""
     model = build_value(config, parts, shaping, scores.mean, scores.spread)
+    spread_models(config, parts, model)
     reference = ReferenceStates(parts.reference)
     features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
     rows = processes.rows(config.rollout.batch_size)
@@ -157,17 +164,19 @@ def build_trainer(
         config,
         model,
         adamw(
-            model.modules,
+            model.policy.module,
             learning_rate(config, parts.policy.module),
             config.ppo.weight_decay,
             model.critic,
             config.ppo.critic_learning_rate,
+            value=model.value,
         ),
         Rollouts(clock.timed("time/rollout_s", room(sampler)), clock.timed("time/score_s", room(assessor))),
         reference,
         configured_controller(config.kl, config.ppo, config.rollout, coef),
         features,
         processes,
+        parts.spread,
     )
 
 
@@ -270,7 +279,8 @@ def evaluate_policy(
     texts, prompts = parts.texts[processes.rows(len(parts.texts))], processes.rows(parts.heldout.batch_size)
 
     def look() -> tuple[TextSums, PolicySamples]:
-        with library_state_kept(), state_kept(scorers_with_state(parts.reward, parts.gold)):
+        scorers = scorers_with_state(parts.reward, parts.gold)
+        with whole(*parts.spread), library_state_kept(), state_kept(scorers):
             return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
                 parts.policy,
                 parts.reference,

@@ -118,20 +118,21 @@ def fuse_activations(model: Model) -> None:
                 setattr(parent, name, torch.nn.GELU(approximate="tanh"))
 
 
-def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
+def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
     """A folder that plain transformers loads: safetensors, config, tokenizer, generation_config.
 
-    Of a model with an adapter it holds the adapter, which names its base.
+    Of a model with an adapter it holds the adapter, which names its base. `tensors`: in place of the model's own.
     """
+    given = {} if tensors is None else {"state_dict": tensors}
     with quiet_transformers():
         if hasattr(model, "peft_config"):
             # The adapter alone; otherwise peft compares the vocabulary with that on the hub.
-            model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+            model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False, **given)
             if getattr(model, "generation_config", None) is not None:  # a classifier has none
                 model.generation_config.save_pretrained(folder)
             (folder / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
         else:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, **given)
         tokenizer.save_pretrained(folder)
 
 

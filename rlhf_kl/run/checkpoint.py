@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_kl.config.variables import restored
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.contents import checkpoint_folders
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
+from rlhf_kl.sharding import load_slots, load_tensors
 
-FORMAT = 5  # of the state; raised whenever a run cannot go on from a checkpoint of before
+FORMAT = 6  # of the state; raised whenever a run cannot go on from a checkpoint of before
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,11 @@ class Checkpoint:
 
     def load_model(self, model: nn.Module) -> None:
         """Weights into a module of the same shape, tied tensors included."""
-        load_model(model, self.path / "model.safetensors")
+        load_tensors(model, load_file(self.path / "model.safetensors"))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's state; its parameter groups stay as they were built."""
-        slots: dict[int, dict[str, Tensor]] = {}
-        for key, value in load_file(self.path / "optimizer.safetensors").items():
-            index, name = key.split(".", 1)
-            slots.setdefault(int(index), {})[name] = value
-        optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+        load_slots(optimizer, load_file(self.path / "optimizer.safetensors"))
 
     def damage(self) -> str | None:
         """What is wrong with its files; None where all are as they were written."""
@@ -70,24 +67,22 @@ class Checkpoint:
 def save_checkpoint(
     folder: Path,
     step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
     state: Mapping[str, Any],
     keep: int,
     *,
     every: int = 1,
     spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Write checkpoint `step` into `folder`, then `prune`. Errors: OSError where the disk is full or fails."""
+    """Write checkpoint `step` into `folder`, then `prune`. Errors: OSError where the disk is full or fails.
+
+    `model` and `optimizer`: their tensors, as `tensors_of` and `slots_of` give them.
+    """
 
     def write(place: Path) -> None:
-        save_model(model, str(place / "model.safetensors"))
-        tensors = {
-            f"{index}.{name}": torch.as_tensor(value).contiguous()
-            for index, slot in optimizer.state_dict()["state"].items()
-            for name, value in slot.items()
-        }
-        save_file(tensors, place / "optimizer.safetensors")
+        save_file(dict(model), place / "model.safetensors")
+        save_file(dict(optimizer), place / "optimizer.safetensors")
         (place / "state.json").write_text(json.dumps({"format": FORMAT, **state}), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files, plugin_secrets
@@ -29,6 +29,7 @@ from rlhf_kl.run.run_folder import RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
 from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
+from rlhf_kl.sharding import slots_of, tensors_of
 from rlhf_kl.threads import keep_threads
 
 
@@ -55,7 +56,7 @@ class Recorder:
         self.checkpoint = None if folder.replaces else self.processes.first(self.processes.together(self._last))
         self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         keep_threads(self.state.get("environment", {}).get("threads"))
-        self.environment = environment(device)
+        self.environment = environment(device, self.processes.count)
         same = self.processes.all((dump_config(config), self.fingerprints))
         if any(each != same[0] for each in same):
             raise self.processes.shared(InputError("the processes read different configs, models or data"))
@@ -157,9 +158,13 @@ class Recorder:
         """
         libraries, *others = self.processes.all(library_state())
         state = {**state, "libraries": libraries, "other_libraries": others}
-        self.processes.together(lambda: self._write(step, model, optimizer, state))  # all wait until it is whole
+        keep = self.processes.writes
+        tensors, slots = tensors_of(model, keep=keep), slots_of(optimizer, keep=keep)
+        self.processes.together(lambda: self._write(step, tensors, slots, state))  # all wait until it is whole
 
-    def _write(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def _write(
+        self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
+    ) -> None:
         if not self.processes.writes:
             return
         self.folder.check_there()

@@ -21,7 +21,10 @@ from rlhf_kl.run.versions import versions
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
 # Free too, but the sums come out in another order.
-ROUNDING_ONLY = ("ppo.microbatch_size", "sft.microbatch_size", "reward_model.microbatch_size")
+ROUNDING_ONLY = (
+    *("ppo.microbatch_size", "sft.microbatch_size", "reward_model.microbatch_size"),
+    *("policy.shard", "reference.shard"),
+)
 
 
 def kind_of(config: AnyConfig) -> Kind:
@@ -135,11 +138,12 @@ def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
 # ---- what the figures depend on beside the config ----
 
 
-def environment(device: torch.device) -> dict[str, str]:
-    """Library versions, threads and hardware: where one differs, last digits may."""
+def environment(device: torch.device, processes: int = 1) -> dict[str, str]:
+    """Library versions, processes, threads and hardware: where one differs, last digits may."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         **versions(),
+        "processes": str(processes),
         "threads": str(torch.get_num_threads()),
         "device": name,
         "machine": f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",

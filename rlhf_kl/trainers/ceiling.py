@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_kl.types import RolloutBatch
 
@@ -83,7 +83,7 @@ class Ceiling:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         reference: Sequence[Tensor] | None,
         read_kl: Callable[[RolloutBatch], KLReading],
         *,

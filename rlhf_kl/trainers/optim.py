@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,21 +22,24 @@ def adamw(
     weight_decay: float,
     critic: nn.Module | None = None,
     critic_rate: float = 0.0,
+    *,
+    value: nn.Module | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over the trainable tensors, eps 1e-5 (Huang et al. 2022, detail 3); no decay on vectors.
 
-    `critic`, a part of the model, keeps the constant learning rate `critic_rate`.
+    `value` learns like the model. `critic`, which may be a part of it, keeps the constant rate `critic_rate`.
     """
     apart = {id(p) for p in critic.parameters()} if critic is not None else set()
-    trainable = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for module in [model, *([value] if value is not None else [])]:
+        # In groups of their own: a step takes either whole tensors or parts of spread ones.
+        new = [p for p in module.parameters() if p.requires_grad and id(p) not in apart]
+        groups.append({"params": [p for p in new if p.dim() >= 2], "weight_decay": weight_decay})
+        groups.append({"params": [p for p in new if p.dim() < 2], "weight_decay": 0.0})
     if critic is not None:
         groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "lr": critic_rate, CONSTANT: True})
     # One kernel for each tensor, a quarter of the time of the foreach path on a CPU; the same numbers every time.
-    fused = all(p.device.type in FUSED for p in model.parameters())
+    fused = all(p.device.type in FUSED for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=learning_rate, eps=1e-5, fused=fused, foreach=not fused)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import GuardedController
@@ -23,6 +23,7 @@ from rlhf_kl.rollout.collect import exact_kl_now
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.sharding import is_spread, part_of, whole
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLReading
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.guards import UNSCORED, Microbatch, NonFiniteRollout, non_finite_figure
@@ -60,22 +61,25 @@ class PPOTrainer:
         controller: GuardedController,
         features: StateFeatures | None = None,
         processes: Processes | None = None,
+        spread: Sequence[nn.Module] = (),
     ) -> None:
         """`reference` holds the states of the rollout made last; `features` are the critic's, where there is one.
 
-        The optimizer comes with the peak learning rate.
+        The optimizer comes with the peak learning rate. `spread`: models whose weights the processes share.
         """
         self.config, self.model, self.optimizer, self.rollouts = config, model, optimizer, rollouts
         self.reference, self.controller, self.features = reference, controller, features
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         self.processes = processes or Processes()
+        self.spread = spread
+        self.passes_agree = any(map(is_spread, model.trained))
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.minibatch_size)
         adaptive = config.ppo.lr_schedule == "adaptive" and controller.adjusts
         self.farthest = 0.0  # KL to the policy that sampled at which an update was ended early
         self.step_size = StepSize(config.kl.target_value, config.updates) if adaptive else None
         section = config.kl.ceiling
         self.ceiling = Ceiling(
-            [p for p in model.policy.parameters() if p.requires_grad],
+            [part_of(p) for p in model.policy.parameters() if p.requires_grad],
             values_in(reference.lm, model.policy),
             self.kl_now,
             limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
@@ -85,7 +89,8 @@ class PPOTrainer:
     def update(self, step: int) -> Update:
         """Update number `step` (from 1). Errors: NonFiniteRollout, before anything has changed."""
         # 1. y ~ pi(.|x), scores, log pi, log ref, V
-        rollout = self.processes.together(lambda: self.rollouts(step))
+        with whole(*self.spread):
+            rollout = self.processes.together(lambda: self.rollouts(step))
         figure = self.processes.agree(non_finite_figure(rollout))
         if not any(self.processes.all(bool(rollout.scored.any()))):
             figure = UNSCORED
@@ -191,7 +196,7 @@ class PPOTrainer:
         A step whose gradient is not finite is left out; so is one from where the policy is further than
         `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
-        cfg, device = self.config.ppo, rollout.mask.device
+        cfg, device, together = self.config.ppo, rollout.mask.device, self.processes
         tokens = float(self.processes.sum(float64(targets.weights[rows].sum())))
         if not tokens:
             return {"tokens": 0.0}, 0.0, 0.0
@@ -200,6 +205,9 @@ class PPOTrainer:
             pieces = list(self.training_passes(rollout, rows, size))
             self.microbatch.largest = max(len(piece.ids) for piece in pieces)
             sums, largest = float64(torch.zeros(4, device=device)), torch.zeros((), device=device)
+            for _ in range(max(together.all(len(pieces))) - len(pieces) if self.passes_agree else 0):
+                # A pass that counts for nothing: all processes gather the layers as often.
+                (0.0 * self.losses(rollout, targets, pieces[0]).policy).backward()
             for piece in pieces:
                 losses = self.losses(rollout, targets, piece)
                 loss = cfg.vf_coef * losses.value + (losses.policy if step > cfg.value_warmup else 0.0)
@@ -209,9 +217,11 @@ class PPOTrainer:
                 largest = torch.maximum(largest, losses.max_logratio)
             return sums, largest
 
-        together = self.processes
-        sums, largest = together.together(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
-        self.microbatch.halve_to(min(together.all(self.microbatch.rows)))
+        if self.passes_agree:  # where memory is full on one process, the others wait in its pass: the group ends
+            sums, largest = accumulate(self.microbatch.rows)
+        else:
+            sums, largest = together.together(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
+            self.microbatch.halve_to(min(together.all(self.microbatch.rows)))
         figures = {**dict(zip(LOSSES, self.processes.sum(sums).tolist(), strict=True)), "tokens": tokens}
         largest_ratio = float(self.processes.max(largest))
         if cfg.max_update_kl is not None and figures["approx_kl"] > cfg.max_update_kl * tokens:
@@ -221,7 +231,7 @@ class PPOTrainer:
             for parameter in self.model.policy.parameters():
                 parameter.grad = None
         self.processes.sum_gradients(self.model.trained)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.trained, cfg.max_grad_norm))
+        norm = self.processes.clip_gradients(self.model.trained, cfg.max_grad_norm)
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -244,7 +254,8 @@ class PPOTrainer:
             models = 2 if self.config.critic == "separate" else 1  # the value function is about as large
             most = tokens_of_a_pass(self.model.policy.module, device, self.config.run.dtype, models=models)
         # Layers that compute their activations again keep no keys and values that rows could share.
-        share = not self.config.policy.gradient_checkpointing
+        # Layers that are gathered for each pass are passed once.
+        share = not self.config.policy.gradient_checkpointing and not self.passes_agree
         return rollout.layout.passes(rows.tolist(), most_rows=size, most_tokens=most, share=share)
 
     def fit_critic(
@@ -296,7 +307,8 @@ class PPOTrainer:
 
     def kl_now(self, rollout: RolloutBatch) -> KLReading:
         """Mean KL of the policy as it is now, at the rollout's states."""
-        kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature)
+        with whole(*self.spread):
+            kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature)
         return self.mean_kl(kl, rollout.mask)
 
     # ---- state

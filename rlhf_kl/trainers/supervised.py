@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from rlhf_kl.config.schema import EpochsSection
@@ -97,9 +96,9 @@ class SupervisedTrainer:
         self.microbatch.halve_to(min(together.all(self.microbatch.rows)))
         totals = _added(together.all(here))
         together.sum_gradients(self.model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
+        norm = together.clip_gradients(self.model.parameters(), settings.max_grad_norm)
         alerts = list(dict.fromkeys(alert for each in together.all(self.microbatch.alerts()) for alert in each))
-        if torch.isfinite(norm):
+        if math.isfinite(norm):
             self.optimizer.step()
             self.skipped = 0
         else:
@@ -108,7 +107,7 @@ class SupervisedTrainer:
         self.optimizer.zero_grad()
         figures = {name: value / weight for name, value in totals.items()}
         return figures | {
-            "train/grad_norm": float(norm),
+            "train/grad_norm": norm,
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
             **({"alerts": alerts} if alerts else {}),
         }

@@ -27,7 +27,7 @@ ROW_KEYS = {
     *(f"policy/{name}" for name in ("loss", "entropy", "approx_kl", "clip_fraction", "logratio_first_max")),
     *("value/loss", "value/explained_variance", "rollout/response_length", "rollout/eos_rate"),
     *(f"time/{name}_s" for name in ("rollout", "score", "update", "step")),
-    *("dist/world_size", "dist/coef_spread"),
+    *("dist/world_size", "dist/coef_spread", "dist/held"),
     *(f"perf/{name}" for name in ("samples_per_s", "tokens_per_s", "peak_memory_mb")),
 }
 SUMMARY_KEYS = {

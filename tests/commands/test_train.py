@@ -330,7 +330,7 @@ kl/token kl/sequence kl/max_token kl/max_sequence kl/target kl/error kl/coef kl/
 kl/ceiling kl/backtrack_factor kl/k1 kl/k2 kl/k3 kl/exact
 policy/loss policy/entropy policy/approx_kl policy/clip_fraction policy/logratio_first_max
 value/loss value/explained_variance rollout/response_length rollout/eos_rate
-time/rollout_s time/score_s time/update_s time/step_s dist/world_size dist/coef_spread
+time/rollout_s time/score_s time/update_s time/step_s dist/world_size dist/coef_spread dist/held
 perf/samples_per_s perf/tokens_per_s perf/peak_memory_mb alerts
 """
 

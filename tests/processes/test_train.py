@@ -25,7 +25,15 @@ VARIANTS: dict[str, list[str]] = {
     "grpo": ["ppo.advantage=grpo", "rollout.samples_per_prompt=2"],
     "ceiling": ["kl.ceiling.value=0.002", "ppo.learning_rate=5.0e-3", "kl.target=0.001"],
     "sequence": ["kl.unit=sequence", "kl.target=0.5"],
+    "sharded": [],
+    "sharded-adapter": ["policy.lora={r: 2}"],
+    "sharded-head": ["policy.value=head"],
+    "sharded-separate": ["policy.value=separate"],
+    "sharded-ceiling": ["kl.ceiling.value=0.002", "ppo.learning_rate=5.0e-3", "kl.target=0.001"],
+    "sharded-rloo": ["ppo.advantage=rloo", "rollout.samples_per_prompt=4"],
+    "sharded-recompute": ["policy.gradient_checkpointing=true"],
 }
+SHARDS = ["policy.shard=true", "reference.shard=true"]  # in the run of two processes
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +48,8 @@ def runs(
     (place / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
 
     def words(variant: str, count: int) -> list[Any]:
-        options = [word for setting in VARIANTS[variant] for word in ("--set", setting)]
+        settings = VARIANTS[variant] + (SHARDS if count > 1 and variant.startswith("sharded") else [])
+        options = [word for setting in settings for word in ("--set", setting)]
         return ["train", "--config", place / "tiny.yaml", "--output-dir", place / f"{variant}-{count}", *options]
 
     for variant in VARIANTS:
@@ -74,7 +83,9 @@ def test_two_processes_make_the_run_of_one(runs: Callable[[str], tuple[Path, Pat
     for a, b in zip(one, two, strict=True):
         assert (b["dist/world_size"], b["dist/coef_spread"]) == (2, 0.0)
         assert a.keys() == b.keys()
-        for key in a.keys() - {"dist/world_size"}:
+        sharded = variant.startswith("sharded")
+        assert 0.4 < b["dist/held"] < 0.6 if sharded else b["dist/held"] == 1.0  # real DTensors
+        for key in a.keys() - {"dist/world_size", "dist/held"}:
             if not key.startswith(("time/", "perf/")):
                 assert_close(a[key], b[key], f"update {a['step']}, {key}")
 
@@ -92,7 +103,7 @@ def test_samples_and_weights_are_those_of_one_process(runs: Callable[[str], tupl
     )
     assert one
     assert one == two
-    name = "adapter_model.safetensors" if variant == "adapter" else "model.safetensors"
+    name = "adapter_model.safetensors" if "adapter" in variant else "model.safetensors"
     before, after = (load_file(folder / "final" / name) for folder in folders)
     for key, tensor in before.items():
         torch.testing.assert_close(after[key], tensor, rtol=1e-2, atol=1e-4)
@@ -101,3 +112,32 @@ def test_samples_and_weights_are_those_of_one_process(runs: Callable[[str], tupl
 def test_the_ceiling_acts_in_both(runs: Callable[[str], tuple[Path, Path]]) -> None:
     factors = [row["kl/backtrack_factor"] for row in updates(runs("ceiling")[1])]
     assert min(factors) < 1.0
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_run_goes_on_with_or_without_shards(
+    runs: Callable[[str], tuple[Path, Path]],
+    together: Callable[..., Any],
+    tiny_settings: dict[str, Any],
+    tmp_path: Path,
+    first: int,
+) -> None:
+    """Three updates in some processes, three in others: the run of one process."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    words = ["train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    shards = [word for setting in SHARDS for word in ("--set", setting)]
+    for count, more in ((first, ["--set", "ppo.total_episodes=48"]), (3 - first, ["--resume"])):
+        result = together([[*words, *more, *(shards if count > 1 else [])]], count)
+        assert result.codes == [[0]] * count, result.output
+    whole, parts = updates(runs("default")[0]), updates(tmp_path / "run")
+    assert [row["dist/world_size"] for row in parts] == [first] * 3 + [3 - first] * 3
+    for a, b in zip(whole, parts, strict=True):
+        for key in ("kl/token", "kl/coef", "objective/scores", "policy/loss", "value/loss", "eval/perplexity"):
+            assert_close(a.get(key), b.get(key), f"update {a['step']}, {key}")
+
+
+def test_one_process_shares_with_nobody(rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--set", "policy.shard=true")
+    assert outcome.code == 2
+    assert "policy.shard: one process has nobody to share with: start them with torchrun" in outcome.err

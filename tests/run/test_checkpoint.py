@@ -22,13 +22,14 @@ from rlhf_kl.run.checkpoint import (
     save_checkpoint,
     set_aside,
 )
+from rlhf_kl.sharding import slots_of, tensors_of
 from rlhf_kl.trainers.optim import adamw
 
 Make = Callable[..., Any]
 
 
 def save(folder: Path, step: int, model: Any, keep: int = 2) -> Checkpoint:
-    return save_checkpoint(folder, step, model, adamw(model, 0.01, 0.1), {"step": step, "beta": 0.1}, keep)
+    return save_checkpoint(folder, step, tensors_of(model), {}, {"step": step, "beta": 0.1}, keep)
 
 
 def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     net, other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     optimizer, again = adamw(net, 0.01, 0.1), adamw(other, 0.01, 0.1)
     train(net, optimizer, range(3))
-    saved = save_checkpoint(tmp_path, 3, net, optimizer, {}, keep=1)
+    saved = save_checkpoint(tmp_path, 3, tensors_of(net), slots_of(optimizer), {}, keep=1)
     saved.load_model(other)
     saved.load_optimizer(again)
     train(net, optimizer, range(3, 6))
@@ -106,7 +107,7 @@ def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_an_optimizer_before_its_first_step_has_nothing_to_load(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 4)
     optimizer = adamw(model, 0.01, 0.0)
-    save_checkpoint(tmp_path, 1, model, optimizer, {}, keep=1).load_optimizer(optimizer)
+    save_checkpoint(tmp_path, 1, tensors_of(model), slots_of(optimizer), {}, keep=1).load_optimizer(optimizer)
     assert optimizer.state_dict()["state"] == {}
 
 
@@ -176,7 +177,7 @@ def test_a_checkpoint_between_two_regular_ones_displaces_none(tmp_path: Path) ->
     model = torch.nn.Linear(2, 2)
 
     def kept(step: int) -> list[int]:
-        save_checkpoint(tmp_path, step, model, adamw(model, 0.1, 0.0), {}, keep=2, every=5, spared={5})
+        save_checkpoint(tmp_path, step, tensors_of(model), {}, {}, keep=2, every=5, spared={5})
         return [checkpoint.step for checkpoint in checkpoints(tmp_path)]
 
     assert [kept(step) for step in (5, 10, 15)][-1] == [5, 10, 15]
@@ -213,13 +214,12 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_checkpoint_before(tmp_path: P
     code = (
         "import pathlib, resource, sys, torch\n"
         "from rlhf_kl.run.checkpoint import save_checkpoint\n"
-        "folder, model = pathlib.Path(sys.argv[1]), torch.nn.Linear(100, 100)\n"
-        "optimizer = torch.optim.SGD(model.parameters())\n"
-        "save_checkpoint(folder, 5, model, optimizer, {}, 2)\n"
+        "folder, model = pathlib.Path(sys.argv[1]), torch.nn.Linear(100, 100).state_dict()\n"
+        "save_checkpoint(folder, 5, model, {}, {}, 2)\n"
         "for limit in (0, 50, 4096, 40000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
         "    try:\n"
-        "        save_checkpoint(folder, 10, model, optimizer, {}, 2)\n"
+        "        save_checkpoint(folder, 10, model, {}, {}, 2)\n"
         "    except OSError as error:\n"
         "        print(limit, error.errno)\n"
     )

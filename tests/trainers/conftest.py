@@ -80,7 +80,14 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
         prompts = PromptStream(["a", "ab", "cd", "dcba", "bbb"], letters, config.rollout.batch_size, 0)
         sampling = Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0)
         shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
-        own = adamw(model.modules, config.ppo.learning_rate, 0.0, critic, config.ppo.critic_learning_rate)
+        own = adamw(
+            model.policy.module,
+            config.ppo.learning_rate,
+            0.0,
+            critic,
+            config.ppo.critic_learning_rate,
+            value=model.value,
+        )
         return PPOTrainer(
             config,
             model,

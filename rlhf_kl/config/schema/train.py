@@ -41,11 +41,18 @@ class PolicySection(TunedSection):
     value: Literal["features", "head", "separate"] = "features"
     """Value function: a small network on hidden states of the reference and the reward model, a head on the
     policy, or a model of its own that starts from the reward model."""
+    shard: bool = False
+    """Spread the weights, gradients and Adam's moments of what is trained over the processes (FSDP2).
+
+    Each process gathers one layer at a time in training, and the whole model to sample.
+    """
 
 
 class ReferenceSection(Section):
     model: OptionalSource = None
     """Model that the KL is measured to; null = a frozen copy of the starting policy."""
+    shard: bool = False
+    """Spread the layers of the reference and of reward models over the processes; they are gathered for a rollout."""
 
 
 class PromptsSection(Section):

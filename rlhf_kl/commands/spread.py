@@ -1,0 +1,56 @@
+"""Which models of a run are spread over its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_kl.commands.parts import Parts
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.models.value import ActorCritic, SeparateValue
+from rlhf_kl.ops.packing import pack_last
+from rlhf_kl.rewards.functions import WeightedSum
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.sharding import is_spread, spread, whole
+
+
+def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None:
+    """Spread what `policy.shard` and `reference.shard` ask for, before an optimizer is made; kept in `parts.spread`.
+
+    A head or a critic on features, which are small, stay whole.
+    """
+    policy, device = parts.policy, parts.policy.device
+    if config.policy.shard:
+        one = pack_last([[0]], device)
+        spread(_layers(policy.whole), policy, device)
+        if isinstance(model.value, SeparateValue):
+            spread(_layers(model.value.trunk.whole), model.value, device)
+        parts.spread += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
+        with torch.no_grad():  # the first pass settles that all layers belong to this root
+            hidden = policy.states(one, lambda _, hidden: hidden)
+            if model.value is not None:
+                model.value(one, hidden)
+        with whole(*parts.spread):
+            pass
+        if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_spread(p)]:
+            raise RuntimeError(f"policy.shard: these tensors are not spread: {held[:3]}")
+    if config.reference.shard:
+        frozen = [parts.reference.model, *_reward_models(parts.reward), *_reward_models(parts.gold)]
+        for each in frozen:
+            if each is not policy.model:  # an adapter's reference is the policy
+                spread(_layers(each), None, device)
+                parts.spread.append(each)
+
+
+def _reward_models(scorer: Any) -> Iterator[nn.Module]:
+    terms = [term for _, term in scorer.terms.values()] if isinstance(scorer, WeightedSum) else [scorer]
+    return (term.model for term in terms if isinstance(term, RewardModel))
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The layers of a model of transformers, which it names itself."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

@@ -1,0 +1,153 @@
+"""Weights that are spread over the processes of a group, by FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Every process keeps a part of each tensor, of its gradient and of Adam's moments. A training pass through the module
+that was spread gathers one layer at a time; all processes make as many passes. Everything without gradients happens
+inside `whole`, where each process has all weights and may make as many passes as it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_kl.errors import InputError
+
+
+def spread(layers: Iterable[nn.Module], root: nn.Module | None, device: torch.device) -> None:
+    """Spread the tensors of layers, each gathered by itself, and of the rest of `root`, which is called for a pass.
+
+    Without a root the rest stays whole.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in [*layers, *([root] if root is not None else [])]:
+        fully_shard(module, mesh=mesh)
+
+
+@contextlib.contextmanager
+def whole(*roots: nn.Module) -> Iterator[None]:
+    """Inside, these modules have all their weights: reading and decoding exchange nothing. Not for gradients.
+
+    Nothing changes for modules that are not spread. All processes enter together.
+    """
+    parts = {id(part): part for root in roots for part in _spread_parts(root)}
+    for part in parts.values():
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts.values():
+            part.reshard()
+            # A root is wanted again at once, by the backward pass.
+            part.set_reshard_after_forward(part not in roots, recurse=False)
+
+
+def _spread_parts(root: nn.Module) -> Iterator[Any]:
+    # An import of FSDP takes most of a second, so a module that has its methods is taken for one.
+    return (module for module in root.modules() if hasattr(module, "set_reshard_after_forward"))
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether this process has only a part of it."""
+    return hasattr(tensor, "full_tensor")
+
+
+def part_of(tensor: Any) -> Tensor:
+    """The part of a tensor that this process has, sharing its memory: all of one that is not spread."""
+    part: Tensor = tensor.to_local() if is_spread(tensor) else tensor
+    return part
+
+
+def held_share(tensors: Iterable[Tensor]) -> float:
+    """Numbers that this process holds, over all: 1 where nothing is spread."""
+    sizes = [(part_of(tensor).numel(), tensor.numel()) for tensor in tensors]
+    return sum(part for part, _ in sizes) / max(1, sum(size for _, size in sizes))
+
+
+def all_of(tensor: Any) -> Tensor:
+    """The whole tensor; all processes ask for it together."""
+    whole_tensor: Tensor = tensor.full_tensor() if is_spread(tensor) else tensor
+    return whole_tensor
+
+
+def spread_like(value: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a whole `value`, as `like` is spread; `value` itself where that is whole."""
+    if not is_spread(like) or is_spread(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    placed = value.to(like.device)
+    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def tensors_of(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name, whole; of tied ones the first name.
+
+    All processes ask together; one that has nothing to `keep` gets {}.
+    """
+    saved, found = module.state_dict(), {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in saved:
+            there = all_of(tensor.detach())
+            if keep:
+                found[name] = there.cpu().contiguous()
+    return found
+
+
+@torch.no_grad()
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Take over what `tensors_of` gave, or another that names tied tensors otherwise; more may be there.
+
+    Errors: InputError, before anything has changed, for tensors that are missing or of another shape.
+    """
+    saved = module.state_dict()
+    names: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in _named_tensors(module):
+        if name in saved:
+            names.setdefault(id(tensor), (tensor, []))[1].append(name)
+    missing, found = [], []
+    for tensor, aliases in names.values():
+        value = next((tensors[name] for name in aliases if name in tensors), None)
+        if value is None or value.shape != tensor.shape:
+            missing.append(aliases[0])
+        else:
+            found.append((tensor, value))
+    if missing:
+        raise InputError(f"tensors are missing or of another shape: {', '.join(sorted(missing)[:3])}")
+    for tensor, value in found:
+        part_of(tensor).copy_(part_of(spread_like(value, tensor)))
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    kinds = (module.named_parameters, module.named_buffers)
+    return [pair for named in kinds for pair in named(remove_duplicate=False)]
+
+
+def slots_of(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Tensor]:
+    """The state of an optimizer, as `{number}.{name}`, whole; see `tensors_of`."""
+    found = {}
+    for index, slot in optimizer.state_dict()["state"].items():
+        for name, value in slot.items():
+            there = all_of(torch.as_tensor(value))
+            if keep:
+                found[f"{index}.{name}"] = there.cpu().contiguous()
+    return found
+
+
+def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Take over what `slots_of` gave; the parameter groups stay as they were built."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    slots: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        number, name = key.split(".", 1)
+        like = parameters[int(number)]
+        slots.setdefault(int(number), {})[name] = spread_like(value, like) if value.shape == like.shape else value
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
