@@ -93,6 +93,12 @@ gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (a GPU and the hub; PYTHO
 gpu-tldr:  ## Pythia on TL;DR: SFT, reward model, PPO (the same)
 gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO (the same)
 
+gpu-check: $(DEV_READY)  ## the tests of several processes with NCCL on two GPUs, and a bfloat16 run on one
+	RLHF_KL_TEST_DEVICE=cuda $(PY) -m pytest -m "slow or not slow" tests/processes tests/test_gpu.py
+
+gpu-report: $(READY)  ## speed, memory and KL on this machine's GPUs as one JSON, to be pasted into an issue
+	$(PY) scripts/gpu_report.py
+
 bench: $(READY)  ## speed and memory here (PEER_PYTHON= and PEER_SCRIPT= add the comparison; BENCH='phases --models gpt2')
 	$(PY) scripts/bench.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
 
@@ -103,4 +109,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-integrations .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-integrations lint types imports check bench-control bench-plant bench bench-gpu test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-integrations lint types imports check bench-control bench-plant bench bench-gpu gpu-check gpu-report test-crash fuzz clean

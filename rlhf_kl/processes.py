@@ -126,7 +126,8 @@ class Group(Processes):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if waiting and (sum(map(Tensor.numel, waiting)) >= BUCKET or waiting[0].dtype != parameter.grad.dtype):
+            numbers = sum(map(Tensor.numel, waiting)) + parameter.numel()
+            if waiting and (numbers > BUCKET or waiting[0].dtype != parameter.grad.dtype):
                 _sum_in_place(waiting)
                 waiting = []
             waiting.append(parameter.grad)
@@ -190,6 +191,9 @@ def join_group() -> tuple[Group, Heartbeat]:
 
 
 def _sum_in_place(tensors: list[Tensor]) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.all_reduce(tensors[0])
+        return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat)
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

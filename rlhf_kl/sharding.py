@@ -78,14 +78,23 @@ def all_of(tensor: Any) -> Tensor:
     return whole_tensor
 
 
-def spread_like(value: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a whole `value`, as `like` is spread; `value` itself where that is whole."""
+def part_like(value: Tensor, like: Any) -> Tensor:
+    """The part of `value` that this process has where it is spread as `like` is; it shares the memory of `value`."""
     if not is_spread(like) or is_spread(value):
+        return part_of(value)
+    (axis,) = (placement.dim for placement in like.placements)  # FSDP cuts as torch.chunk does
+    each = -(-value.shape[axis] // like.device_mesh.size())
+    begin = min(each * like.device_mesh.get_local_rank(), value.shape[axis])
+    return value.narrow(axis, begin, part_of(like).shape[axis])
+
+
+def _spread_like(value: Tensor, like: Any) -> Tensor:
+    """A whole `value` spread as `like` is; `value` itself where that is whole."""
+    if not is_spread(like):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    placed = value.to(like.device)
-    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def tensors_of(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
@@ -123,7 +132,7 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if missing:
         raise InputError(f"tensors are missing or of another shape: {', '.join(sorted(missing)[:3])}")
     for tensor, value in found:
-        part_of(tensor).copy_(part_of(spread_like(value, tensor)))
+        part_of(tensor).copy_(part_like(value, tensor))
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -149,5 +158,5 @@ def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) 
     for key, value in tensors.items():
         number, name = key.split(".", 1)
         like = parameters[int(number)]
-        slots.setdefault(int(number), {})[name] = spread_like(value, like) if value.shape == like.shape else value
+        slots.setdefault(int(number), {})[name] = _spread_like(value, like) if value.shape == like.shape else value
     optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})

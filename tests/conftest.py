@@ -228,7 +228,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 def tiny_settings(tiny_folder: Path, tiny_data: SimpleNamespace) -> dict[str, Any]:
     """A `train` config of a second or so: the tiny model, files, and a reward function."""
     return {
-        "run": {"name": "tiny", "device": "cpu"},
+        "run": {"name": "tiny", "device": os.environ.get("RLHF_KL_TEST_DEVICE", "cpu")},
         "policy": {"model": str(tiny_folder)},
         "reward": {"kind": tiny_data.reward, "missing_eos_penalty": 0.0},
         "data": {"prompts": str(tiny_data.prompts)},

@@ -19,6 +19,9 @@ def doctor(
     pairs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Held-out preference pairs to try the reward model on.")
     ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes that will train together, for the memory of each.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
     quiet: Quiet = False,
 ) -> int:
@@ -31,7 +34,7 @@ def doctor(
     from rlhf_kl.commands.doctor import run_doctor
     from rlhf_kl.run.display import TrainingDisplay
 
-    findings = run_doctor(settings, TrainingDisplay(quiet), pairs)
+    findings = run_doctor(settings, TrainingDisplay(quiet), pairs, processes)
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:

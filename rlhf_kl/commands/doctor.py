@@ -20,7 +20,7 @@ from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
-from rlhf_kl.commands.training import Training, evaluate_policy, prepare_training
+from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, prepare_training
 from rlhf_kl.config.notes import gradient_notes, unused_notes, world_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
@@ -50,13 +50,21 @@ FILTERS = {
 }
 
 
-def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None = None) -> list[Finding]:
+def run_doctor(
+    config: TrainConfig, display: TrainingDisplay, pairs: str | None = None, processes: int = 1
+) -> list[Finding]:
     """All findings; the first that makes the run impossible is the last.
 
-    `pairs`: held-out preference pairs to try the reward model on.
+    `pairs`: held-out preference pairs to try the reward model on. `processes`: that will train together; the update
+    is made by this one, with models that are whole.
     """
     found: list[Finding] = []
     try:
+        if processes > 1:
+            check_sizes(config, processes)
+        elif config.policy.shard or config.reference.shard:
+            words = "one process has nobody to share weights with"
+            found.append(Finding("doubtful", "config", words, "doctor --processes N, for N that will train"))
         config = on_this_machine(config)
         accelerator = make_accelerator(config.run)
         parts = build_parts(config, accelerator, display)
@@ -67,8 +75,8 @@ def run_doctor(config: TrainConfig, display: TrainingDisplay, pairs: str | None 
         found += _tokenizers(config, parts, resolver)
         found += _context(config, parts)
         found += _reward_model(config, parts, resolver, pairs)
-        found += _memory(config, parts, accelerator.device)
-        found += _one_update(config, parts, display)
+        found += _memory(config, parts, accelerator.device, processes)
+        found += _one_update(alone(config), parts, display)
     except InputError as error:
         found += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -164,19 +172,32 @@ def _reward_model(config: TrainConfig, parts: Parts, resolver: Resolver, pairs: 
         yield Finding("fine", "reward", f"right on {accuracy:.0%} of {where}")
 
 
-def _memory(config: TrainConfig, parts: Parts, device: torch.device) -> Iterator[Finding]:
+def alone(config: TrainConfig) -> TrainConfig:
+    """The config for one process, which has nobody to share weights with."""
+    whole = {"shard": False}
+    sections = {
+        "policy": config.policy.model_copy(update=whole),
+        "reference": config.reference.model_copy(update=whole),
+    }
+    return config.model_copy(update=sections)
+
+
+def _memory(config: TrainConfig, parts: Parts, device: torch.device, processes: int) -> Iterator[Finding]:
     tokens = max(len(row) for row in parts.prompts.rows) + config.rollout.max_new_tokens
-    estimate, room = estimate_memory(config, parts, tokens), int(SHARE * free_memory(device))
-    rows = microbatch_rows(config, parts.policy.model, device, tokens)
+    estimate, room = estimate_memory(config, parts, tokens, processes), int(SHARE * free_memory(device))
+    minibatch = config.minibatch_size // processes
+    rows = min(microbatch_rows(config, parts.policy.model, device, tokens), minibatch)
     need = estimate.total(rows)
     words = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
-    most = largest_microbatch(estimate, config.minibatch_size, room)
+    words = words if processes == 1 else f"in each of {processes} processes {words}"
+    most = largest_microbatch(estimate, minibatch, room)
     if need <= room:
         yield Finding("fine", "memory", f"{words}; up to {most} fit")
     elif most is not None:
         yield Finding("doubtful", "memory", words, f"ppo.microbatch_size={most}")
     else:
-        change = "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
+        share = "" if config.policy.shard else "policy.shard=true with several processes, "
+        change = share + "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
         yield Finding("doubtful", "memory", f"{words}; not even 1 fits", change)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlhf_kl.commands.parts import Parts, feature_count
+from rlhf_kl.commands.spread import layers_of, reward_models
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count
@@ -20,60 +21,108 @@ SHARE = 0.85  # of the free memory that may be planned with
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of an update."""
+class Weights:
+    """Numbers in the models of a run."""
 
-    models: int  # weights of all models, gradients, Adam's moments, the copy that the ceiling goes back to
+    policy: int
+    trained: int  # of the policy and of a separate value function
+    frozen: int  # the reference and reward models
+    value: int = 0  # a separate value function
+    outside: int = 0  # of the policy, outside of its layers: embeddings and head
+    frozen_outside: int = 0
+    layer: int = 0  # the largest layer
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of an update in one process."""
+
+    kept: int  # weights, Adam's moments
+    training: int  # gradients, the copy that the ceiling goes back to, layers that are gathered for a pass
+    gathered: int  # what spread models lack to be whole
     states: int  # hidden states of a rollout that are kept through its update
     per_row: int  # activations of one response in a training pass
     logits: int  # of one response; a chunk holds at most `chunk`
     chunk: int
-    cache: int  # keys and values of a rollout batch
+    cache: int  # keys and values of a rollout's rows
 
     def total(self, rows: int) -> int:
         """With `rows` responses in a training pass; sampling and training do not stand side by side."""
-        training = rows * self.per_row + min(rows * self.logits, self.chunk)
-        return self.models + self.states + max(training, self.cache)
+        training = self.training + rows * self.per_row + min(rows * self.logits, self.chunk)
+        return self.kept + self.states + max(training, self.gathered + self.cache)
 
 
-def estimate_memory(config: TrainConfig, parts: Parts, tokens: int) -> MemoryEstimate:
+def weight_bytes(
+    weights: Weights, processes: int, *, shard: bool, shard_frozen: bool, copies: int
+) -> tuple[int, int, int]:
+    """`kept`, `training` and `gathered` of `MemoryEstimate`.
+
+    A spread policy lies on each process as one part of `processes`, with its gradient, moments and the `copies` of
+    the ceiling. A pass gathers two layers and what is outside of them, with the gradients of one; a rollout gathers
+    all. Of spread frozen models only the layers are parts.
+    """
+    part = 1 / processes if shard else 1.0
+    layers = weights.frozen - weights.frozen_outside
+    frozen = weights.frozen_outside + layers / processes if shard_frozen else weights.frozen
+    full = weights.policy + weights.value
+    learns = weights.trained / full
+    kept = full * part + frozen + 2 * weights.trained * part
+    training = (1 + copies) * weights.trained * part
+    if shard:
+        training += 2 * weights.layer + weights.outside + learns * (weights.layer + weights.outside)
+    gathered = full * (1 - part) + (weights.frozen - frozen)
+    return int(FLOAT * kept), int(FLOAT * training), int(FLOAT * gathered)
+
+
+def estimate_memory(config: TrainConfig, parts: Parts, tokens: int, processes: int = 1) -> MemoryEstimate:
     """For responses of `tokens` tokens, their prompts included."""
     policy: Any = parts.policy.model
     shape = policy.config.get_text_config()
     size = 2 if config.run.dtype == "bfloat16" else FLOAT
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    weights = parameter_count(policy)
-    value = 0
-    if config.critic == "separate":
-        value = parameter_count(policy)
-        trained += value
-    reference = 0 if has_adapter(policy) else parameter_count(parts.reference.module)
-    scorers = sum(parameter_count(model) for model in _scoring_models(parts))
-    copies = 3 + (config.kl.ceiling is not None)  # gradients, two moments, what a shortened update goes back to
-    models = FLOAT * (weights + value + reference + scorers + copies * trained)
+    weights = _weights(config, parts)
+    kept, training, gathered = weight_bytes(
+        weights,
+        processes,
+        shard=config.policy.shard,
+        shard_frozen=config.reference.shard,
+        copies=int(config.kl.ceiling is not None),
+    )
     layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
     response = min(config.rollout.max_new_tokens, tokens)
-    kept = _models(config) * kept_per_token(policy)
+    per_token = _models(config) * kept_per_token(policy)
     copies_of_logits = LOGIT_COPIES * FLOAT
     elements = LOGIT_ELEMENTS.get(parts.policy.device.type, LOGIT_ELEMENTS["cpu"])
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
-    cache = config.rollout.batch_size * tokens * layers * 2 * width * size
+    rows = -(-config.rollout.batch_size // processes)
     features = feature_count(parts) if config.critic == "features" else 0
     return MemoryEstimate(
-        models=models,
-        states=config.rollout.batch_size * response * (hidden + features) * FLOAT,
-        per_row=tokens * kept * size,
+        kept=kept,
+        training=training,
+        gathered=gathered,
+        states=rows * response * (hidden + features) * FLOAT,
+        per_row=tokens * per_token * size,
         logits=response * int(shape.vocab_size) * copies_of_logits,
         chunk=elements * copies_of_logits,
-        cache=cache,
+        cache=rows * tokens * layers * 2 * width * size,
     )
 
 
-def _scoring_models(parts: Any) -> list[Any]:
-    reward = parts.reward
-    rewards = [term for _, term in reward.terms.values()] if hasattr(reward, "terms") else [reward]
-    return [scorer.model for scorer in (*rewards, parts.gold) if hasattr(scorer, "model")]
+def _weights(config: TrainConfig, parts: Parts) -> Weights:
+    policy: Any = parts.policy.model
+    adapted = has_adapter(policy)
+    value = parameter_count(policy) if config.critic == "separate" else 0
+    frozen = [*([] if adapted else [parts.reference.module]), *reward_models(parts.reward), *reward_models(parts.gold)]
+    layers = layers_of(policy.get_base_model() if adapted else policy)
+    return Weights(
+        policy=parameter_count(policy),
+        trained=sum(p.numel() for p in policy.parameters() if p.requires_grad) + value,
+        value=value,
+        frozen=sum(map(parameter_count, frozen)),
+        outside=parameter_count(policy) - sum(map(parameter_count, layers)),
+        frozen_outside=sum(parameter_count(m) - sum(map(parameter_count, layers_of(m))) for m in frozen),
+        layer=max(map(parameter_count, layers), default=0),
+    )
 
 
 def free_memory(device: torch.device) -> int:

@@ -25,9 +25,9 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
     policy, device = parts.policy, parts.policy.device
     if config.policy.shard:
         one = pack_last([[0]], device)
-        spread(_layers(policy.whole), policy, device)
+        spread(layers_of(policy.whole), policy, device)
         if isinstance(model.value, SeparateValue):
-            spread(_layers(model.value.trunk.whole), model.value, device)
+            spread(layers_of(model.value.trunk.whole), model.value, device)
         parts.spread += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
         with torch.no_grad():  # the first pass settles that all layers belong to this root
             hidden = policy.states(one, lambda _, hidden: hidden)
@@ -38,19 +38,20 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
         if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_spread(p)]:
             raise RuntimeError(f"policy.shard: these tensors are not spread: {held[:3]}")
     if config.reference.shard:
-        frozen = [parts.reference.model, *_reward_models(parts.reward), *_reward_models(parts.gold)]
+        frozen = [parts.reference.model, *reward_models(parts.reward), *reward_models(parts.gold)]
         for each in frozen:
             if each is not policy.model:  # an adapter's reference is the policy
-                spread(_layers(each), None, device)
+                spread(layers_of(each), None, device)
                 parts.spread.append(each)
 
 
-def _reward_models(scorer: Any) -> Iterator[nn.Module]:
+def reward_models(scorer: Any) -> Iterator[nn.Module]:
+    """The models that score, those of a sum included."""
     terms = [term for _, term in scorer.terms.values()] if isinstance(scorer, WeightedSum) else [scorer]
     return (term.model for term in terms if isinstance(term, RewardModel))
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def layers_of(model: Any) -> list[nn.Module]:
     """The layers of a model of transformers, which it names itself."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

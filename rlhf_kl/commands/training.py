@@ -212,12 +212,13 @@ def score_reference(
                 advance(len(batch.prompts))
 
         def sample() -> ReferenceSamples:
-            return score_samples(batches(), groups[here], parts.reward, section.kind, parts.gold, display.alert)
+            return score_samples(batches(), groups[here], parts.reward, section.kind, parts.gold)
 
         found = processes.all(processes.together(sample))
-    return processes.together(
-        lambda: joined_samples(found, section.kind, len(groups)).shaped(shaping, normalize=section.normalize)
-    )
+    samples = processes.together(lambda: joined_samples(found, section.kind, len(groups)))
+    if samples.gold_failure is not None:
+        display.alert(f"{samples.gold_failure}: the reference has no gold score")
+    return processes.together(lambda: samples.shaped(shaping, normalize=section.normalize))
 
 
 def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.lm import LM, TransformersLM, TransformersTrunk
 from rlhf_kl.ops.packing import Packed
-from rlhf_kl.sharding import part_of, spread_like
+from rlhf_kl.sharding import part_like
 
 
 class HeadValue(nn.Module):
@@ -110,4 +110,4 @@ def values_in(reference: LM, policy: nn.Module) -> list[Tensor] | None:
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     if any(name not in there or there[name].shape != p.shape for name, p in trained):
         return None
-    return [part_of(spread_like(there[name], p)) for name, p in trained]
+    return [part_like(there[name], p) for name, p in trained]

@@ -49,9 +49,9 @@ class TRLReward(PluginReward):
         self.extra.clear()
         self.logged.clear()
 
-    def metrics(self) -> dict[str, float]:
-        """Mean of what it logged by `log_metric` since the update began."""
-        return {f"log/{name}": fmean(values) for name, values in self.logged.items()}
+    def metrics(self) -> dict[str, list[float]]:
+        """What it logged by `log_metric` since the update began."""
+        return {f"log/{name}": list(values) for name, values in self.logged.items()}
 
     def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
         """Every column that it gets. Errors: InputError for a prompt that lacks one that it needs."""
@@ -94,12 +94,12 @@ def begin_scorers(reward: Any, gold: Any, update: int, updates: int) -> list[TRL
     return found
 
 
-def mean_metrics(found: Iterable[Iterable[Mapping[str, float]]]) -> dict[str, float]:
-    """What the rewards of each process logged, by name: the mean over those that did."""
+def mean_metrics(found: Iterable[Iterable[Mapping[str, list[float]]]]) -> dict[str, float]:
+    """What the rewards of each process logged, by name: the mean of all values."""
     values: dict[str, list[float]] = {}
     for metrics in (metrics for each in found for metrics in each):
-        for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
+        for name, logged in metrics.items():
+            values.setdefault(name, []).extend(logged)
     return {name: fmean(each) for name, each in values.items()}
 
 

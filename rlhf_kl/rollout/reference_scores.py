@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -132,6 +132,7 @@ class ReferenceSamples:
     traits: ResponseTraits
     groups: list[int]  # the prompt of each
     gold: list[float] | None
+    gold_failure: str | None = None  # why there is no gold, where a scorer failed
 
     def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
         """Their shaped scores, and the shaping with its scale fitted to them.
@@ -183,13 +184,12 @@ def score_samples(
     reward: RewardFn,
     reward_name: str,
     gold: GoldScorer | None,
-    report: Callable[[str], None],
 ) -> ReferenceSamples:
     """Score the reference's responses; those that the reward function does not score are left out.
 
-    `report` is told of a gold scorer that fails, and so is left out.
+    So is a gold scorer that fails.
     """
-    scores, traits, golds = [], [], []
+    scores, traits, golds, gold_failure = [], [], [], None
     for batch, sampled, texts in batches:
         scores.append(checked_scores(reward, batch.texts, texts, reward_name))
         traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
@@ -198,8 +198,7 @@ def score_samples(
         if failure is None and None in (checked or []):
             failure = "reward gold: returned None for a response"
         if failure is not None:
-            report(f"{failure}: the reference has no gold score")
-            gold, golds = None, []
+            gold, golds, gold_failure = None, [], failure
     values = torch.cat(scores)
     known = torch.isfinite(values) | isinstance(reward, RewardModel)
     return ReferenceSamples(
@@ -207,6 +206,7 @@ def score_samples(
         ResponseTraits(*(torch.cat(column)[known] for column in zip(*traits, strict=True))),
         [groups[i] for i in known.nonzero().flatten().tolist()],
         [golds[i] for i in known.nonzero().flatten().tolist()] if golds else None,
+        gold_failure,
     )
 
 
@@ -220,4 +220,5 @@ def joined_samples(parts: Sequence[ReferenceSamples], reward_name: str, drawn: i
         ResponseTraits(*(torch.cat(column) for column in zip(*(part.traits for part in parts), strict=True))),
         [group for part in parts for group in part.groups],
         None if any(part.gold is None for part in parts) else [gold for part in parts for gold in part.gold or []],
+        next((part.gold_failure for part in parts if part.gold_failure is not None), None),
     )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,14 @@ import torch
 import yaml
 
 from rlhf_kl.commands.doctor import _endings
-from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, largest_microbatch, microbatch_rows
+from rlhf_kl.commands.memory import (
+    MemoryEstimate,
+    Weights,
+    estimate_memory,
+    largest_microbatch,
+    microbatch_rows,
+    weight_bytes,
+)
 from rlhf_kl.config.load import load_config
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm
@@ -27,9 +35,12 @@ def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Docto
     """`doctor("kl.target=0.2", code=0)`: topic -> its (level, text), of the tiny run with these changes."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
 
-    def check(*changes: str, code: int = 0, pairs: Path | None = None) -> dict[str, list[tuple[str, str]]]:
+    def check(
+        *changes: str, code: int = 0, pairs: Path | None = None, processes: int = 1
+    ) -> dict[str, list[tuple[str, str]]]:
         sets = [argument for change in changes for argument in ("--set", change)]
-        more = ("--pairs", pairs) if pairs else ()
+        more: tuple[Any, ...] = ("--pairs", pairs) if pairs else ()
+        more += ("--processes", processes) if processes > 1 else ()
         outcome = rlhf_kl("doctor", "--config", tmp_path / "tiny.yaml", "--json", "--quiet", *sets, *more)
         assert outcome.code == code, outcome
         found: dict[str, list[tuple[str, str]]] = {}
@@ -166,7 +177,8 @@ def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, mon
 
 
 def test_what_fits_into_memory() -> None:
-    estimate = MemoryEstimate(models=90, states=10, per_row=8, logits=2, chunk=12, cache=35)
+    sizes = {"kept": 60, "training": 30, "gathered": 30, "states": 10}
+    estimate = MemoryEstimate(**sizes, per_row=8, logits=2, chunk=12, cache=35)
     assert [estimate.total(rows) for rows in (1, 4, 10)] == [135, 140, 192]  # sampling; 4 * 10; logits of a chunk
     assert largest_microbatch(estimate, minibatch=12, room=167) == 6  # 6 rows need 160, 7 need 168
     assert largest_microbatch(estimate, minibatch=12, room=1000) == 12
@@ -183,15 +195,35 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     lm = TransformersLM(model)
     parts = SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None)
     whole = estimate_memory(config, parts, tokens=10)
-    # Policy, reference, gradients, two moments and the copy for the ceiling, in float32.
-    assert whole.models == 6 * size * 4
+    # Policy, reference and two moments; gradients and the copy for the ceiling; in float32.
+    assert (whole.kept, whole.training, whole.gathered) == (4 * size * 4, 2 * size * 4, 0)
     tokens = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10)
     assert whole.states == tokens * (16 + 16) * 4  # the reference's states, and the critic's features made of them
     adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
     lm = TransformersLM(adapted)
     less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None), tokens=10)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert less.models == 4 * (size + trained + 4 * trained)
+    assert (less.kept, less.training) == (4 * (size + trained + 2 * trained), 4 * 2 * trained)
+
+
+def test_shards_lie_on_all_processes() -> None:
+    """By hand: 100 numbers in 3 layers of 30 and 10 outside, a reference and a reward model of the same shape."""
+    weights = Weights(policy=100, trained=100, frozen=200, outside=10, frozen_outside=20, layer=30)
+    assert weight_bytes(weights, 4, shard=False, shard_frozen=False, copies=1) == (4 * 500, 4 * 200, 0)
+    kept, training, gathered = weight_bytes(weights, 4, shard=True, shard_frozen=False, copies=1)
+    assert kept == 4 * (25 + 200 + 50)
+    assert training == 4 * (50 + 2 * 30 + 10 + 30 + 10)  # two layers and what is outside, gradients of one and of that
+    assert gathered == 4 * 75
+    assert weight_bytes(weights, 4, shard=True, shard_frozen=True, copies=1)[0] == 4 * (25 + 20 + 45 + 50)
+    adapter = replace(weights, policy=110, trained=10)
+    assert weight_bytes(adapter, 1, shard=False, shard_frozen=False, copies=0) == (4 * (110 + 200 + 20), 4 * 10, 0)
+
+
+def test_the_doctor_counts_for_several_processes(doctor: Doctor) -> None:
+    one = doctor()["memory"]
+    two = doctor("policy.shard=true", processes=2)["memory"]
+    assert two[0][1].startswith("in each of 2 processes about ")
+    assert one[0][0] == two[0][0] == "fine"
 
 
 @pytest.mark.parametrize(("penalty", "level"), [(1.0, "doubtful"), (0.0, "fine")])

@@ -16,6 +16,7 @@ from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
 from rlhf_kl.rollout.reference_scores import (
     ReferenceSamples,
     ReferenceScores,
+    joined_samples,
     reference_responses,
     sample_prompts,
     score_samples,
@@ -100,18 +101,19 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Ca
         stream = PromptStream(PROMPTS, letters, 3, 0)
         return reference_responses(lm, stream, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
 
-    samples = score_samples(drawn(), groups, count, "count", lambda p, r: [float(len(x)) for x in r], print)
+    samples = score_samples(drawn(), groups, count, "count", lambda p, r: [float(len(x)) for x in r])
     assert sizes == [3, 3, 1]
     assert samples.scores.tolist() == [4.0] * 3 + [1.0] * 3 + [2.0]
     texts = [text for batch in drawn() for text in batch.texts]
     assert samples.gold == [len(text) for text in texts]
     assert samples.traits.lengths.tolist() == [n for batch in drawn() for n in batch.sampled.mask.sum(1).tolist()]
     assert len(set(texts[:3])) > 1  # each has noise of its own
-    assert score_samples(drawn(), groups, count, "count", None, print).gold is None
-    told: list[str] = []
-    assert score_samples(drawn(), groups, count, "count", lambda p, r: [1.0], told.append).gold is None
-    assert len(told) == 1
-    assert "reward gold: returned 1 scores for 3 responses" in told[0]
+    assert score_samples(drawn(), groups, count, "count", None).gold is None
+    failed = score_samples(drawn(), groups, count, "count", lambda p, r: [1.0])
+    assert failed.gold is None
+    assert "reward gold: returned 1 scores for 3 responses" in str(failed.gold_failure)
+    both = joined_samples([samples, failed], "count", 14)
+    assert (both.gold, both.gold_failure) == (None, failed.gold_failure)
 
 
 def samples_of(scores: list[float]) -> ReferenceSamples:

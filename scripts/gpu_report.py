@@ -1,0 +1,115 @@
+"""One JSON of speed, memory and KL on this machine's GPUs, to be pasted into an issue.
+
+    python scripts/gpu_report.py [--out gpu-report.json] [--updates 20] [--device cpu]
+
+Runs `rlhf-kl train` on the built-in model and on GPT-2 small's shape with random weights, in float32 and bfloat16, on
+one GPU and on all of them, there also with the weights spread. Medians leave out the first two updates. A run that
+fails has its last words instead of figures. Exit 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from bench import SHAPES, random_world
+
+from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.versions import git_revision, versions
+
+WARM_UP = 2
+RANDOM = {"rollout.max_new_tokens": 32, "reward.missing_eos_penalty": 0.0, "ppo.learning_rate": 1e-5}
+
+
+def figures(rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
+    """What is told of a run, from its rows."""
+    steady, tail = rows[WARM_UP:] or rows, rows[len(rows) // 2 :]
+    found = {name: median(row[f"perf/{name}"] for row in steady) for name in ("samples_per_s", "tokens_per_s")}
+    found |= {f"{part}_s": median(row[f"time/{part}_s"] for row in steady) for part in ("rollout", "score", "update")}
+    return {
+        **found,
+        "peak_memory_mb": max(row["perf/peak_memory_mb"] for row in rows),
+        "updates": len(rows),
+        "kl_over_target": fmean(row["kl/token"] for row in tail) / target,
+        "score": fmean(row["objective/scores"] for row in tail),
+        "logratio_first_max": max(row["policy/logratio_first_max"] for row in rows),
+        "coef_spread": max(row["dist/coef_spread"] for row in rows),
+        "held": rows[-1]["dist/held"],
+    }
+
+
+def runs(args: argparse.Namespace, place: Path) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """What each run is, and its settings."""
+    world = random_world(place, SHAPES["gpt2"], [8, 16, 24] * 40) if "gpt2" in args.models else None
+    for model in args.models:
+        own = {}
+        if world is not None and model == "gpt2":
+            own = {"policy.model": world.policy, "reward.model": world.reward, "data.prompts": world.prompts}
+            own |= {"eval.texts": world.prompts, "eval.column": "prompt", **RANDOM}
+        for dtype in ("float32", "bfloat16"):
+            for count in dict.fromkeys((1, args.processes)):
+                for shard in (False, True) if count > 1 else (False,):
+                    settings = {"run.device": args.device, "run.dtype": dtype, "policy.shard": shard, **own}
+                    settings |= {"reference.shard": shard, "ppo.total_episodes": 64 * args.updates}
+                    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+                    yield {"model": model, "dtype": dtype, "processes": count, "sharded": shard}, words
+
+
+def run(about: dict[str, Any], words: list[str], folder: Path) -> dict[str, Any]:
+    """A run, and what is told of it."""
+    count = about["processes"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
+    command = [sys.executable, *launch, "-m", "rlhf_kl", "train", "--config", "ppo_adaptive.yaml", "--quiet"]
+    done = subprocess.run(
+        [*command, "--output-dir", str(folder), "--overwrite", *words], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("error:")] or lines[-3:]
+        return {**about, "failed": done.returncode, "words": told}
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("kl/token") is not None]
+    return {**about, **figures(rows, target=0.1)}
+
+
+def main() -> int:
+    """Run all and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-report.json"))
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", nargs="+", choices=["reviews", "gpt2"], default=["reviews", "gpt2"])
+    parser.add_argument("--processes", type=int, help="default: as many as there are GPUs")
+    args = parser.parse_args()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if args.device == "cuda" and not gpus:
+        parser.error("no CUDA device is available here; --device cpu tries the script out")
+    args.processes = args.processes or max(1, len(gpus))
+    report: dict[str, Any] = {
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "revision": git_revision(Path(__file__).parent),
+        "versions": versions(),
+        "runs": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (about, words) in enumerate(runs(args, Path(folder))):
+            report["runs"].append(run(about, words, Path(folder) / f"run-{number}"))
+            print(json.dumps(report["runs"][-1]), flush=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"{args.out}: paste it into an issue")
+    return int(any("failed" in each for each in report["runs"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

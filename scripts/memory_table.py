@@ -1,0 +1,79 @@
+"""Memory of each GPU by the estimate of `rlhf-kl doctor`, for Qwen 2.5's shapes: computed, not measured.
+
+    python scripts/memory_table.py [--tokens 512] [--batch 64] [--rows 4]
+
+Weights, gradients and Adam's moments are float32, the layers compute in bfloat16; the reward is a function, so a
+reward model adds its weights. The arithmetic is in rlhf_kl/commands/memory.py, and tests/processes/test_memory.py
+compares it with the bytes of real tensors in one and in two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_kl.commands.memory import estimate_memory
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.report.table import text_table
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+             "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True},
+    "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+             "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+           "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
+}  # fmt: skip
+GPUS = (1, 4, 8)
+
+
+def estimate(shape: dict[str, Any], args: argparse.Namespace, gpus: int, *, lora: bool, shard: bool) -> float:
+    """GiB of one GPU."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
+        if lora:
+            model = add_adapter(model, r=16, alpha=32.0, target_modules=None, ref="x", what="policy.lora", seed=0)
+    config = TrainConfig.model_validate({
+        "run": {"dtype": "bfloat16"},
+        "policy": {"model": "x", "shard": shard, "lora": {} if lora else None},
+        "reference": {"shard": shard},
+        "reward": {"kind": "x.py:f"},
+        "data": {"prompts": "x"},
+        "eval": {"texts": "x"},
+        "rollout": {"batch_size": args.batch, "max_new_tokens": args.tokens // 2},
+    })  # fmt: skip
+    lm = SimpleNamespace(model=model, module=model, device=torch.device("cuda"))
+    parts: Any = SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None)
+    return estimate_memory(config, parts, args.tokens, gpus).total(args.rows) / 2**30
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512, help="of prompt and response together")
+    parser.add_argument("--batch", type=int, default=64, help="responses per update, of all GPUs")
+    parser.add_argument("--rows", type=int, default=4, help="responses in a training pass")
+    args = parser.parse_args()
+    rows = []
+    for name, shape in SHAPES.items():
+        with torch.device("meta"):
+            numbers = parameter_count(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape)))
+        for lora in (False, True):
+            for shard in (False, True):
+                cells = [
+                    "" if shard and gpus == 1 else f"{estimate(shape, args, gpus, lora=lora, shard=shard):.1f}"
+                    for gpus in GPUS
+                ]
+                kind = "adapter" if lora else "full"
+                rows.append([name, f"{numbers / 1e9:.2f}B", kind, "sharded" if shard else "copies", *cells])
+    print(text_table(["model", "parameters", "trained", "on each GPU", *(f"{n} GPU, GiB" for n in GPUS)], rows))
+
+
+if __name__ == "__main__":
+    main()

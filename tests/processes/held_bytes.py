@@ -1,0 +1,44 @@
+"""One update of a config in every process: the estimate of its memory, and the bytes of its tensors, to OUT.RANK."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from rlhf_kl.commands.memory import estimate_memory
+from rlhf_kl.commands.parts import build_parts
+from rlhf_kl.commands.session import joined, make_accelerator, silent_display
+from rlhf_kl.commands.training import prepare_training
+from rlhf_kl.config.load import load_config
+
+
+def bytes_of_tensors() -> int:
+    """Of all storages that tensors use, each once."""
+    gc.collect()
+    storages = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor) and not hasattr(thing, "full_tensor"):
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+if __name__ == "__main__":
+    config, display = load_config("train", sys.argv[1]), silent_display()
+    with joined(config.run) as processes:
+        before = bytes_of_tensors()
+        parts = build_parts(config, make_accelerator(config.run, group=True), display)
+        tokens = max(map(len, parts.prompts.rows)) + config.rollout.max_new_tokens
+        estimate = estimate_memory(config, parts, tokens, processes.count)
+        training = prepare_training(config, parts, display, processes=processes)
+        training.trainer.update(1)
+        found = {"held": bytes_of_tensors() - before, "world": processes.count, **asdict(estimate)}
+        Path(f"{sys.argv[2]}.{processes.index}").write_text(json.dumps(found))

@@ -1,0 +1,41 @@
+"""Runs one command line in every process of a group; some of them kill themselves at a moment of update 3 or 4."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_kl import cli
+from rlhf_kl.rollout.collect import Sampler
+from rlhf_kl.run import record
+from rlhf_kl.trainers.ppo import PPOTrainer
+
+MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which call
+    "rollout": (Sampler, "__call__", 3),
+    "update": (PPOTrainer, "minibatch", 6),  # two minibatches in each update
+    "checkpoint": (record.Recorder, "_write", 2),
+}
+
+
+def dying(work: Callable[..., Any], fatal: int) -> Callable[..., Any]:
+    calls = 0
+
+    def call(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return work(*arguments)
+
+    return call
+
+
+if __name__ == "__main__":
+    ranks, moment, *words = sys.argv[1:]
+    if os.environ["RANK"] in ranks.split(","):
+        place, name, fatal = MOMENTS[moment]
+        setattr(place, name, dying(getattr(place, name), fatal))
+    sys.exit(cli.run(words))
