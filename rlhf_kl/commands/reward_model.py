@@ -42,7 +42,7 @@ def run_reward_model(
     model = reward.model
     prepare = _learn_labels if config.data.labels is not None else _learn_pairs
     objective, evaluate, distribution, fingerprints = processes.first_before_others(
-        lambda: prepare(config, resolver, reward)
+        lambda: prepare(config, resolver, reward, processes)
     )
     trainer = SupervisedTrainer(model, objective, config.reward_model, config.run.seed, processes)
     recorder = Recorder(folder, config, "reward-model", display, device, fingerprints, processes)
@@ -88,16 +88,20 @@ class Prepared(NamedTuple):
     fingerprints: dict[str, str]  # of the training data, by config key
 
 
-def _learn_pairs(config: RewardModelConfig, resolver: Resolver, reward: RewardModel) -> Prepared:
+def _learn_pairs(config: RewardModelConfig, resolver: Resolver, reward: RewardModel, processes: Processes) -> Prepared:
     pairs, heldout = resolver.pairs(config.data)
     heldout = heldout[: config.eval.max_pairs]
     objective = PairObjective(reward, pairs)
     check_vocabulary(reward.model, reward.tokenizer, objective.chosen + objective.rejected, "data.pairs")
 
+    def score(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        prompts = [pair.prompt for pair in heldout[part]]
+        chosen = reward.score(prompts, [pair.chosen for pair in heldout[part]])
+        return chosen, reward.score(prompts, [pair.rejected for pair in heldout[part]])
+
     def scores() -> tuple[torch.Tensor, torch.Tensor]:
-        prompts = [pair.prompt for pair in heldout]
-        chosen = reward.score(prompts, [pair.chosen for pair in heldout])
-        return chosen, reward.score(prompts, [pair.rejected for pair in heldout])
+        chosen, rejected = zip(*processes.parts(len(heldout), score), strict=True)
+        return torch.cat(chosen), torch.cat(rejected)
 
     def distribution() -> Figures:
         chosen, rejected = scores()
@@ -109,7 +113,7 @@ def _learn_pairs(config: RewardModelConfig, resolver: Resolver, reward: RewardMo
     return Prepared(objective, lambda: pair_figures(*scores()), distribution, fingerprints)
 
 
-def _learn_labels(config: RewardModelConfig, resolver: Resolver, reward: RewardModel) -> Prepared:
+def _learn_labels(config: RewardModelConfig, resolver: Resolver, reward: RewardModel, processes: Processes) -> Prepared:
     rows, heldout = resolver.labelled(config.data)
     heldout = heldout[: config.eval.max_pairs]
     binary = is_binary([*rows, *heldout])
@@ -118,8 +122,12 @@ def _learn_labels(config: RewardModelConfig, resolver: Resolver, reward: RewardM
     check_vocabulary(reward.model, reward.tokenizer, objective.encoded, "data.labels")
     labels = torch.tensor([row.label for row in heldout])
 
+    def score(part: slice) -> torch.Tensor:
+        texts = [row.text for row in heldout[part]]
+        return reward.score([""] * len(texts), texts)
+
     def scores() -> torch.Tensor:
-        return reward.score([""] * len(heldout), [row.text for row in heldout])
+        return torch.cat(processes.parts(len(heldout), score))
 
     def distribution() -> Figures:
         values, positive = scores(), labels > 0.5

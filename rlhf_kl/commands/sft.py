@@ -16,7 +16,7 @@ from rlhf_kl.config.schema import SFTConfig
 from rlhf_kl.data.chat import require_chat_template
 from rlhf_kl.data.texts import Example
 from rlhf_kl.errors import InputError
-from rlhf_kl.evaluate import perplexity
+from rlhf_kl.evaluate import perplexity_of, text_sums
 from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.fingerprint import texts_fingerprint
 from rlhf_kl.models.lm import TransformersLM
@@ -41,7 +41,7 @@ def run_sft(config: SFTConfig, folder: RunFolder, display: TrainingDisplay, proc
     resolver = Resolver.for_run(config.run, display, device)
     responses = config.data.response_column is not None
     prepare = _learn_responses if responses else _learn_texts
-    prepared = processes.first_before_others(lambda: prepare(config, resolver, display))
+    prepared = processes.first_before_others(lambda: prepare(config, resolver, display, processes))
     model, tokenizer, objective, evaluate, fingerprint = prepared
     trainer = SupervisedTrainer(model, objective, config.sft, config.run.seed, processes)
     recorder = Recorder(folder, config, "sft", display, device, {"data.texts": fingerprint}, processes)
@@ -67,7 +67,7 @@ class Prepared(NamedTuple):
     fingerprint: str  # of the training data
 
 
-def _learn_texts(config: SFTConfig, resolver: Resolver, display: TrainingDisplay) -> Prepared:
+def _learn_texts(config: SFTConfig, resolver: Resolver, display: TrainingDisplay, processes: Processes) -> Prepared:
     texts, heldout = resolver.documents(config.data)
     heldout = heldout[: config.eval.max_documents]
     texts = _without_empty(texts, display)
@@ -78,7 +78,8 @@ def _learn_texts(config: SFTConfig, resolver: Resolver, display: TrainingDisplay
     _report_truncated(objective.truncated, len(texts), "texts", display)
 
     def evaluate() -> Figures:
-        figures = perplexity(lm, tokenizer, heldout)
+        read = processes.parts(len(heldout), lambda part: text_sums(lm, tokenizer, heldout[part]))
+        figures = perplexity_of(read)
         return {
             "eval/loss": figures.nats_per_token,
             "eval/perplexity": figures.perplexity,
@@ -88,7 +89,7 @@ def _learn_texts(config: SFTConfig, resolver: Resolver, display: TrainingDisplay
     return Prepared(model, tokenizer, objective, evaluate, texts_fingerprint(texts))
 
 
-def _learn_responses(config: SFTConfig, resolver: Resolver, display: TrainingDisplay) -> Prepared:
+def _learn_responses(config: SFTConfig, resolver: Resolver, display: TrainingDisplay, processes: Processes) -> Prepared:
     data = config.data
     examples, heldout = resolver.examples(data)
     model, tokenizer = _model(config, resolver, [example.prompt + example.response for example in examples])
@@ -108,15 +109,17 @@ def _learn_responses(config: SFTConfig, resolver: Resolver, display: TrainingDis
         display.message(f"{train.left_out} of {len(examples)} rows left out: their prompts fill the context")
 
     @torch.no_grad()
-    def evaluate() -> Figures:
-        rows = sorted(range(len(kept)), key=kept.size)
+    def read_part(part: slice) -> float:
+        rows = sorted(range(part.start, part.stop), key=kept.size)
 
         def read(start: int, stop: int) -> float:
             return float(kept.loss(rows[start:stop])[0])
 
         change = "shorter texts to evaluate on need less"
-        total = sum(fitting_batches(len(rows), config.sft.microbatch_size, read, change))
-        loss = total / sum(kept.weight(row) for row in rows)
+        return sum(fitting_batches(len(rows), config.sft.microbatch_size, read, change))
+
+    def evaluate() -> Figures:
+        loss = sum(processes.parts(len(kept), read_part)) / sum(kept.weight(row) for row in range(len(kept)))
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
     fingerprint = texts_fingerprint(text for example in examples for text in example)
