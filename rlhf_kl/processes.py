@@ -48,8 +48,13 @@ class Processes:
         """The largest value of each element over all processes."""
         return x
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give every parameter the sum of its gradients; one that has none on any process keeps none."""
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], figure: float = 0.0) -> float:
+        """Give every parameter the sum of its gradients; one that has none on any process keeps none.
+
+        Returns the sum of `figure`, which travels along.
+        """
+        del parameters
+        return figure
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], most: float) -> float:
         """The norm of all gradients together, which are made smaller where it is more than `most`."""
@@ -70,9 +75,13 @@ class Processes:
         """
         return work()
 
+    def results(self, work: Callable[[], T]) -> list[T]:
+        """What `work()` returns on every process, in their order; anything that pickles. Errors: as of `together`."""
+        return [work()]
+
     def parts(self, total: int, work: Callable[[slice], T]) -> list[T]:
         """What `work` makes of each process's part of `total` rows, in their order. Errors: as of `together`."""
-        return self.all(self.together(lambda: work(self.rows(total))))
+        return self.results(lambda: work(self.rows(total)))
 
     def first_before_others(self, work: Callable[[], T]) -> T:
         """What `work()` returns; the first process does it alone, so that caches are filled for the others."""
@@ -116,14 +125,15 @@ class Group(Processes):
     def max(self, x: Tensor) -> Tensor:
         return self._reduced(x, dist.ReduceOp.MAX)
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], figure: float = 0.0) -> float:
         every = []
         for parameter in parameters:
             if not is_spread(parameter):
                 every.append(parameter)
             elif parameter.grad is not None:
                 parameter.grad.mul_(self.count)  # FSDP took the mean
-        somewhere = self.max(torch.tensor([p.grad is not None for p in every], dtype=torch.uint8)).tolist()
+        present = [float(p.grad is not None) for p in every]
+        *somewhere, summed = self.sum(torch.tensor([*present, figure], dtype=torch.float64)).tolist()
         waiting: list[Tensor] = []
         for parameter, there in zip(every, somewhere, strict=True):
             if not there:
@@ -137,6 +147,7 @@ class Group(Processes):
             waiting.append(parameter.grad)
         if waiting:
             _sum_in_place(waiting)
+        return float(summed)
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], most: float) -> float:
         every = list(parameters)
@@ -163,21 +174,27 @@ class Group(Processes):
         return values[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        failure: Exception | None = None
+        kept: list[T] = []
+        self.results(lambda: kept.append(work()))  # what it returns stays here
+        return kept[0]
+
+    def results(self, work: Callable[[], T]) -> list[T]:
+        result, failure = None, None
         try:
             result = work()
         except Exception as error:
             failure = error
         problems = failure.problems if isinstance(failure, InputError) else None
         words = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for index, (their_problems, their_words) in enumerate(self.all((problems, words))):
+        outcomes: list[Any] = self.all((result, problems, words))
+        for index, (_, their_problems, their_words) in enumerate(outcomes):
             if failure is None and their_problems is not None:
                 failure = InputError(*their_problems)
             elif failure is None and their_words is not None:
                 failure = OtherProcessFailed(f"process {index} failed: {their_words}")
         if failure is not None:
             raise self.shared(failure) if isinstance(failure, RlhfKlError) else failure
-        return result
+        return [result for result, _, _ in outcomes]
 
 
 def join_group() -> tuple[Group, Heartbeat]:

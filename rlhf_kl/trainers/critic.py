@@ -37,18 +37,16 @@ def fit_critic(
     for epoch in range(epochs):
         order = shuffled(sum(sizes), seed, "critic", step, epoch)
         for rows in order.tensor_split(MINIBATCHES):
+            if not len(rows):
+                continue
             picked = (rows[(rows >= begin) & (rows < begin + len(features))] - begin).to(features.device)
             loss = critic.loss(features.index_select(0, picked), returns.index_select(0, picked)).sum()
-            here = float64(torch.stack([loss.detach(), torch.full_like(loss, len(picked))]))
-            whole, count = processes.sum(here).tolist()
-            if epoch == 0:
-                first += here
-            if not math.isfinite(whole):
-                finite = False
-            elif count:
-                (loss / count).backward()
-                processes.sum_gradients(critic.parameters())
+            (loss / len(rows)).backward()
+            first += float64(torch.stack([loss.detach(), loss.new_tensor(len(picked))])) if epoch == 0 else 0.0
+            if math.isfinite(processes.sum_gradients(critic.parameters(), float(loss.detach()))):
                 optimizer.step()
-                optimizer.zero_grad()
+            else:
+                finite = False
+            optimizer.zero_grad()
     summed, tokens = processes.sum(first).tolist()
     return summed / max(tokens, 1.0), finite

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,10 +146,13 @@ class PPOTrainer:
         first_max, skipped, done = math.nan, None, 0
         self.farthest = 0.0
         learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
-        for rows in self.minibatches(step) if learning else ():
-            sums, largest, norm = self.minibatch(rollout, targets, rows, step)
-            if not sums["tokens"]:
+        plan = list(self.minibatches(step)) if learning else []
+        weights = [targets.weights[rows].sum() for rows in plan]
+        counts = self.processes.sum(float64(torch.stack(weights))).tolist() if plan else []
+        for rows, tokens in zip(plan, counts, strict=True):
+            if not tokens:
                 continue  # nothing to learn from
+            sums, largest, norm = self.minibatch(rollout, targets, rows, tokens, step)
             if norm is None:
                 self.farthest = sums["approx_kl"] / sums["tokens"]
                 break
@@ -189,19 +193,18 @@ class PPOTrainer:
                 yield rows[(rows >= here.start) & (rows < here.stop)] - here.start
 
     def minibatch(
-        self, rollout: RolloutBatch, targets: Targets, rows: Tensor, step: int
+        self, rollout: RolloutBatch, targets: Targets, rows: Tensor, tokens: float, step: int
     ) -> tuple[dict[str, float], float, float | None]:
         """One optimizer step: sums over the global minibatch, the largest |log ratio|, and the gradient's norm.
+
+        `rows`: of the minibatch, those of this process; `tokens`: the weight of all of its tokens.
 
         A step whose gradient is not finite is left out; so is one from where the policy is further than
         `ppo.max_update_kl` from the one that sampled, and its norm is None.
         """
         cfg, device, together = self.config.ppo, rollout.mask.device, self.processes
-        tokens = float(self.processes.sum(float64(targets.weights[rows].sum())))
-        if not tokens:
-            return {"tokens": 0.0}, 0.0, 0.0
 
-        def accumulate(size: int) -> tuple[Tensor, Tensor]:
+        def accumulate(size: int) -> tuple[list[float], float]:
             pieces = list(self.training_passes(rollout, rows, size))
             self.microbatch.largest = max(len(piece.ids) for piece in pieces)
             sums, largest = float64(torch.zeros(4, device=device)), torch.zeros((), device=device)
@@ -215,15 +218,17 @@ class PPOTrainer:
                 (loss / tokens).backward()
                 sums += torch.stack([float64(x.detach()) for x in losses[:4]])
                 largest = torch.maximum(largest, losses.max_logratio)
-            return sums, largest
+            return sums.tolist(), float(largest)
 
         if self.passes_agree:  # where memory is full on one process, the others wait in its pass: the group ends
-            sums, largest = accumulate(self.microbatch.rows)
+            outcomes = together.all((*accumulate(self.microbatch.rows), self.microbatch.rows))
         else:
-            sums, largest = together.together(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
-            self.microbatch.halve_to(min(together.all(self.microbatch.rows)))
-        figures = {**dict(zip(LOSSES, self.processes.sum(sums).tolist(), strict=True)), "tokens": tokens}
-        largest_ratio = float(self.processes.max(largest))
+            fitted = partial(self.microbatch.fit, accumulate, self.optimizer.zero_grad)
+            outcomes = together.results(lambda: (*fitted(), self.microbatch.rows))
+        sums, ratios, sizes = zip(*outcomes, strict=True)
+        self.microbatch.halve_to(min(sizes))
+        figures = {**dict(zip(LOSSES, map(sum, zip(*sums, strict=True)), strict=True)), "tokens": tokens}
+        largest_ratio = max(ratios)
         if cfg.max_update_kl is not None and figures["approx_kl"] > cfg.max_update_kl * tokens:
             self.optimizer.zero_grad()
             return figures, largest_ratio, None

@@ -55,7 +55,7 @@ def step_taken(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, row
     """The gradient of a minibatch; the trainer is put back."""
     modules = trainer.model.modules
     before, start = copy.deepcopy(modules.state_dict()), weights(modules)
-    trainer.minibatch(rollout, targets, rows, 1)
+    trainer.minibatch(rollout, targets, rows, float(targets.weights[rows].sum()), 1)
     moved = start - weights(modules)
     modules.load_state_dict(before)
     return moved
@@ -112,11 +112,12 @@ def test_the_order_of_rows_is_no_part_of_the_result(rolled: Make) -> None:
 def test_a_gradient_that_is_not_finite_is_left_out(rolled: Make) -> None:
     trainer, rollout, targets = rolled()
     before = weights(trainer.model.modules)
+    tokens = float(targets.weights.sum())
     bad = replace(targets, returns=torch.full_like(targets.returns, torch.nan))
-    _, _, norm = trainer.minibatch(rollout, bad, torch.arange(16), 1)
+    _, _, norm = trainer.minibatch(rollout, bad, torch.arange(16), tokens, 1)
     assert not math.isfinite(norm)
     assert torch.equal(weights(trainer.model.modules), before)
-    _, _, norm = trainer.minibatch(rollout, targets, torch.arange(16), 1)
+    _, _, norm = trainer.minibatch(rollout, targets, torch.arange(16), tokens, 1)
     assert math.isfinite(norm)  # nothing of the bad gradient is left over
 
 
