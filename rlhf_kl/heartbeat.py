@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,8 @@ SILENCE = 20.0  # seconds without one, after which a process counts as gone
 class Heartbeat:
     """A thread that beats in a store all processes see, and ends this process where another one cannot go on.
 
-    A reward function may take as long as it wants: the thread beats beside it.
+    A reward function may take as long as it wants: the thread beats beside it. Silence is counted in this thread's own
+    beats, so that a group that is paused as a whole, and goes on, has missed nothing.
     """
 
     def __init__(self, store: Any, index: int, count: int, end: Callable[[str], None] | None = None) -> None:
@@ -25,7 +25,7 @@ class Heartbeat:
         self.store, self.index, self.count = store, index, count
         self.end = end or _end
         self.stopped = threading.Event()
-        self.answered = time.monotonic()
+        self.answered = False  # by the store, since `_watch_store` looked
 
     def start(self) -> None:
         """Begin to beat."""
@@ -53,7 +53,7 @@ class Heartbeat:
 
     def _watch(self) -> None:
         others = [i for i in range(self.count) if i != self.index]
-        beats = {i: ("", time.monotonic()) for i in others}
+        beats = dict.fromkeys(others, ("", 0))
         number = 0
         while not self.stopped.wait(EVERY):
             number += 1
@@ -62,28 +62,30 @@ class Heartbeat:
                 for other in others:
                     if reason := self._look(other, beats):
                         return self.end(reason)
-                self.answered = time.monotonic()
+                self.answered = True
             except Exception:  # the process that holds the store is gone: see `_watch_store`
                 continue
         return None
 
     def _watch_store(self) -> None:
         """A store whose process is gone raises; one whose process stands still answers nothing at all."""
+        missed = 0
         while not self.stopped.wait(EVERY):
-            if time.monotonic() - self.answered > SILENCE:
+            missed = 0 if self.answered else missed + 1
+            self.answered = False
+            if missed * EVERY > SILENCE:
                 return self.end(f"the first process of the group has given no sign for {SILENCE:.0f} s")
         return None
 
-    def _look(self, other: int, beats: dict[int, tuple[str, float]]) -> str | None:
+    def _look(self, other: int, beats: dict[int, tuple[str, int]]) -> str | None:
         """Why process `other` cannot go on; None where it can, or has come to its end."""
         if self._read(f"left/{other}"):
             return None
         if reason := self._read(f"failed/{other}"):
             return f"process {other} failed: {reason}"
-        beat, since = self._read(f"beat/{other}"), beats[other][1]
-        if beat != beats[other][0]:
-            beats[other] = (beat, time.monotonic())
-        elif time.monotonic() - since > SILENCE:
+        beat, (last, missed) = self._read(f"beat/{other}"), beats[other]
+        beats[other] = (beat, missed + 1 if beat == last else 0)
+        if beats[other][1] * EVERY > SILENCE:
             return f"process {other} has given no sign for {SILENCE:.0f} s"
         return None
 

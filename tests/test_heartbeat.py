@@ -44,7 +44,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store()
 
 
-def watch(store: Store, seconds: float = 1.0, other: bool = True) -> str | None:
+def watch(store: Store, seconds: float = 1.0, other: bool = True, silent_until: float = 0.0) -> str | None:
     """Why process 0 of two ends, where within some seconds it does; the other one beats."""
     reasons: list[str] = []
     ended = threading.Event()
@@ -58,7 +58,7 @@ def watch(store: Store, seconds: float = 1.0, other: bool = True) -> str | None:
     deadline, number = time.monotonic() + seconds, 0
     while time.monotonic() < deadline and not ended.is_set():
         number += 1
-        if other:
+        if other and time.monotonic() > silent_until:
             store.values["beat/1"] = str(number)
         time.sleep(0.02)
     watching.stopped.set()
@@ -95,3 +95,16 @@ def test_a_store_that_does_not_answer(store: Store, how: str) -> None:
     Heartbeat(store, 0, 2).fail("told to nobody")
     assert time.monotonic() - began < 1.0
     store.standing.clear()
+
+
+def test_a_group_that_was_paused_as_a_whole_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a process is paused its clock goes on: a wait of each thread takes longer than any silence."""
+    wait, resumed = threading.Event.wait, time.monotonic() + 1.0
+
+    def paused(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout == heartbeat.EVERY:
+            time.sleep(max(0.0, resumed - time.monotonic()))
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", paused)
+    assert watch(store, 3.0, silent_until=resumed + 0.1) is None
