@@ -122,8 +122,8 @@ def prepare_training(
 def check_sizes(config: TrainConfig, processes: int) -> None:
     """Errors: InputError where the sizes of the config, which are those of all processes, do not divide by them."""
     rollout = config.rollout
-    if rollout.reference_samples < processes:
-        raise InputError(f"rollout.reference_samples: {rollout.reference_samples} for {processes} processes")
+    if config.reference_samples < processes:
+        raise InputError(f"rollout.reference_samples: {config.reference_samples} for {processes} processes")
     for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):
         if shard and processes == 1:
             raise InputError(f"{section}.shard: one process has nobody to share with: {LAUNCH}")
@@ -193,7 +193,7 @@ def score_reference(
 ) -> tuple[ReferenceScores, ScoreShaping]:
     """Sample the reference, check the start, and fit the score's scale."""
     section, seed = config.reward, config.run.seed
-    groups = sample_prompts(len(parts.prompts), config.rollout.reference_samples, seed)
+    groups = sample_prompts(len(parts.prompts), config.reference_samples, seed)
     shaping = ScoreShaping(
         clip=section.clip,
         missing_eos_penalty=section.missing_eos_penalty,

@@ -578,3 +578,10 @@ def test_a_minibatch_is_a_quarter_of_the_batch(write: Write, batch: int, minibat
     config = load_config("train", write(text=f"rollout: {{batch_size: {batch}}}\n"))
     assert config.ppo.minibatch_size is None
     assert config.minibatch_size == minibatch
+
+
+@pytest.mark.parametrize(("episodes", "samples"), [(64, 128), (3840, 480), (51200, 1024)])
+def test_reference_samples_are_few_where_the_run_is_short(write: Write, episodes: int, samples: int) -> None:
+    file = write(text=f"ppo: {{total_episodes: {episodes}}}\n")
+    assert load_config("train", file).reference_samples == samples
+    assert load_config("train", file, ["rollout.reference_samples=7"]).reference_samples == 7

@@ -89,8 +89,11 @@ class RolloutSection(Section):
     """Sampling temperature; every log-probability uses it too."""
     samples_per_prompt: Count = 1
     """Responses to each prompt of a batch; divides batch_size. rloo and grpo compare them."""
-    reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] = 1024
-    """Responses of the reference drawn at the start, to normalise scores and to find the first beta."""
+    reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
+    """Responses of the reference drawn at the start, to normalise scores and to find the first beta.
+
+    null = an eighth of ppo.total_episodes, but at least 128 and at most 1024.
+    """
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -261,6 +264,12 @@ class TrainConfig(Section):
     def minibatch_size(self) -> int:
         """Responses per optimiser step."""
         return minibatch_rows(self.ppo, self.rollout)
+
+    @property
+    def reference_samples(self) -> int:
+        """Responses of the reference drawn at the start; a short run does not spend most of its time on them."""
+        written = self.rollout.reference_samples
+        return min(1024, max(128, self.ppo.total_episodes // 8)) if written is None else written
 
     @property
     def critic(self) -> Literal["features", "head", "separate"] | None:
