@@ -6,12 +6,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
-from safetensors.torch import save_file
-from torch import Tensor
-
+from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.guards import RunGuards, StepResult
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.samples import sample_rows, top_tokens
@@ -22,7 +19,7 @@ from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
 from rlhf_kl.kl_controllers.tilt import gain_at_kl
-from rlhf_kl.models.load import parameter_count, save_model
+from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.processes import Processes
 from rlhf_kl.report.control import end, is_update
@@ -34,12 +31,11 @@ from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
-from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
-from rlhf_kl.sharding import held_share, part_of, tensors_of
+from rlhf_kl.sharding import held_share, part_of
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import UNSCORED, NonFiniteRollout, all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
@@ -303,17 +299,7 @@ class TrainRun:
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)
         self.note_best_checkpoint(row)
-        model, keep = self.trainer.model, self.processes.writes
-        policy = tensors_of(model.policy.module, keep=keep) if self.parts.spread else None
-        rest = {"value": model.value, "critic": model.critic}
-        value = {
-            f"{part}.{name}": tensor
-            for part, module in rest.items()
-            if module is not None
-            for name, tensor in tensors_of(module, keep=keep).items()
-        }
-        if keep:
-            write_folder(self.recorder.folder.final, lambda place: self.write_final(place, policy, value))
+        write_final(self.recorder.folder.final, self.trainer.model, self.parts, keep=self.processes.writes)
         return self.recorder.summary(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
@@ -340,15 +326,3 @@ class TrainRun:
         kl = sum(row["kl/sequence"] for row in tail) / len(tail)
         limit = gain_at_kl(scores.centred, kl, min_ess=scores.min_ess)
         return gain / limit if limit else None
-
-    def write_final(self, place: Path, tensors: dict[str, Tensor] | None, value: dict[str, Tensor]) -> None:
-        """A folder that plain transformers loads; the value function in a file of its own.
-
-        `tensors`: of a policy whose weights are spread.
-        """
-        sampling = self.parts.sampling
-        policy: Any = self.trainer.model.policy.module
-        policy.generation_config.eos_token_id = sampling.eos_ids
-        policy.generation_config.pad_token_id = sampling.pad_id
-        save_model(policy, self.parts.tokenizer, place, tensors)
-        save_file(value, place / "value.safetensors")

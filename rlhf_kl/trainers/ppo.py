@@ -208,15 +208,14 @@ class PPOTrainer:
             pieces = list(self.training_passes(rollout, rows, size))
             self.microbatch.largest = max(len(piece.ids) for piece in pieces)
             sums, largest = float64(torch.zeros(4, device=device)), torch.zeros((), device=device)
-            for _ in range(max(together.all(len(pieces))) - len(pieces) if self.passes_agree else 0):
-                # A pass that counts for nothing: all processes gather the layers as often.
-                (0.0 * self.losses(rollout, targets, pieces[0]).policy).backward()
-            for piece in pieces:
+            # Passes that count for nothing, so that all processes gather the layers as often.
+            idle = max(together.all(len(pieces))) - len(pieces) if self.passes_agree else 0
+            for piece, weight in [*((piece, 1.0) for piece in pieces), *[(pieces[0], 0.0)] * idle]:
                 losses = self.losses(rollout, targets, piece)
                 loss = cfg.vf_coef * losses.value + (losses.policy if step > cfg.value_warmup else 0.0)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
-                (loss / tokens).backward()
-                sums += torch.stack([float64(x.detach()) for x in losses[:4]])
+                (weight * loss / tokens).backward()
+                sums += weight * torch.stack([float64(x.detach()) for x in losses[:4]])
                 largest = torch.maximum(largest, losses.max_logratio)
             return sums.tolist(), float(largest)
 
@@ -258,8 +257,8 @@ class PPOTrainer:
         if self.config.ppo.microbatch_size is None:
             models = 2 if self.config.critic == "separate" else 1  # the value function is about as large
             most = tokens_of_a_pass(self.model.policy.module, device, self.config.run.dtype, models=models)
-        # Layers that compute their activations again keep no keys and values that rows could share.
-        # Layers that are gathered for each pass are passed once.
+        # Layers that compute their activations again keep no keys and values that rows could share; of those that are
+        # gathered for a pass, every process goes through each as often.
         share = not self.config.policy.gradient_checkpointing and not self.passes_agree
         return rollout.layout.passes(rows.tolist(), most_rows=size, most_tokens=most, share=share)
 

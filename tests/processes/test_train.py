@@ -141,3 +141,23 @@ def test_one_process_shares_with_nobody(rlhf_kl: Cli, tiny_settings: dict[str, A
     outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--set", "policy.shard=true")
     assert outcome.code == 2
     assert "policy.shard: one process has nobody to share with: start them with torchrun" in outcome.err
+
+
+@pytest.mark.parametrize("settings", [[], ["policy.value=separate"], ["policy.value=head", "ppo.value_warmup=1"]])
+def test_processes_that_need_more_passes_than_others(
+    launch: Callable[..., Any], rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path, settings: list[str]
+) -> None:
+    """One pass in the first process and eight in the second, of spread weights, which all gather together."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    words = ["train", "--config", str(tmp_path / "tiny.yaml"), "--quiet"]
+    words += [word for setting in settings for word in ("--set", setting)]
+    outcome = rlhf_kl(*words, "--output-dir", tmp_path / "one")
+    assert outcome.code == 0, outcome.err
+    shards = [word for setting in SHARDS for word in ("--set", setting)]
+    worker = Path(__file__).with_name("uneven_command.py")
+    process = launch([worker, *words, *shards, "--output-dir", tmp_path / "two"])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    for a, b in zip(updates(tmp_path / "one"), updates(tmp_path / "two"), strict=True):
+        for key in ("kl/token", "kl/coef", "policy/loss", "value/loss", "policy/grad_norm"):
+            assert_close(a.get(key), b.get(key), f"update {a['step']}, {key}")

@@ -1,0 +1,38 @@
+"""What a finished run of `train` leaves in `final/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from rlhf_kl.commands.parts import Parts
+from rlhf_kl.models.load import save_model
+from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.run.folders import write_folder
+from rlhf_kl.sharding import tensors_of
+
+
+def write_final(folder: Path, model: ActorCritic, parts: Parts, *, keep: bool) -> None:
+    """A folder that plain transformers loads; the value function in a file of its own.
+
+    All processes come here together, since each may have a part of the weights; the one that shall `keep` them writes.
+    """
+    policy: Any = model.policy.module
+    tensors = tensors_of(policy, keep=keep) if parts.spread else None
+    value = {
+        f"{part}.{name}": tensor
+        for part, module in (("value", model.value), ("critic", model.critic))
+        if module is not None
+        for name, tensor in tensors_of(module, keep=keep).items()
+    }
+
+    def write(place: Path) -> None:
+        policy.generation_config.eos_token_id = parts.sampling.eos_ids
+        policy.generation_config.pad_token_id = parts.sampling.pad_id
+        save_model(policy, parts.tokenizer, place, tensors)
+        save_file(value, place / "value.safetensors")
+
+    if keep:
+        write_folder(folder, write)
