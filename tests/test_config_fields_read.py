@@ -43,6 +43,8 @@ THROUGH = {
     "kl.target": ("kl", "target_value"),
     "kl.ceiling.value": ("kl", "ceiling_value"),
     "ppo.total_episodes": ("config", "updates"),
+    "ppo.minibatch_size": ("config", "minibatch_size"),
+    "rollout.reference_samples": ("config", "reference_samples"),
     "ppo.critic_lam": ("config", "critic_lam"),
     "policy.value": ("config", "critic"),
     "kl.controller.min_coef": ("section", "arguments"),

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.models.critic import FeatureCritic
-from rlhf_kl.ops.float64 import float64
 from rlhf_kl.processes import Processes
 from rlhf_kl.seeding import shuffled
 
@@ -30,7 +29,7 @@ def fit_critic(
 
     Returns the mean loss of the first epoch, and whether every loss was finite; a step whose loss is not is left out.
     """
-    first = float64(torch.zeros(2, device=features.device))
+    first = torch.zeros(2, dtype=torch.float64)  # of the first epoch: the summed loss, and of how many
     finite = True
     sizes = processes.all(len(features))
     begin = sum(sizes[: processes.index])
@@ -42,8 +41,10 @@ def fit_critic(
             picked = (rows[(rows >= begin) & (rows < begin + len(features))] - begin).to(features.device)
             loss = critic.loss(features.index_select(0, picked), returns.index_select(0, picked)).sum()
             (loss / len(rows)).backward()
-            first += float64(torch.stack([loss.detach(), loss.new_tensor(len(picked))])) if epoch == 0 else 0.0
-            if math.isfinite(processes.sum_gradients(critic.parameters(), float(loss.detach()))):
+            here = float(loss.detach())
+            if epoch == 0:
+                first += torch.tensor([here, len(picked)], dtype=torch.float64)
+            if math.isfinite(processes.sum_gradients(critic.parameters(), here)):
                 optimizer.step()
             else:
                 finite = False

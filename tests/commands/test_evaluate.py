@@ -95,7 +95,7 @@ def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tmp_path: Path) -> None:
     assert "model.safetensors is not as it was written" in problem(run=copy, checkpoint=2)
     sums = path.with_name("checksums.json")
     sums.write_text(json.dumps(json.loads(sums.read_text()) | {path.name: sha256(path.read_bytes()).hexdigest()}))
-    assert "do not fit" in problem(run=copy, checkpoint=2)
+    assert "does not fit the policy: tensors are missing" in problem(run=copy, checkpoint=2)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tiny_run: Path, tmp_path: Path) -> None:
