@@ -9,6 +9,7 @@ class RlhfKlError(Exception):
     exit_code = 1
     shared = False  # every process of the group ends with it
     told = False  # by another process of the group
+    in_group = False  # raised in one process of a group, which the others may not meet
 
 
 class InputError(RlhfKlError, ValueError):

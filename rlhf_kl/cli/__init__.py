@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return result
     except RlhfKlError as error:
-        if error.told:
+        if error.told or (_follows() and not error.in_group):
             return error.exit_code
         for line in getattr(error, "problems", None) or [str(error)]:
             print(f"error: {safe_text(line)}", file=sys.stderr)
@@ -92,6 +92,11 @@ def run(arguments: Sequence[str]) -> int:
         return 1
 
 
+def _follows() -> bool:
+    """Whether a launcher started another process of a group on this machine before this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("LOCAL_RANK", "0")) > 0
+
+
 def _command(arguments: list[str]) -> int:
     try:
         result: Any = app(arguments, prog_name="rlhf-kl", standalone_mode=False)
@@ -100,6 +105,8 @@ def _command(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         path = getattr(getattr(error, "ctx", None), "command_path", None) or "rlhf-kl"
-        print(f"error: {safe_text(' '.join(error.format_message().split()))} (try {path} --help)", file=sys.stderr)
+        if not _follows():
+            message = safe_text(" ".join(error.format_message().split()))
+            print(f"error: {message} (try {path} --help)", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     return result if isinstance(result, int) else 0

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, RlhfKlError
 from rlhf_kl.processes import Processes
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import machine_failures
@@ -173,6 +173,8 @@ def joined(section: RunSection) -> Iterator[Processes]:
     try:
         yield group
     except BaseException as error:
+        if isinstance(error, RlhfKlError):
+            error.in_group = True
         if getattr(error, "shared", False):
             heartbeat.leave()
         else:

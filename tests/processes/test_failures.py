@@ -96,6 +96,16 @@ def test_sizes_that_do_not_divide_are_refused(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+def test_problems_from_before_the_group_are_told_once(
+    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = settings("breaks", ppo={"minibatch_sise": 4})
+    result = together([["train", "--config", config, "--output-dir", tmp_path / "run"], ["train", "--nonsense"]])
+    assert result.codes == [[2, 2], [2, 2]]
+    assert result.output.count("ppo.minibatch_sise") == 1, result.output
+    assert result.output.count("--nonsense") == 1, result.output
+
+
 def start_slow(launch: Launch, config: Path, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that is under way, and the processes of its ranks."""
     process = launch(["-m", "rlhf_kl", "train", "--config", config, "--output-dir", folder, "--quiet"])
