@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -132,21 +132,16 @@ class Group(Processes):
                 every.append(parameter)
             elif parameter.grad is not None:
                 parameter.grad.mul_(self.count)  # FSDP took the mean
-        present = [float(p.grad is not None) for p in every]
-        *somewhere, summed = self.sum(torch.tensor([*present, figure], dtype=torch.float64)).tolist()
-        waiting: list[Tensor] = []
-        for parameter, there in zip(every, somewhere, strict=True):
-            if not there:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            numbers = sum(map(Tensor.numel, waiting)) + parameter.numel()
-            if waiting and (numbers > BUCKET or waiting[0].dtype != parameter.grad.dtype):
-                _sum_in_place(waiting)
-                waiting = []
-            waiting.append(parameter.grad)
-        if waiting:
-            _sum_in_place(waiting)
+        if not every:
+            return float(self.sum(torch.tensor(figure, dtype=torch.float64)))
+        # Which gradients there are travels behind them; of one that is nowhere, zeros travel.
+        tail = torch.tensor([*(float(p.grad is not None) for p in every), figure]).to(every[-1])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in every]
+        for bucket in _buckets([*gradients, tail]):
+            _sum_in_place(bucket)
+        *somewhere, summed = tail.tolist()
+        for parameter, gradient, there in zip(every, gradients, somewhere, strict=True):
+            parameter.grad = gradient if there else None
         return float(summed)
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], most: float) -> float:
@@ -209,6 +204,17 @@ def join_group() -> tuple[Group, Heartbeat]:
     heartbeat = Heartbeat(store, group.index, group.count)
     heartbeat.start()
     return group, heartbeat
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one type that travel together."""
+    buckets: list[list[Tensor]] = []
+    for tensor in tensors:
+        last = buckets[-1] if buckets else []
+        if not last or last[0].dtype != tensor.dtype or sum(map(Tensor.numel, last)) + tensor.numel() > BUCKET:
+            buckets.append([])
+        buckets[-1].append(tensor)
+    return buckets
 
 
 def _sum_in_place(tensors: list[Tensor]) -> None:
