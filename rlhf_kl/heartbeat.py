@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 EVERY = 2.0  # seconds between two beats
-SILENCE = 20.0  # seconds without one, after which a process counts as gone
+SILENCE = 40.0  # seconds without one, after which a process counts as gone; a call may hold Python's lock so long
 
 
 class Heartbeat:
@@ -33,8 +34,9 @@ class Heartbeat:
             threading.Thread(target=work, daemon=True, name="heartbeat").start()
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this process cannot go on, and why."""
+        """Tell the others that this process cannot go on, and why; they have time to read it before it is gone."""
         self._say(f"failed/{self.index}", reason)
+        time.sleep(1.5 * EVERY)
 
     def leave(self) -> None:
         """This process has come to its end; nobody waits for it."""

@@ -129,7 +129,7 @@ class Group(Processes):
         every = []
         for parameter in parameters:
             if not is_spread(parameter):
-                every.append(parameter)
+                every += [parameter] * parameter.requires_grad
             elif parameter.grad is not None:
                 parameter.grad.mul_(self.count)  # FSDP took the mean
         if not every:

@@ -45,9 +45,22 @@ def whole(*roots: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part in parts.values():
+            _forget_passes(part)
             part.reshard()
             # A root is wanted again at once, by the backward pass.
             part.set_reshard_after_forward(part not in roots, recurse=False)
+
+
+def _forget_passes(part: Any) -> None:
+    """FSDP notes every pass for a backward pass, which these have not: the notes would grow for a whole run."""
+    group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
+    for notes in (getattr(group, "_post_forward_indices", None), _order_of(group)):
+        if notes is not None:
+            notes.clear()
+
+
+def _order_of(group: Any) -> Any:
+    return getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
 
 
 def _spread_parts(root: nn.Module) -> Iterator[Any]:
@@ -79,8 +92,13 @@ def all_of(tensor: Any) -> Tensor:
 
 
 def part_like(value: Tensor, like: Any) -> Tensor:
-    """The part of `value` that this process has where it is spread as `like` is; it shares the memory of `value`."""
-    if not is_spread(like) or is_spread(value):
+    """The part of `value` that this process has where it is spread as `like` is; it shares the memory of `value`.
+
+    A spread value whose like is whole is gathered: all processes come here together.
+    """
+    if not is_spread(like):
+        return all_of(value)
+    if is_spread(value):
         return part_of(value)
     (axis,) = (placement.dim for placement in like.placements)  # FSDP cuts as torch.chunk does
     each = -(-value.shape[axis] // like.device_mesh.size())

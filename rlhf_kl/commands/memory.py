@@ -53,13 +53,14 @@ class MemoryEstimate:
 
 
 def weight_bytes(
-    weights: Weights, processes: int, *, shard: bool, shard_frozen: bool, copies: int
+    weights: Weights, processes: int, *, shard: bool, shard_frozen: bool, copies: int, cast: float = 0.0
 ) -> tuple[int, int, int]:
     """`kept`, `training` and `gathered` of `MemoryEstimate`.
 
     A spread policy lies on each process as one part of `processes`, with its gradient, moments and the `copies` of
     the ceiling. A pass gathers two layers and what is outside of them, with the gradients of one; a rollout gathers
-    all. Of spread frozen models only the layers are parts.
+    all. Of spread frozen models only the layers are parts. `cast`: share of a weight that autocast's copy of it takes,
+    which a pass keeps of all layers for its backward pass, and a rollout of those that are trained.
     """
     part = 1 / processes if shard else 1.0
     layers = weights.frozen - weights.frozen_outside
@@ -70,7 +71,8 @@ def weight_bytes(
     training = (1 + copies) * weights.trained * part
     if shard:
         training += 2 * weights.layer + weights.outside + learns * (weights.layer + weights.outside)
-    gathered = full * (1 - part) + (weights.frozen - frozen)
+    training += cast * (full - weights.outside)
+    gathered = full * (1 - part) + (weights.frozen - frozen) + cast * max(0, weights.trained - weights.outside)
     return int(FLOAT * kept), int(FLOAT * training), int(FLOAT * gathered)
 
 
@@ -86,6 +88,7 @@ def estimate_memory(config: TrainConfig, parts: Parts, tokens: int, processes: i
         shard=config.policy.shard,
         shard_frozen=config.reference.shard,
         copies=int(config.kl.ceiling is not None),
+        cast=0.5 if size < FLOAT and not config.policy.gradient_checkpointing else 0.0,
     )
     layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
     response = min(config.rollout.max_new_tokens, tokens)

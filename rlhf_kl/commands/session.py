@@ -23,6 +23,12 @@ from rlhf_kl.run.signals import ending_on_sigterm
 if TYPE_CHECKING:
     import torch
 
+NOT_OURS = {  # of accelerate's, by the variable that asks for it
+    "DEEPSPEED": "DeepSpeed is not supported",
+    "FSDP": "accelerate's FSDP is not used here: set policy.shard and reference.shard in the config",
+    "MEGATRON_LM": "Megatron-LM is not supported",
+    "PARALLELISM_CONFIG": "accelerate's parallelism is not used here: set policy.shard and reference.shard",
+}
 Run = Callable[[Any, RunFolder, TrainingDisplay, Processes], dict[str, Any]]
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = "start them with torchrun --nproc-per-node N -m rlhf_kl train --config X.yaml"
@@ -124,8 +130,8 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and not group:
         raise InputError("several processes: this command runs in one; train, sft and reward-model can run in several")
-    if group and count == 1 and (wanted := _asked_for()) > 1:
-        raise InputError(f"accelerate was asked for {wanted} processes and started one: {LAUNCH}")
+    if group and launched_alone():
+        raise InputError(f"the launcher was asked for several processes, and this one is alone: {LAUNCH}")
     if device.type == "cuda" and device.index is not None:
         if count > 1:
             raise InputError(f"run.device: {section.device}: with several processes write cuda; each takes one of them")
@@ -133,8 +139,9 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda" and here > torch.cuda.device_count():
         raise InputError(f"{here} processes share {torch.cuda.device_count()} CUDA devices here: start one for each")
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        raise InputError(f"DeepSpeed is not supported: {LAUNCH}")
+    for name, words in NOT_OURS.items():
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise InputError(f"{words}: {LAUNCH}")
     try:
         accelerator = Accelerator(cpu=device.type == "cpu")
     except ValueError:  # accelerate keeps one state a process and refuses another device in it
@@ -147,17 +154,16 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     return accelerator
 
 
-def _asked_for() -> int:
-    """The --num_processes of the `accelerate launch` that started this process; with --cpu it starts only one."""
-    import psutil
+def launched_alone() -> bool:
+    """Whether a launcher was asked for several processes, of which each believes to be alone.
 
-    with contextlib.suppress(psutil.Error, OSError, ValueError, StopIteration):
-        parent = psutil.Process().parent()
-        words = iter(parent.cmdline() if parent is not None else [])
-        if any("accelerate" in word for word in words):
-            option = next(word for word in words if word.replace("-", "_").startswith("__num_processes"))
-            return int(option.partition("=")[2] or next(words))
-    return 1
+    An MPI launcher without torch's variables, or `accelerate launch` on CPUs, which starts one and names a port.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return False
+    sizes = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    return by_accelerate or any(size.isdigit() and int(size) > 1 for size in sizes)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import nn
 
 from rlhf_kl.commands.parts import Parts
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.errors import InputError
 from rlhf_kl.models.value import ActorCritic, SeparateValue
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.rewards.functions import WeightedSum
@@ -39,10 +40,14 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
             raise RuntimeError(f"policy.shard: these tensors are not spread: {held[:3]}")
     if config.reference.shard:
         frozen = [parts.reference.model, *reward_models(parts.reward), *reward_models(parts.gold)]
-        for each in frozen:
-            if each is not policy.model:  # an adapter's reference is the policy
-                spread(layers_of(each), None, device)
-                parts.spread.append(each)
+        apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
+        if not apart and not config.policy.shard:
+            raise InputError("reference.shard: there is no frozen model apart from the policy: set policy.shard")
+        for each in apart:
+            if not (layers := layers_of(each)):
+                raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
+            spread(layers, None, device)
+            parts.spread.append(each)
 
 
 def reward_models(scorer: Any) -> Iterator[nn.Module]:

@@ -35,7 +35,7 @@ from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
-from rlhf_kl.sharding import held_share, part_of
+from rlhf_kl.sharding import held_share, part_of, whole
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import UNSCORED, NonFiniteRollout, all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
@@ -146,7 +146,9 @@ class TrainRun:
             alerts += update.alerts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        gold = joined_gold(together.all(gold_scores_of(self.parts.gold, here.prompts, here.responses)))
+        with whole(*self.parts.spread):
+            mine = gold_scores_of(self.parts.gold, here.prompts, here.responses)
+        gold = joined_gold(together.all(mine))
         weights_lost = (
             together.agree("lost" if not all_finite(map(part_of, trainer.model.trained)) else None) is not None
         )

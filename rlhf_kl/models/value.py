@@ -5,6 +5,7 @@ Source: Ziegler et al. 2019 (shared trunk); Ouyang et al. 2022 (separate, from t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -104,10 +105,13 @@ def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:
     return [name for name, p in trained.named_parameters() if p.requires_grad and p.data_ptr() in frozen]
 
 
-def values_in(reference: LM, policy: nn.Module) -> list[Tensor] | None:
-    """The reference's values of the policy's trained parameters; None where it is another kind of model."""
+def values_in(reference: LM, policy: nn.Module) -> Callable[[], list[Tensor]] | None:
+    """Gives the reference's values of the policy's trained parameters; None where it is another kind of model.
+
+    A reference that is spread, of a policy that is not, is gathered when it is called for: all processes call.
+    """
     there = reference.state_dict()
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     if any(name not in there or there[name].shape != p.shape for name, p in trained):
         return None
-    return [part_like(there[name], p) for name, p in trained]
+    return lambda: [part_like(there[name], p) for name, p in trained]

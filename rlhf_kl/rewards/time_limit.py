@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ class OwnThread:
         """The function's result, or what it raised. Errors: TimeLimitExceeded after `seconds` (None = never)."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._calls,), daemon=True).start()
+            threading.Thread(target=_serve, args=(self._calls, same_device()), daemon=True).start()
         answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._calls.put((function, arguments, answers))
         try:
@@ -39,7 +40,17 @@ class OwnThread:
         return result
 
 
-def _serve(calls: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+def same_device() -> Callable[[], None]:
+    """For a new thread, which begins with the first GPU: takes the one of the thread that calls this."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    number = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(number)
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Any, ...]], prepare: Callable[[], None]) -> None:
+    prepare()
     while True:
         function, arguments, answers = calls.get()
         try:

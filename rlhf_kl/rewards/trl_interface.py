@@ -16,6 +16,7 @@ from rlhf_kl.config.plugins import TRL_PROVIDED
 from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.plugin import PluginReward, plugin_scorers
+from rlhf_kl.rewards.time_limit import same_device
 from rlhf_kl.types import Prompt, Response
 
 OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
@@ -139,5 +140,11 @@ def _score(value: Any) -> Any:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """One for the whole process: what an async function keeps between calls belongs to its loop."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    prepare = same_device()
+
+    def serve() -> None:
+        prepare()
+        loop.run_forever()
+
+    threading.Thread(target=serve, daemon=True).start()
     return loop

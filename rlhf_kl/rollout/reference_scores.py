@@ -170,11 +170,15 @@ def reference_responses(
     seed: int,
     part: slice | None = None,
 ) -> Iterator[Responses]:
-    """One response of the reference to each of these prompts, or to a part of them, a rollout's batch at a time."""
+    """One response of the reference to each of these prompts, or to a part of them.
+
+    As many at a time as this process has of a rollout's batch, whose share of it is its part's.
+    """
     part = part or slice(0, len(groups))
+    size = max(1, prompts.batch_size * (part.stop - part.start) // len(groups))
     noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples")
-    for start in range(part.start, part.stop, prompts.batch_size):
-        rows = slice(start, min(start + prompts.batch_size, part.stop))
+    for start in range(part.start, part.stop, size):
+        rows = slice(start, min(start + size, part.stop))
         yield respond(reference, prompts.pick(groups[rows]), noise[rows], sampling, tokenizer)
 
 

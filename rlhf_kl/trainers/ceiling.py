@@ -84,7 +84,7 @@ class Ceiling:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        reference: Sequence[Tensor] | None,
+        reference: Callable[[], Sequence[Tensor]] | None,
         read_kl: Callable[[RolloutBatch], KLReading],
         *,
         limit: float | None,
@@ -92,9 +92,9 @@ class Ceiling:
     ) -> None:
         """`read_kl` measures the policy as it is at a rollout's states.
 
-        `reference`: values of the parameters at which the KL is 0; None = there are none, as where the reference has
-        another architecture. `limit` in nats of the target's unit, None = no update is shortened; then the KL after
-        an update is measured where `measures`.
+        `reference` gives values of the parameters at which the KL is 0; None = there are none, as where the
+        reference has another architecture. `limit` in nats of the target's unit, None = no update is shortened; then
+        the KL after an update is measured where `measures`.
         """
         self.parameters, self.reference = list(parameters), reference
         self.read_kl, self.limit, self.measures = read_kl, limit, measures
@@ -140,7 +140,7 @@ class Ceiling:
         if self.reference is None:
             self._place(lower, lower, 0.0)
             return CeilingResult(factor, start, kl_lower, uncut.mean)
-        _, kl = self._furthest(rollout, self.reference, lower, excess, limit)
+        _, kl = self._furthest(rollout, self.reference(), lower, excess, limit)
         return CeilingResult(0.0, start, 0.0 if kl is None else kl, uncut.mean, pulled_back=True)
 
     def _furthest(

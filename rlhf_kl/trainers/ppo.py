@@ -231,10 +231,12 @@ class PPOTrainer:
         if cfg.max_update_kl is not None and figures["approx_kl"] > cfg.max_update_kl * tokens:
             self.optimizer.zero_grad()
             return figures, largest_ratio, None
-        if step <= cfg.value_warmup:  # a value head's gradient goes through the policy
+        moved = self.model.trained
+        if step <= cfg.value_warmup and self.model.value is not None:  # a head's gradient goes through the policy
             for parameter in self.model.policy.parameters():
                 parameter.grad = None
-        self.processes.sum_gradients(self.model.trained)
+            moved = list(self.model.value.parameters())
+        self.processes.sum_gradients(moved)
         norm = self.processes.clip_gradients(self.model.trained, cfg.max_grad_norm)
         if math.isfinite(norm):
             self.optimizer.step()

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
-from rlhf_kl.commands.session import make_accelerator, pick_device, train_command
+from rlhf_kl.commands.session import launched_alone, make_accelerator, pick_device, train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.display import TrainingDisplay
@@ -59,30 +57,39 @@ def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:
             train_command(breaks, config, resume=False, overwrite=False, display=display)
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "rlhf_kl"], 2),
-        (["python", "-m", "accelerate.commands.launch", "--cpu", "--num-processes=3"], 3),
-        (["python", "/bin/accelerate", "launch", "-m", "rlhf_kl"], 1),
-        (["bash"], 1),
-        (None, 1),  # as the first process of a container has no parent
-    ],
-)
+ALONE = [
+    ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, True),  # as `accelerate launch` on CPUs sets them
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+    ({"PMI_SIZE": "4"}, True),
+    ({}, False),
+    ({"ACCELERATE_MIXED_PRECISION": "no"}, False),
+    ({"OMPI_COMM_WORLD_SIZE": "1"}, False),
+    ({"WORLD_SIZE": "2", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}, False),
+]
+
+
+@pytest.mark.parametrize(("variables", "alone"), ALONE)
 def test_a_launcher_that_starts_one_process_where_several_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None, words: list[str] | None, wanted: int
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], alone: bool
 ) -> None:
-    parent = None if words is None else SimpleNamespace(cmdline=lambda: words)
-    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
-    if wanted == 1:
-        assert make_accelerator(RunSection(device="cpu"), group=True).num_processes == 1
-        return
-    with pytest.raises(InputError, match=f"was asked for {wanted} processes and started one: start them with torchrun"):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launched_alone() == alone
+
+
+def test_it_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    words = "was asked for several processes, and this one is alone: start them with torchrun"
+    with pytest.raises(InputError, match=words):
         make_accelerator(RunSection(device="cpu"), group=True)
-    assert make_accelerator(RunSection(device="cpu")).num_processes == 1  # a command that runs in one
 
 
-def test_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(InputError, match="DeepSpeed is not supported"):
+@pytest.mark.parametrize(
+    ("name", "words"), [("FSDP", "set policy.shard"), ("MEGATRON_LM", "Megatron-LM"), ("DEEPSPEED", "DeepSpeed")]
+)
+def test_what_accelerate_offers_beside_is_refused(
+    monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None, name: str, words: str
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(InputError, match=words):
         make_accelerator(RunSection(device="cpu"), group=True)

@@ -144,5 +144,5 @@ def test_the_values_of_a_reference_are_those_of_the_same_names(new_model: Make) 
     policy, start = new_model(seed=1), new_model(seed=2)
     values = values_in(TransformersLM(start), TransformersLM(policy))
     assert values is not None
-    assert all(torch.equal(a, b) for a, b in zip(values, start.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(values(), start.parameters(), strict=True))
     assert values_in(TransformersLM(new_model(hidden_size=24)), TransformersLM(policy)) is None

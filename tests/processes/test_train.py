@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from rlhf_kl.models.load import save_model
 from rlhf_kl.run.jsonl import read_jsonl
 
 Cli = Callable[..., Any]
@@ -32,8 +34,10 @@ VARIANTS: dict[str, list[str]] = {
     "sharded-ceiling": ["kl.ceiling.value=0.002", "ppo.learning_rate=5.0e-3", "kl.target=0.001"],
     "sharded-rloo": ["ppo.advantage=rloo", "rollout.samples_per_prompt=4"],
     "sharded-recompute": ["policy.gradient_checkpointing=true"],
+    "sharded-gold": ["reward.gold=GOLD"],
+    "frozen-ceiling": ["reference.model=OTHER", "kl.ceiling.value=0.02", "kl.target=0.01"],
 }
-SHARDS = ["policy.shard=true", "reference.shard=true"]  # in the run of two processes
+SHARDS = ["policy.shard=true", "reference.shard=true"]  # in the run of two processes; of "frozen" the last alone
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +46,20 @@ def runs(
     tiny_settings: dict[str, Any],
     rlhf_kl: Cli,
     together: Callable[..., Any],
+    tiny_reward_folder: Path,
+    new_model: Callable[..., Any],
+    letters: Any,
 ) -> Callable[[str], tuple[Path, Path]]:
     """runs(variant): the folders of the run in one process and in two."""
     place = tmp_path_factory.mktemp("two")
     (place / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    save_model(new_model(seed=7, spread=0.1), letters, place / "other")
+    folders = {"GOLD": tiny_reward_folder, "OTHER": place / "other"}
 
     def words(variant: str, count: int) -> list[Any]:
-        settings = VARIANTS[variant] + (SHARDS if count > 1 and variant.startswith("sharded") else [])
+        shards = {"sharded": SHARDS, "frozen": SHARDS[1:]}.get(variant.partition("-")[0], [])
+        settings = [re.sub("[A-Z]{4,}", lambda name: str(folders[name[0]]), each) for each in VARIANTS[variant]]
+        settings += shards if count > 1 else []
         options = [word for setting in settings for word in ("--set", setting)]
         return ["train", "--config", place / "tiny.yaml", "--output-dir", place / f"{variant}-{count}", *options]
 
@@ -110,8 +121,8 @@ def test_samples_and_weights_are_those_of_one_process(runs: Callable[[str], tupl
 
 
 def test_the_ceiling_acts_in_both(runs: Callable[[str], tuple[Path, Path]]) -> None:
-    factors = [row["kl/backtrack_factor"] for row in updates(runs("ceiling")[1])]
-    assert min(factors) < 1.0
+    assert min(row["kl/backtrack_factor"] for row in updates(runs("ceiling")[1])) < 1.0
+    assert any(row["kl/pulled_back"] for row in updates(runs("frozen-ceiling")[1]))
 
 
 @pytest.mark.parametrize("first", [1, 2])

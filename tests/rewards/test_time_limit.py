@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from rlhf_kl.rewards.time_limit import OwnThread, TimeLimitExceeded
 
@@ -41,3 +42,14 @@ def test_a_generator_is_run_within_the_limit() -> None:
 def test_all_calls_share_a_thread() -> None:
     thread = OwnThread()
     assert thread.call(5.0, threading.get_ident) == thread.call(None, threading.get_ident) != threading.get_ident()
+
+
+def test_a_thread_has_the_gpu_of_the_one_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device belongs to a thread, and a new one begins with the first."""
+    chosen: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda n: chosen.append((n, threading.current_thread().name)))
+    there = OwnThread().call(5.0, lambda: threading.current_thread().name)
+    assert chosen == [(3, there)]
+    assert there != threading.current_thread().name

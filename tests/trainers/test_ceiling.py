@@ -41,7 +41,7 @@ class Point:
         return KLReading(self.law(self.place), self.stderr)
 
     def ceiling(self, limit: float | None, *, measures: bool = False, reference: bool = True) -> Ceiling:
-        origin = [torch.zeros(1), torch.zeros(2)] if reference else None
+        origin = (lambda: [torch.zeros(1), torch.zeros(2)]) if reference else None
         return Ceiling(self.parameters, origin, self.read, limit=limit, measures=measures)
 
     def shorten(self, limit: float, *, reference: bool = True) -> CeilingResult:
