@@ -1,4 +1,4 @@
-"""What a training run leaves behind: rows, samples, TensorBoard, checkpoints, summary."""
+"""What a training run leaves behind: rows, samples, TensorBoard, trackers, checkpoints, summary."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl, truncate_after, truncate_
 from rlhf_kl.run.resume import check_fingerprints, environment, last_checkpoint, report_differences
 from rlhf_kl.run.run_folder import RunFolder, write_json
 from rlhf_kl.run.tensorboard import TensorBoardWriter
+from rlhf_kl.run.trackers import Trackers
 from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.sharding import slots_of, tensors_of
@@ -68,6 +69,7 @@ class Recorder:
         self.rows: JsonlWriter | None = None
         self.samples: JsonlWriter | None = None
         self.tensorboard: TensorBoardWriter | None = None
+        self.trackers: Trackers | None = None
         index = self.processes.index
         seed_libraries(derive_seed(config.run.seed, "process", index) if index else config.run.seed)
 
@@ -110,6 +112,9 @@ class Recorder:
             self.tensorboard = TensorBoardWriter(folder.tensorboard, config.model_dump(mode="json"))
             if self.checkpoint:
                 self.tensorboard.rebuild(read_jsonl(folder.metrics), read_jsonl(folder.samples))
+        if config.tracking.trackers:
+            values = config.model_dump(mode="json")
+            self.trackers = Trackers(config.tracking.trackers, folder, config.run.name, values, self.display.alert)
         if self.checkpoint:
             # The process may have died between writing this checkpoint and dropping an older one.
             section = config.checkpoint
@@ -143,6 +148,8 @@ class Recorder:
         assert self.rows is not None, "begin() opens the files"
         self.folder.check_there()
         self.rows.write(row)
+        if self.trackers is not None:
+            self.trackers.row(row)
         self._show(lambda tensorboard: tensorboard.row(row))
 
     def save(
@@ -237,7 +244,7 @@ class Recorder:
 
     def close(self) -> None:
         """The files are given back; whatever had to be on the disk is there by now."""
-        for file in (self.rows, self.samples, self.tensorboard):
+        for file in (self.rows, self.samples, self.tensorboard, self.trackers):
             if file is not None:
                 with contextlib.suppress(OSError):  # a full disk has been reported already
                     file.close()

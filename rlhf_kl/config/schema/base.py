@@ -144,6 +144,8 @@ class CheckpointSection(Section):
 class TrackingSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
+    trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(default_factory=list)
+    """Send the rows there too, as project rlhf-kl; each has to be installed, and is set up by its own variables."""
 
 
 class OptimiserSection(Section):

@@ -1,0 +1,140 @@
+"""Rows at trackers, in their offline modes, read back; skipped where a tracker is not installed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.run import trackers
+from rlhf_kl.run.run_folder import RunFolder, open_run_folder
+from rlhf_kl.run.trackers import Trackers
+
+CONFIG = {"run": {"name": "mine", "seed": 3}, "kl": {"target": 0.1, "ceiling": None}}
+ROWS = [{"step": 1, "kl/token": 0.25, "kl/coef": 0.5, "objective/gold": None}, {"step": 2, "kl/token": 0.125}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    with open_run_folder(tmp_path / "run", resume=False, overwrite=False) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the trackers' own libraries
+        yield
+
+
+def write(name: str, folder: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
+    """Rows of one part of a run; the alerts."""
+    alerts: list[str] = []
+    tracking = Trackers([name], folder, "mine", CONFIG, alerts.append)
+    for row in rows:
+        tracking.row(row)
+    tracking.close()
+    return alerts
+
+
+def test_wandb_offline(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert write("wandb", folder, ROWS) == []
+    known = json.loads((folder.path / "trackers.json").read_text())["wandb"]
+    assert write("wandb", folder, [{"step": 3, "kl/token": 0.5}]) == []
+    found, ids = {}, set()
+    for file in sorted(folder.path.glob("wandb/offline-run-*/*.wandb")):
+        store = DataStore()
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+            if record.WhichOneof("record_type") == "history":
+                items = {
+                    item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item
+                }
+                found[json.loads(items["_step"])] = json.loads(items["kl/token"])
+    assert found == {1: 0.25, 2: 0.125, 3: 0.5}
+    assert ids == {(known, "rlhf-kl", "mine")}
+
+
+def test_mlflow_on_disk(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    place = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    assert write("mlflow", folder, ROWS) == []
+    assert write("mlflow", folder, [{"step": 3, "kl/token": 0.5}]) == []  # a resumed run goes on in the same one
+    client = mlflow.MlflowClient(place)
+    (run,) = client.search_runs([client.get_experiment_by_name("rlhf-kl").experiment_id])
+    points = client.get_metric_history(run.info.run_id, "kl/token")
+    assert [(point.step, point.value) for point in points] == [(1, 0.25), (2, 0.125), (3, 0.5)]
+    assert run.data.params["kl.target"] == "0.1"
+    assert run.info.run_name == "mine"
+
+
+def test_trackio_on_disk(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    assert write("trackio", folder, ROWS) == []
+    (run,) = trackio.Api().runs("rlhf-kl")
+    assert run.name == "mine"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """stand_in(error): wandb is a list of what was called; `error` is raised by its second row."""
+
+    def install(error: Exception | None = None) -> list[Any]:
+        calls: list[Any] = []
+
+        class Tracker:
+            def store_init_configuration(self, values: dict[str, Any]) -> None:
+                calls.append(values)
+
+            def log(self, values: dict[str, float], step: int) -> None:
+                if error is not None and step == 2:
+                    raise error
+                calls.append((step, values))
+
+            def finish(self) -> None:
+                calls.append("finish")
+
+        monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+        monkeypatch.setitem(trackers.START, "wandb", lambda run, folder, known: (Tracker(), known or "new", not known))
+        return calls
+
+    return install
+
+
+def test_finite_numbers_at_their_step(folder: RunFolder, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in()
+    assert write("wandb", folder, ROWS) == []
+    config = {"run.name": "mine", "run.seed": 3, "kl.target": 0.1, "kl.ceiling": None}
+    assert calls == [config, (1, {"kl/token": 0.25, "kl/coef": 0.5}), (2, {"kl/token": 0.125}), "finish"]
+    write("wandb", folder, [])
+    assert calls[4:] == ["finish"]  # a run that goes on keeps its config there
+
+
+def test_one_that_fails_is_switched_off(folder: RunFolder, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in(OSError("no network"))
+    alerts = write("wandb", folder, [*ROWS, {"step": 3, "kl/token": 0.5}])
+    assert alerts == ["wandb: no network: switched off; metrics.jsonl has every row"]
+    assert calls[1:] == [(1, {"kl/token": 0.25, "kl/coef": 0.5})]
+
+
+def test_one_that_is_not_installed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"tracking\.trackers: trackio is not installed: pip install trackio"):
+        write("trackio", folder, ROWS)
