@@ -150,6 +150,7 @@ class PolicyFigures:
 
     kl_token: float  # exact KL to the reference, nats, token-weighted
     kl_sequence: float
+    forward_kl_token: float  # exact KL of the reference to the policy, on the reference's own samples: forgetting
     scores: float | None  # raw, of the reward function, over what it scored
     unscored: int  # responses for which it returned None
     gold: float | None
@@ -163,6 +164,8 @@ class PolicySamples:
     """What a policy's figures are made of: one entry a response."""
 
     kl: list[float] = field(default_factory=list)  # exact KL, nats
+    forward_kl: list[float] = field(default_factory=list)  # of the reference to the policy, on its samples
+    forward_lengths: list[int] = field(default_factory=list)  # tokens of those
     lengths: list[int] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -206,20 +209,32 @@ def policy_samples(
     gold: GoldScorer | None = None,
     batch_size: int = ROWS,
 ) -> PolicySamples:
-    """One response to each prompt of `part`: the same ones whatever the parts. Errors: as `policy_figures`."""
+    """One response to each prompt of `part`: the same ones whatever the parts. Errors: as `policy_figures`.
+
+    The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
+    al. 2025, RL's Razor, 2509.04259).
+    """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part]
     prompts = prompts.part(part.start, part.stop)
-    model, states = ActorCritic(policy), ReferenceStates(reference)
     made = PolicySamples()
 
-    def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
-        batch = prompts.part(start, stop)
-        responses = respond(policy, batch, noise[start:stop], sampling, tokenizer)
-        layout = response_layout(batch, responses.sampled)
-        return responses, measure(model, states, layout, sampling.temperature).exact_kl
+    def sampled_by(one: TransformersLM, other: TransformersLM) -> Iterator[tuple[Responses, Tensor]]:
+        """Batches of responses of `one`, and its exact KL to `other` at their tokens."""
+        model, states = ActorCritic(one), ReferenceStates(other)
 
-    change = "a lower rollout.max_new_tokens or shorter prompts need less"
-    for (batch, sampled, responses), exact_kl in fitting_batches(len(prompts), batch_size, respond_and_measure, change):
+        def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
+            batch = prompts.part(start, stop)
+            responses = respond(one, batch, noise[start:stop], sampling, tokenizer)
+            layout = response_layout(batch, responses.sampled)
+            return responses, measure(model, states, layout, sampling.temperature).exact_kl
+
+        change = "a lower rollout.max_new_tokens or shorter prompts need less"
+        return fitting_batches(len(prompts), batch_size, respond_and_measure, change)
+
+    for (_, sampled, _), exact_kl in sampled_by(reference, policy):
+        made.forward_kl += float64(exact_kl).sum(1).tolist()
+        made.forward_lengths += sampled.mask.sum(1).tolist()
+    for (batch, sampled, responses), exact_kl in sampled_by(policy, reference):
         made.kl += float64(exact_kl).sum(1).tolist()
         made.lengths += sampled.mask.sum(1).tolist()
         made.ended += sampled.ended.tolist()
@@ -238,7 +253,7 @@ def policy_samples(
 
 def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) -> PolicyFigures:
     """The figures of all samples together; `report` is told of what had to be left out."""
-    kl, lengths, ended, texts, scores, unscored, gold, reports = (
+    kl, forward, forward_lengths, lengths, ended, texts, scores, unscored, gold, reports = (
         [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
     )
     for line in dict.fromkeys(reports):
@@ -249,6 +264,7 @@ def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) ->
     return PolicyFigures(
         kl_token=sum(kl) / sum(lengths),
         kl_sequence=fmean(kl),
+        forward_kl_token=sum(forward) / sum(forward_lengths),
         scores=fmean(scores) if scores else None,
         unscored=sum(unscored),
         gold=fmean(gold) if gold and not reports else None,

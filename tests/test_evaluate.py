@@ -245,16 +245,28 @@ def test_figures_of_a_policy(
         kl += float(kl_divergence(*pair).sum())
     assert result.kl_sequence == pytest.approx(kl / 12, rel=1e-4)
     assert result.kl_token == pytest.approx(kl / sum(tokens), rel=1e-4)
+    assert result.forward_kl_token == pytest.approx(forward_kl(policy, reference, prompts, own_logits), rel=1e-4)
     assert result.scores == pytest.approx(sum(map(len, texts)) / 12)
     assert result.gold == pytest.approx(2 * result.scores)
     assert result.length == pytest.approx(sum(tokens) / 12)
     assert result.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
 
 
+def forward_kl(policy: TransformersLM, reference: TransformersLM, prompts: PromptBatch, own_logits: Make) -> float:
+    """KL of the reference to the policy, per token of the reference's own samples."""
+    sampled = reference.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
+    tokens, kl = sampled.mask.sum(1).tolist(), 0.0
+    for i, count in enumerate(tokens):
+        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])
+        pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (reference, policy))
+        kl += float(kl_divergence(*pair).sum())
+    return kl / sum(tokens)
+
+
 def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:
     lm = TransformersLM(new_model(seed=2))
     same = figures(lm, lm)
-    assert same.kl_token == pytest.approx(0.0, abs=1e-6)
+    assert same.kl_token == same.forward_kl_token == pytest.approx(0.0, abs=1e-6)
     assert same.scores is None
     assert same.gold is None
 
@@ -263,7 +275,7 @@ def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model:
     policy, reference = (TransformersLM(new_model(seed=seed)) for seed in (3, 2))
     rows: list[int] = []
     scorers = {"reward": lengths, "gold": lengths}
-    hook = policy.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    hook = reference.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     by_five = figures(policy, reference, **scorers, batch_size=5)
     hook.remove()
     assert rows[0] == 5

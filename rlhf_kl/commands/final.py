@@ -14,8 +14,8 @@ from rlhf_kl.run.folders import write_folder
 from rlhf_kl.sharding import tensors_of
 
 
-def write_final(folder: Path, model: ActorCritic, parts: Parts, *, keep: bool) -> None:
-    """A folder that plain transformers loads; the value function in a file of its own.
+def write_final(folder: Path, model: ActorCritic, parts: Parts, card: str, *, keep: bool) -> None:
+    """A folder that plain transformers loads, with a model card; the value function in a file of its own.
 
     All processes come here together, since each may have a part of the weights; the one that shall `keep` them writes.
     """
@@ -33,6 +33,7 @@ def write_final(folder: Path, model: ActorCritic, parts: Parts, *, keep: bool) -
         policy.generation_config.pad_token_id = parts.sampling.pad_id
         save_model(policy, parts.tokenizer, place, tensors)
         save_file(value, place / "value.safetensors")
+        (place / "README.md").write_text(card, encoding="utf-8")
 
     if keep:
         write_folder(folder, write)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.guards import RunGuards, StepResult
 from rlhf_kl.commands.parts import Parts, build_parts
@@ -301,7 +302,8 @@ class TrainRun:
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)
         self.note_best_checkpoint(row)
-        write_final(self.recorder.folder.final, self.trainer.model, self.parts, keep=self.processes.writes)
+        card = model_card(self.config, rows, row)
+        write_final(self.recorder.folder.final, self.trainer.model, self.parts, card, keep=self.processes.writes)
         return self.recorder.summary(
             steps=step,
             episodes=step * self.config.rollout.batch_size,

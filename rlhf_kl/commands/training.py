@@ -304,5 +304,6 @@ def evaluate_policy(
         "eval/unscored": figures.unscored,
         "eval/gold": figures.gold,
         "eval/kl_token": figures.kl_token,
+        "eval/forward_kl_token": figures.forward_kl_token,
         "eval/distinct_2": figures.distinct_2,
     }

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Cli = Callable[..., Any]
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
-POLICY_KEYS = {"kl_token", "kl_sequence", "scores", "gold", "length", "eos_rate", "distinct_2"}
+POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
 
 
 @pytest.fixture(scope="module")

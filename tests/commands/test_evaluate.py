@@ -21,7 +21,7 @@ from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
-POLICY_KEYS = {"kl_token", "kl_sequence", "scores", "gold", "length", "eos_rate", "distinct_2"}
+POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
 
 
 def evaluate(**request: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
 def _headline(run: RunResult) -> list[tuple[str, str, str]]:
     """Name, value and note of the figures at the top; those that were not measured are left out."""
     figures, tilt_share = run.figures, read_number(run.summary, "tilt_share")
-    perplexity = run.series("eval/perplexity")[1]
+    perplexity, forgotten = (run.series(f"eval/{name}")[1] for name in ("perplexity", "forward_kl_token"))
     first = run.updates[0] if run.updates else {}
 
     def start(key: str) -> str:
@@ -79,6 +79,7 @@ def _headline(run: RunResult) -> list[tuple[str, str, str]]:
         ("Score", figures.scores, "", start("objective/scores")),
         ("Gold", figures.gold, "", start("objective/gold")),
         ("Held-out perplexity", figures.perplexity, "", cost),
+        ("Forgetting", forgotten[-1] if forgotten else None, "", "nats per token: KL of the reference to the policy"),
         ("Of the best possible gain", tilt_share, "%", "at this KL, by tilting the reference"),
         ("Response length", figures.length, "", f"tokens; {ended} end by themselves"),
     ]

@@ -35,6 +35,11 @@ def run_charts(run: RunResult) -> list[Chart]:
         bought_chart(run),
         update_chart("gold", "Gold score", "gold", run.series("objective/gold"), "c3"),
         perplexity_chart(run),
+        update_chart(
+            "forgetting", "Forgetting", "nats per token", run.series("eval/forward_kl_token"), "c2",
+            caption="KL of the reference to the policy, on samples of the reference for held-out prompts. "
+            "What a policy forgets of its other tasks follows it (2509.04259).",
+        ),
         distribution_chart(run),
         update_chart("length", "Response length", "tokens", run.series("rollout/response_length"), "c4"),
         update_chart(
