@@ -12,6 +12,7 @@ from rlhf_kl.report.pages.compare import compare_page
 from rlhf_kl.report.plots.compare import compare_charts, held_charts
 from rlhf_kl.report.plots.frontier import frontier_charts
 from rlhf_kl.report.plots.render import save_png, save_sheet
+from rlhf_kl.report.plots.targets import target_charts
 from rlhf_kl.report.table import COLUMNS, equal_kl_rows, text_table, variant_rows
 from rlhf_kl.report.verdict import judge
 from rlhf_kl.run.contents import link_problems
@@ -51,7 +52,7 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """compare.json, compare.html and the pictures into `folder`; returns what a terminal of `width` columns shows."""
     lines = judge(comparison)
-    pictures = [*compare_charts(comparison), *frontier_charts(comparison)]
+    pictures = [*compare_charts(comparison), *target_charts(comparison), *frontier_charts(comparison)]
     if problems := link_problems(folder / name for name in (*PAGES, *(f"{chart.slug}.png" for chart in pictures))):
         raise InputError(*problems)
     try:

@@ -67,6 +67,17 @@ class Comparison:
         return sorted(largest, key=lambda variant: variant.constant_coef or 0.0)
 
     @cached_property
+    def by_target(self) -> list[Variant]:
+        """The most variants, three at least, that differ in their KL target only, by target; empty without any."""
+        groups = [
+            [other for other in self.variants if other.is_controlled and _same_but_for(("kl.target",), one, other)]
+            for one in self.variants
+        ]
+        largest = max(groups, key=len, default=[])
+        by_target = sorted(largest, key=lambda variant: variant.config.kl.target_value)
+        return by_target if len({variant.config.kl.target_value for variant in by_target}) > 2 else []
+
+    @cached_property
     def equal_kl(self) -> list[EqualKL]:
         """Each pair of groups: the variants of one, and it as a whole, against the one that spans more KL."""
         return [
@@ -200,6 +211,11 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
     if len(targets) > 1:
         notes.append(f"the variants have different targets: {', '.join(f'{target:g}' for target in targets)}")
     return notes
+
+
+def _same_but_for(keys: tuple[str, ...], a: Variant, b: Variant) -> bool:
+    """Whether no other settings of two variants differ."""
+    return all(line.startswith((*NOT_THE_RUN, *keys)) for line in config_diff(a.config, b.config))
 
 
 def _scale_diff(a: Variant, b: Variant) -> list[str]:

@@ -9,6 +9,7 @@ from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.pages.render import chart_values, render_page
 from rlhf_kl.report.plots.compare import compare_charts, held_charts
 from rlhf_kl.report.plots.frontier import frontier_charts
+from rlhf_kl.report.plots.targets import target_charts
 from rlhf_kl.report.plots.variants import variant_styles
 from rlhf_kl.report.table import COLUMNS, equal_kl_rows, variant_rows
 from rlhf_kl.run.figures import format_number, format_percent
@@ -39,7 +40,7 @@ def compare_page(comparison: Comparison, name: str, verdict: list[str]) -> str:
         "texts at the end; cost: over that at the start.",
         equal_kl=equal_kl_rows(comparison.equal_kl),
         charts=[chart_values(chart) for chart in compare_charts(comparison)],
-        frontier=[chart_values(chart) for chart in frontier_charts(comparison)],
+        frontier=[chart_values(chart) for chart in (*target_charts(comparison), *frontier_charts(comparison))],
         run_columns=RUN_COLUMNS,
         runs=_run_rows(comparison),
     )
