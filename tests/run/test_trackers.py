@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.run import trackers
@@ -27,6 +28,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
+    PartialState(cpu=True)  # as in a run; accelerate's trackers ask for it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the trackers' own libraries
         yield
@@ -45,7 +47,6 @@ def write(name: str, folder: RunFolder, rows: list[dict[str, Any]]) -> list[str]
 def test_wandb_offline(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -53,27 +54,39 @@ def test_wandb_offline(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> No
     known = json.loads((folder.path / "trackers.json").read_text())["wandb"]
     assert write("wandb", folder, [{"step": 3, "kl/token": 0.5}]) == []
     found, ids = {}, set()
-    for file in sorted(folder.path.glob("wandb/offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+    for file in folder.path.glob("wandb/offline-run-*/*.wandb"):
+        for data in log_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
             if record.WhichOneof("record_type") == "run":
                 ids.add((record.run.run_id, record.run.project, record.run.display_name))
             if record.WhichOneof("record_type") == "history":
-                items = {
-                    item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item
-                }
+                values = record.history.item
+                items = {".".join(value.nested_key) or value.key: value.value_json for value in values}
                 found[json.loads(items["_step"])] = json.loads(items["kl/token"])
     assert found == {1: 0.25, 2: 0.125, 3: 0.5}
     assert ids == {(known, "rlhf-kl", "mine")}
 
 
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log behind wandb's own header of seven bytes: blocks of 32 KiB, parts of records."""
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # too short for the header of a part
+            place += 32768 - place % 32768
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or its last part
+            yield whole
+            whole = b""
+
+
 def test_mlflow_on_disk(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
-    place = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    place = f"file:{tmp_path / 'mlruns'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert write("mlflow", folder, ROWS) == []
     assert write("mlflow", folder, [{"step": 3, "kl/token": 0.5}]) == []  # a resumed run goes on in the same one
     client = mlflow.MlflowClient(place)
