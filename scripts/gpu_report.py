@@ -28,6 +28,7 @@ from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.versions import git_revision, versions
 
 WARM_UP = 2
+TARGET = 0.1  # nats per token
 RANDOM = {"rollout.max_new_tokens": 32, "reward.missing_eos_penalty": 0.0, "ppo.learning_rate": 1e-5}
 
 
@@ -70,6 +71,7 @@ def run(about: dict[str, Any], words: list[str], folder: Path) -> dict[str, Any]
     count = about["processes"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
     command = [sys.executable, *launch, "-m", "rlhf_kl", "train", "--config", "ppo_adaptive.yaml", "--quiet"]
+    command += ["--set", f"kl.target={TARGET}"]
     done = subprocess.run(
         [*command, "--output-dir", str(folder), "--overwrite", *words], capture_output=True, text=True, check=False
     )
@@ -78,7 +80,7 @@ def run(about: dict[str, Any], words: list[str], folder: Path) -> dict[str, Any]
         told = [line for line in lines if line.startswith("error:")] or lines[-3:]
         return {**about, "failed": done.returncode, "words": told}
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("kl/token") is not None]
-    return {**about, **figures(rows, target=0.1)}
+    return {**about, **figures(rows, TARGET)}
 
 
 def main() -> int:

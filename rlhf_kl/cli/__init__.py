@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, config, doctor, evaluate, generate, report, reward_model, sft, simulate, train
+from rlhf_kl.cli import compare, config, doctor, evaluate, generate, guide, report, reward_model, sft, simulate, train
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.heap import keep_freed_memory
 from rlhf_kl.memory import memory_is_full
@@ -33,6 +33,7 @@ app.command()(report.report)
 app.command()(generate.generate)
 app.command()(doctor.doctor)
 app.command()(simulate.simulate)
+app.command()(guide.guide)
 app.add_typer(config.app, name="config")
 
 

@@ -16,7 +16,7 @@ from rlhf_kl.hub import model_folder
 ROWS = Path(__file__).resolve().parents[1] / "bench_control.yaml"
 DEFAULT_ROWS = 10
 STRESS = "stress"  # stands for every row that begins with it
-BASE = "../configs/ppo_adaptive.yaml"
+BASE = "control/base.yaml"
 LEAN = (
     "eval.every=1000000",
     "tracking.samples_every=1000000",

@@ -1,0 +1,234 @@
+"""What README and guide print works as it is printed: every YAML is valid, every command runs.
+
+Sizes are cut by appended `--set`. A block under an HTML comment `validated only` needs a GPU, a hub or hours: its
+configs are validated, its commands are not run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from rlhf_kl.cli.guide import FOLDER, PAGES
+from rlhf_kl.config.paths import shipped_configs
+from rlhf_kl.config.reference import config_reference
+from rlhf_kl.run.jsonl import read_jsonl
+
+if TYPE_CHECKING:
+    from rlhf_kl.commands.world import World
+
+REPOSITORY = Path(__file__).parent.parent
+DOCUMENTS = [REPOSITORY / "README.md", *(FOLDER / f"{name}.md" for name in PAGES)]
+BLOCK = re.compile(r"(<!-- validated only -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NAME = re.compile(r"# ([\w-]+\.(?:yaml|py))\b")
+SMALL = {
+    "ppo.total_episodes": 16,
+    "ppo.minibatch_size": 8,
+    "rollout.batch_size": 8,
+    "rollout.max_new_tokens": 24,
+    "rollout.reference_samples": 16,
+    "eval.max_documents": 4,
+}
+
+
+class Block(NamedTuple):
+    """A code block of a document."""
+
+    language: str
+    text: str
+    runs: bool
+
+    @property
+    def name(self) -> str | None:
+        """The file that its first line names."""
+        found = NAME.match(self.text)
+        return found[1] if found else None
+
+
+def blocks(document: Path) -> list[Block]:
+    text = document.read_text(encoding="utf-8")
+    return [Block(language, body, not mark) for mark, language, body in BLOCK.findall(text)]
+
+
+def files(document: Path) -> dict[str, str]:
+    """The files that a document has a user write; blocks of one name go into one file."""
+    found: dict[str, str] = {}
+    for block in blocks(document):
+        if block.name is not None:
+            found[block.name] = found.get(block.name, "") + block.text
+    return found
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The lines of its shell blocks that are to run, as words."""
+    shell = [block for block in blocks(document) if block.language in ("bash", "console") and block.runs]
+    lines = [line.removeprefix("$ ") for block in shell for line in block.text.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.fixture
+def place(tmp_path: Path, small_world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """A working directory with what a document's user has: the files that it prints, a model, prompts and texts."""
+
+    def make(document: Path) -> Path:
+        shutil.copytree(small_world.policy(), tmp_path / "my-model")
+        rows = [row | {"answer": "fine"} for row in read_jsonl(small_world.file("prompts"))[:16]]
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        texts = [row["text"] for row in read_jsonl(small_world.file("heldout"))[:4]]
+        (tmp_path / "heldout.txt").write_text("\n\n".join(texts))
+        for name, text in files(document).items():
+            (tmp_path / name).write_text(text)
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_yaml_is_valid(document: Path, place: Callable[[Path], Path], rlhf_kl: Any) -> None:
+    folder = place(document)
+    for number, block in enumerate(block for block in blocks(document) if block.language == "yaml"):
+        name = block.name
+        if name is None:  # a part of a config
+            name = f"part-{number}.yaml"
+            (folder / name).write_text("extends: ppo_adaptive.yaml\n" + block.text)
+        outcome = rlhf_kl("config", "validate", name)
+        assert outcome.code == 0, (block.text, outcome.err)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_command_runs(document: Path, place: Callable[[Path], Path], rlhf_kl: Any) -> None:
+    place(document)
+    for words in commands(document):
+        outcome = run(words, rlhf_kl)
+        assert not outcome, f"{words}:\n{outcome}"
+
+
+def run(words: list[str], rlhf_kl: Any) -> str:
+    """Run a command as far as a test can; what went wrong."""
+    program, *rest = words
+    if program == "make":
+        done = subprocess.run(["make", "-n", *rest], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        return done.stderr if done.returncode else ""
+    assert program == "rlhf-kl", f"{words}: neither run here nor marked"
+    if rest[0] in ("train", "compare", "doctor"):
+        rest += cut(rest)
+    outcome = rlhf_kl(*rest)
+    return outcome.out + outcome.err if outcome.code else ""
+
+
+def cut(words: list[str]) -> list[str]:
+    """Options that make a command small: fewer responses, the small world."""
+    config = Path(words[words.index("--config") + 1])
+    values: dict[str, Any] = dict(SMALL)
+    if "ppo_model.yaml" not in (config.read_text() if config.is_file() else ""):
+        values["policy.model"] = "builtin:reviews-small"
+    if words[0] == "train":
+        words = ["--overwrite", "--quiet"]
+    elif words[0] == "compare":
+        words = ["--quiet", "--seed", "0"]
+    else:
+        words = []
+    return [*words, *(word for key, value in values.items() for word in ("--set", f"{key}={value}"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_python_block_compiles(document: Path) -> None:
+    for block in blocks(document):
+        if block.language == "python":
+            compile(block.text, str(document), "exec")
+
+
+def test_the_controller_of_the_readme_does_what_it_is_written_to_do(
+    place: Callable[[Path], Path], rlhf_kl: Any
+) -> None:
+    folder = place(REPOSITORY / "README.md")
+    words = ["train", "--config", "linear.yaml"]
+    assert run(["rlhf-kl", *words], rlhf_kl) == ""
+    rows = [row for row in read_jsonl(folder / "runs" / "linear" / "metrics.jsonl") if "kl/token" in row]
+    # Linear in the episodes seen, by hand: 8 a rollout, 5000 in all.
+    assert [row["kl/coef"] for row in rows] == pytest.approx([0.2, 0.2 * (1 - 8 / 5000)])
+
+
+def test_a_loop_of_ones_own() -> None:
+    names = {
+        "scores": torch.tensor([1.0, 0.5]),
+        "logprobs": torch.tensor([[-2.0, -2.5], [-3.0, 0.0]]),
+        "ref_logprobs": torch.tensor([[-2.1, -2.3], [-2.8, 0.0]]),
+        "mask": torch.tensor([[True, True], [True, False]]),
+    }
+    (code,) = (block.text for block in blocks(FOLDER / "rewards_and_controllers.md") if "rewards_with_kl" in block.text)
+    exec(code, names)
+    torch.testing.assert_close(names["rewards"], torch.tensor([[-0.01, 1.02], [0.52, 0.0]]))
+    assert names["controller"].updates == 1  # type: ignore[attr-defined]
+
+
+def test_the_readme_is_short_and_names_every_config_and_page() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert max(map(len, text.splitlines())) <= 400
+    recipes = re.compile("sentiment|tldr|chat")
+    missing = [
+        path.stem for path in shipped_configs().glob("*.yaml") if path.stem not in text and not recipes.match(path.stem)
+    ]
+    assert missing == []
+    assert [name for name in PAGES if f"guide/{name}.md" not in text] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        path, _, heading = target.partition("#")
+        if target.startswith("http"):
+            continue
+        there = (document.parent / path).resolve() if path else document
+        assert there.is_file(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in slugs, (target, slugs)
+
+
+def test_what_is_made_from_the_schema_is_fresh() -> None:
+    made = runpy.run_path(str(REPOSITORY / "scripts" / "config_reference.py"))["documents"]()
+    stale = [path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "python scripts/config_reference.py"
+
+
+@pytest.mark.parametrize("path", sorted(shipped_configs().glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_editor_finds_the_schema_of_a_config(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    schema = json.loads((path.parent / first.removeprefix("# yaml-language-server: $schema=")).read_text())
+    keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert set(keys) <= set(schema["properties"])
+
+
+def test_the_config_reference_has_every_key_and_its_meaning() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.*?) \| (.*) \|$", config_reference(), flags=re.MULTILINE)
+    assert len(rows) > 150
+    assert [name for name, _, _, meaning in rows if not meaning] == []
+    defaults = {name: yaml.safe_load(default.strip("`")) for name, _, default, _ in rows if default}
+    assert defaults["target"] == 0.1
+    assert defaults["max_grad_norm"] == 1.0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_guide_in_the_terminal(page: str, rlhf_kl: Any) -> None:
+    assert rlhf_kl("guide", page).out == (FOLDER / f"{page}.md").read_text(encoding="utf-8")
+    assert page in rlhf_kl("guide").out
+
+
+def test_a_page_that_is_not_there(rlhf_kl: Any) -> None:
+    outcome = rlhf_kl("guide", "measurment")
+    assert (outcome.code, outcome.err) == (2, "error: guide: no page 'measurment'; did you mean measurements?\n")
