@@ -28,6 +28,7 @@ def train_closing(summary: dict[str, Any], folder: str) -> Closing:
     if summary.get("tilt_share") is not None:
         figures["of the best possible gain"] = f"{summary['tilt_share']:.0%} at this KL"
     return figures, [
+        f"rlhf-kl report {place}",
         f"rlhf-kl eval --run {place}",
         f"tensorboard --logdir {place}",
         f"{folder}/samples.jsonl holds responses token by token, {folder}/final the policy",

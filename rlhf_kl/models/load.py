@@ -194,6 +194,8 @@ def load_tokenizer(ref: str, key: str = "model", access: Access = SAFE) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # of some models an empty one is made where there is none
         raise InputError(f"{key} {ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
     tokenizer.padding_side = "left"
+    # Long texts are read in windows or left out here: transformers need not warn of them.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if tokenizer.pad_token is None:
         stand_in = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
         if stand_in is None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import tokenization_utils_base
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import (
@@ -191,3 +192,12 @@ def test_a_folder_without_a_tokenizer(copied: Path, gone: list[str]) -> None:
     result = problem(load_tokenizer, copied)
     assert "there is no tokenizer.json" in result
     assert not result.endswith(":")
+
+
+def test_a_long_text_brings_no_warning_of_the_library(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda words, *_: warnings.append(words))
+    tokenizer = load_tokenizer(str(tiny_folder))
+    tokenizer.model_max_length = 4
+    assert len(tokenizer("abcdabcdabcd")["input_ids"]) > 4
+    assert warnings == []
