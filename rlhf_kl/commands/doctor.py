@@ -30,6 +30,7 @@ from rlhf_kl.models.text import encode_all
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import LESS_MEMORY
+from rlhf_kl.run.trackers import check_installed
 from rlhf_kl.trainers.guards import NonFiniteRollout
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
@@ -65,6 +66,7 @@ def run_doctor(
         elif config.policy.shard or config.reference.shard:
             words = "one process has nobody to share weights with"
             found.append(Finding("doubtful", "config", words, "doctor --processes N, for N that will train"))
+        check_installed(config.tracking.trackers)
         config = on_this_machine(config)
         accelerator = make_accelerator(config.run)
         parts = build_parts(config, accelerator, display)

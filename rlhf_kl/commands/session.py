@@ -19,6 +19,7 @@ from rlhf_kl.run.failures import machine_failures
 from rlhf_kl.run.resume import check_resumed
 from rlhf_kl.run.run_folder import RunFolder, open_run_folder
 from rlhf_kl.run.signals import ending_on_sigterm
+from rlhf_kl.run.trackers import check_installed
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ def train_command(
 
     Of several processes the first one opens and writes the folder; the others give {}.
     """
+    check_installed(config.tracking.trackers)
     config = on_this_machine(config)  # what is stored repeats the run, wherever it is repeated
     path = Path(config.run.output_dir)
     with ending_on_sigterm(), joined(config.run) as processes:

@@ -18,6 +18,12 @@ PROJECT = "rlhf-kl"
 IDS = "trackers.json"  # of the run at each tracker, so that a resumed run goes on there
 
 
+def check_installed(names: Sequence[str]) -> None:
+    """Errors: InputError for each tracker that is not there, before any time is spent on the run."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise InputError(*(f"tracking.trackers: {name} is not installed: pip install {name}" for name in missing))
+
+
 class Trackers:
     """The trackers that a run names. One that fails is switched off and reported; the run goes on."""
 
@@ -30,9 +36,7 @@ class Trackers:
         """
         self.alert = alert
         self.running: dict[str, Any] = {}
-        missing = [name for name in names if find_spec(name) is None]
-        if missing:
-            raise InputError(*(f"tracking.trackers: {name} is not installed: pip install {name}" for name in missing))
+        check_installed(names)
         place = folder.claim(IDS)
         ids: dict[str, str] = {}
         if place.is_file():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from rlhf_kl.run import trackers
 from rlhf_kl.run.jsonl import read_jsonl
 
 if TYPE_CHECKING:
@@ -404,3 +405,13 @@ def test_a_guard_that_stops_the_run_is_exit_three(tiny_config: Path, rlhf_kl: Cl
     assert outcome.code == 3
     assert outcome.err.splitlines()[-1].startswith("error: KL ")
     assert "Traceback" not in outcome.err
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
+    rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    words = ["--config", "smoke.yaml", "--set", "tracking.trackers=[mlflow]"]
+    outcome = rlhf_kl("train", *words, "--output-dir", tmp_path / "run")
+    assert (outcome.code, outcome.err) == (2, "error: tracking.trackers: mlflow is not installed: pip install mlflow\n")
+    assert not (tmp_path / "run").exists()
