@@ -81,7 +81,7 @@ def _held_chart(variant: Variant, slug: str, tint: str) -> Chart:
 
     good = sum(figures.held is True for figures in variant.figures.values())
     words = ("held", "missed") if variant.is_controlled else ("at the target", "off the target")
-    missed = f"{words[0]} in {good} of {len(variant.runs)} seeds" if good else words[1]
+    missed = f"{good} of {len(variant.runs)} {words[0]}" if good else words[1]
     title = variant.name + {None: "", True: f": {words[0]}", False: f": {missed}"}[variant.held]
     highest = max((ratio for run in variant.runs.values() for ratio in run.ratios), default=0.0)
     subtitle = f"tail error {format_number(variant.mean('tail_error'), 2)}"
