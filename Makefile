@@ -51,7 +51,7 @@ train: $(READY)  ## train on the built-in model (FRESH=1 starts over, CONFIG=nam
 	$(PY) $(if $(GPUS),-m accelerate.commands.launch --multi_gpu --num_processes $(GPUS)) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
 test: $(DEV_READY)  ## the tests that finish in minutes
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: $(DEV_READY)  ## the tests that take longer
 	$(PY) -m pytest -m slow
