@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 import rlhf_kl
 from rlhf_kl.config.load import json_schema
-from rlhf_kl.config.reference import config_reference
-from rlhf_kl.config.schema import KIND_NAMES
+from rlhf_kl.config.schema import KIND_NAMES, MODELS, Section, section_of
 
 PACKAGE = Path(rlhf_kl.__file__).parent
 COMPARE: dict[str, Any] = {
@@ -27,6 +32,85 @@ COMPARE: dict[str, Any] = {
         },
     },
 }
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true, false", type(None): "null"}
+INTRODUCTION = """# Config reference
+
+Every key, its values and its default, made from the schema (`python scripts/config_reference.py`).
+`rlhf-kl config show FILE` prints the values of one config, `rlhf-kl config schema` the JSON Schema for editors.
+"""
+HEAD = ("| key | values | default | |", "|---|---|---|---|")
+
+
+def config_reference() -> str:
+    """The page, as Markdown."""
+    parts = [INTRODUCTION]
+    for kind in KIND_NAMES:
+        parts.append(f"## rlhf-kl {kind}\n")
+        for path, section in _sections(MODELS[kind], ""):
+            rows = [_row(name, field) for name, field in section.model_fields.items() if not _inner(field)]
+            if rows:
+                parts.append(
+                    f"### {path}\n\n| key | values | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+                )
+    return "\n".join(parts)
+
+
+def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    """Dotted path and class of each section, in the order of the YAML."""
+    for name, field in section.model_fields.items():
+        inner = _inner(field)
+        if inner is not None:
+            path = f"{prefix}{name}"
+            yield path, inner
+            yield from _sections(inner, f"{path}.")
+
+
+def _inner(field: FieldInfo) -> type[Section] | None:
+    return section_of(field.annotation)
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+    value = [] if field.default_factory is list else field.default
+    default = "" if value is PydanticUndefined else f"`{_yaml(value)}`"
+    return f"| `{name}` | {_values(field)} | {default} | {meaning} |"
+
+
+def _yaml(value: Any) -> str:
+    """A value as it is written in a YAML."""
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def _values(field: FieldInfo) -> str:
+    """What may be written, in words."""
+    return ", ".join(dict.fromkeys(_kinds(field.annotation, _bounds(field.metadata))))
+
+
+def _kinds(annotation: Any, bounds: str) -> Iterator[str]:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _kinds(
+            inner[0], bounds or _bounds([m for meta in inner[1:] for m in getattr(meta, "metadata", [meta])])
+        )
+    elif origin in (Union, types.UnionType):
+        for option in inner:
+            yield from _kinds(option, bounds)
+    elif origin is Literal:
+        yield from (f"`{value}`" for value in inner)
+    elif origin is dict:
+        yield "mapping"
+    elif origin is list:
+        yield f"list of {', '.join(_kinds(inner[0], ''))}"
+    else:
+        number = annotation in (int, float)
+        yield WORDS.get(annotation, "mapping") + (bounds if number else "")
+
+
+def _bounds(metadata: Any) -> str:
+    """Such as " above 0"."""
+    words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
+    found = [(words[name], getattr(item, name)) for item in metadata for name in words if hasattr(item, name)]
+    return "".join(f" {word} {value:g}" for word, value in found if abs(value) < 1e9)
 
 
 def documents() -> dict[Path, str]:

@@ -22,7 +22,6 @@ import yaml
 
 from rlhf_kl.cli.guide import FOLDER, PAGES
 from rlhf_kl.config.paths import shipped_configs
-from rlhf_kl.config.reference import config_reference
 from rlhf_kl.run.jsonl import read_jsonl
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ REPOSITORY = Path(__file__).parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", *(FOLDER / f"{name}.md" for name in PAGES)]
 BLOCK = re.compile(r"(<!-- validated only -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"# ([\w-]+\.(?:yaml|py))\b")
+GENERATOR = runpy.run_path(str(REPOSITORY / "scripts" / "config_reference.py"))
 SMALL = {
     "ppo.total_episodes": 16,
     "ppo.minibatch_size": 8,
@@ -201,7 +201,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_what_is_made_from_the_schema_is_fresh() -> None:
-    made = runpy.run_path(str(REPOSITORY / "scripts" / "config_reference.py"))["documents"]()
+    made = GENERATOR["documents"]()
     stale = [path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "python scripts/config_reference.py"
 
@@ -215,7 +215,7 @@ def test_an_editor_finds_the_schema_of_a_config(path: Path) -> None:
 
 
 def test_the_config_reference_has_every_key_and_its_meaning() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.*?) \| (.*) \|$", config_reference(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.*?) \| (.*) \|$", GENERATOR["config_reference"](), flags=re.MULTILINE)
     assert len(rows) > 150
     assert [name for name, _, _, meaning in rows if not meaning] == []
     defaults = {name: yaml.safe_load(default.strip("`")) for name, _, default, _ in rows if default}
