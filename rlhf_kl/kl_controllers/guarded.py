@@ -140,7 +140,7 @@ class GuardedController:
         """Warnings before the run: a horizon or gain that cannot move beta in it, state that is not saved."""
         warnings = []
         low, high = self.reach(updates, batch_size)
-        if self.wanted is not None and self.wanted != self._coef:
+        if self.wanted is not None and not self.min_coef <= self.wanted <= self.max_coef:
             warnings.append(
                 f"coef-moved: auto found beta {self.wanted:.4g}, and kl.controller.min_coef and max_coef allow "
                 f"{self.min_coef:.4g} to {self.max_coef:.4g}: it starts at {self._coef:.4g}"

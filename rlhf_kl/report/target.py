@@ -54,7 +54,9 @@ def _place(variant: Variant) -> str:
     kl = variant.mean("kl")
     ratio = f"{_two_digits(kl / variant.config.kl.target_value)}x the target, " if kl is not None else ""
     error, share = _two_digits(variant.mean("tail_error")), format_percent(variant.mean("time_in_band"))
-    return f"{variant.name} ({ratio}tail error {error}, {share} in band)"
+    missed = sum(figures.held is False for figures in variant.figures.values())
+    some = f", missed in {missed} of {len(variant.runs)} seeds" if 0 < missed < len(variant.runs) else ""
+    return f"{variant.name} ({ratio}tail error {error}, {share} in band{some})"
 
 
 def _ceiling_lines(comparison: Comparison) -> list[str]:

@@ -201,4 +201,7 @@ def _whole(value: float | None) -> str:
 
 
 def _columns(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+    """Cells to the right of their columns; one that is too wide for its column keeps a space before it."""
+    return "".join(
+        f"{cell:>{width}}" if len(cell) < width else f" {cell}" for cell, width in zip(cells, WIDTHS, strict=True)
+    )

@@ -94,6 +94,17 @@ def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
     assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64) == []
 
 
+def test_a_resumed_beta_has_not_been_moved_by_its_bounds():
+    guarded = build_controller("adaptive", {}, **RUN | {"coef": 9.0})
+    state = guarded.state_dict()
+    for _ in range(5):
+        guarded.update(0.3, 64)
+    assert guarded.coef != 9.0
+    assert guarded.start_warnings(60, 64) == []
+    guarded.load_state_dict(state)
+    assert guarded.coef == 9.0
+
+
 def test_bounds_of_a_signature_hold_for_a_plugin_that_ignores_them():
     guarded = build_controller(Recorder, {}, coef=1.0)
     guarded.update(0.1, 64)

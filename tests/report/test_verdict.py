@@ -100,6 +100,18 @@ def test_held_takes_the_tail_error_and_the_time_in_band(
     assert lines[2].startswith("calm held the target of 0.1 nats per token: ")
 
 
+def test_a_target_that_some_seeds_missed_is_told_with_their_number(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any]
+) -> None:
+    """Means may pass where one seed does not."""
+    wild = [0.1] * 45 + [0.13] * 10 + [0.1] * 5
+    paths = [
+        write_run(f"run-s{seed}", metrics_rows(kls), config={"run": {"seed": seed}})
+        for seed, kls in enumerate(([0.1] * 60, wild))
+    ]
+    assert "in band, missed in 1 of 2 seeds)" in judge(read_comparison(paths))[0]
+
+
 def test_three_single_runs_at_one_kl(grid: Grid) -> None:
     ends = {"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.1), "c": ("dual", 0.2, 0.1)}
     lines = judge(grid(ends, seeds=1, extra={"a": -1.4, "b": -0.86, "c": -0.4}))

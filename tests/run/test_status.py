@@ -45,3 +45,9 @@ def test_after_a_resume_the_start_is_that_of_the_run() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1:00"), (72, "1:12"), (7384, "2:03:04")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_wide_cell_keeps_its_distance() -> None:
+    status = RunStatus(3, 0.1, "token")
+    status.update({"step": 1, "kl/coef": 0.39231, "eval/perplexity": 73210.0})
+    assert "0.3923 7.3e+04" in status.line()
