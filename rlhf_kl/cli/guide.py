@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -45,8 +46,10 @@ def guide(
     from rich.console import Console
     from rich.markdown import Markdown
 
+    os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and a short page is printed only
     console = Console()
-    console.print(Markdown(_text(name)), width=min(console.width, WIDTH))
+    with console.pager(styles=True):
+        console.print(Markdown(_text(name)), width=min(console.width, WIDTH))
 
 
 def _text(name: str) -> str:

@@ -9,7 +9,7 @@ from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.pages.compare import compare_page
-from rlhf_kl.report.plots.compare import compare_charts, held_charts
+from rlhf_kl.report.plots.compare import compare_charts, held_charts, held_columns
 from rlhf_kl.report.plots.frontier import frontier_charts
 from rlhf_kl.report.plots.render import save_png, save_sheet
 from rlhf_kl.report.plots.targets import target_charts
@@ -59,8 +59,8 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", comparison.to_json(lines))
         write_atomic(folder / "compare.html", compare_page(comparison, name, lines))
-        save_sheet(held_charts(comparison), folder / "compare.png", columns=2, heading=_heading(comparison, name),
-                   footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
+        save_sheet(held_charts(comparison), folder / "compare.png", columns=held_columns(comparison),
+                   heading=_heading(comparison, name), footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
         for chart in pictures:
             save_png(chart, folder / f"{chart.slug}.png")
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.equal_kl import EqualKL
+from rlhf_kl.report.gold_peak import gold_peak
 from rlhf_kl.report.target import target_lines
 from rlhf_kl.run.figures import format_percent
 
@@ -23,6 +24,8 @@ def judge(comparison: Comparison) -> list[str]:
         lines += [_equal_kl_line(entry, len(comparison.seeds)) for entry in entries if entry.measure == measure]
     if not entries and len(comparison.variants) > 1:
         lines.append("The scores are not compared: no two of the variants can be set side by side at the same KL.")
+    if peak := gold_peak(comparison.by_target):
+        lines.append(peak.sentence(comparison.unit))
     return [*lines, *_cost_lines(comparison), FRONTIER]
 
 

@@ -23,7 +23,8 @@ from rlhf_kl.run.status import RunStatus, Unit, duration
 from rlhf_kl.run.text import safe_text
 
 HEADER_EVERY = 20  # lines of a log
-LOG_SECONDS = 10.0  # between two lines on the progress of one thing
+LOG_SECONDS = 10.0  # at least, between two lines on the progress of one thing
+LOG_SHARE = 0.1  # of the whole, between two lines; or a minute
 
 
 class Advance(Protocol):
@@ -132,14 +133,16 @@ class TrainingDisplay:
                 self._stop_live()
 
     def _log_progress(self, name: str, total: int | None) -> Advance:
-        """A line now and then, none for what is quickly done."""
-        done, last = 0, time.monotonic()
+        """A line every tenth or every minute, none for what takes less than ten seconds."""
+        done, shown, last = 0, 0, time.monotonic()
 
         def advance(steps: int = 1, note: str | None = None) -> None:
-            nonlocal done, last
+            nonlocal done, shown, last
             done, now = done + steps, time.monotonic()
-            if now - last >= LOG_SECONDS:
-                last = now
+            waited = now - last
+            far = total is None or done - shown >= LOG_SHARE * total
+            if waited >= 6 * LOG_SECONDS or (waited >= LOG_SECONDS and far):
+                shown, last = done, now
                 share = f"/{total} ({done / total:.0%})" if total else ""
                 self.message(f"{name}: {done}{share}{f', {note}' if note else ''}")
 

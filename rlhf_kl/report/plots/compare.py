@@ -59,12 +59,16 @@ def _over_time(
 
 
 def held_charts(comparison: Comparison) -> list[Chart]:
-    """One small chart a variant: KL over target of every seed, with the figures that judge it."""
-    variants, families = comparison.variants, list(comparison.families.values())
-    if len(families) == 2 and len(families[0]) == len(families[1]):  # side by side in two columns
-        variants = [variant for pair in zip(*families, strict=True) for variant in pair]
+    """One small chart a variant, by family: KL over target of every seed, with the figures that judge it."""
     styles = variant_styles(comparison)
+    variants = [variant for family in comparison.families.values() for variant in family]
     return [_held_chart(variant, f"held-{i}", styles[variant.name].tint) for i, variant in enumerate(variants)]
+
+
+def held_columns(comparison: Comparison) -> int:
+    """Charts side by side: three where every family has three variants, so that each has its line."""
+    sizes = {len(family) for family in comparison.families.values()}
+    return 3 if sizes == {3} else 2
 
 
 def _held_chart(variant: Variant, slug: str, tint: str) -> Chart:

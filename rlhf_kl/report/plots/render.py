@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from PIL import Image
 
 from rlhf_kl.report.plots.chart import LEGEND_COLUMNS, Axes, Chart
@@ -31,8 +31,8 @@ def save_png(chart: Chart, path: Path) -> None:
 def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int, heading: str = "", footer: str = "") -> None:
     """Charts side by side in one PNG under a heading."""
     lines = -(-len(charts) // columns)
-    height = (4.1 if columns == 1 else 2.75) * lines + (0.30 * (heading.count("\n") + 1) if heading else 0)
-    width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * 1.2, PNG_TYPE * 0.95)
+    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * lines + (0.30 * (heading.count("\n") + 1) if heading else 0)
+    width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
     with picture_style(size):
         figure = Figure(figsize=(width, height + 0.3 * bool(footer)), layout="constrained")
         panels = list(figure.subplots(lines, columns, squeeze=False).flat)
@@ -97,7 +97,10 @@ def _draw(chart: Chart, axes: Axes) -> None:
 
 
 def _plain_log_ticks(axis: Axes) -> None:
-    """1, 2 and 5 of each decade where there are few decades, written as plain numbers."""
+    """1, 2 and 5 of each decade where there are few decades, as plain numbers; none where a chart set its own."""
+    if isinstance(axis.get_major_locator(), FixedLocator):
+        axis.set_minor_locator(NullLocator())
+        return
     low, high = sorted(axis.get_view_interval())
     if low <= 0:
         return

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.gold_peak import GoldPeak, gold_peak
 from rlhf_kl.report.plots.chart import Axes, Chart, add_legend, columns, plot_level, plot_line, plot_points
+from rlhf_kl.report.plots.style import colour
 from rlhf_kl.report.variant import Variant
 from rlhf_kl.run.figures import format_number
 
-LINES = (("scores", "score of the reward", "c1"), ("gold", "true score (gold)", "c2"))
+LINES = (("scores", "score", "c1"), ("gold", "true score (gold)", "c2"))
 
 
 def target_charts(comparison: Comparison) -> list[Chart]:
@@ -19,7 +22,7 @@ def target_charts(comparison: Comparison) -> list[Chart]:
     curves = [curve for curve in curves if len(curve[2]) > 1]
     if not curves:
         return []
-    peak = best_target(variants)
+    peak = gold_peak(variants)
     run = next(iter(variants[0].runs.values()))
     start = {label: run.reference(f"objective/{name}") for name, label, _ in LINES}
 
@@ -28,25 +31,37 @@ def target_charts(comparison: Comparison) -> list[Chart]:
         for label, tint, x, mean, low, high in curves:
             plot_line(axes, x, mean, tint, low, high, label=label, marker="o")
             if (value := start[label]) is not None:
-                plot_level(axes, value, "", tint)
-        if peak is not None:
-            plot_points(axes, [peak[0]], [peak[1]], "ink", marker="D", markersize=8, label="highest true score")
+                plot_level(axes, value, "the start" if tint == LINES[0][2] else "", tint)
         targets = [variant.config.kl.target_value for variant in variants]
-        axes.set_xticks(targets, [f"{target:g}" for target in targets], minor=False)
-        axes.set_xticks([], minor=True)
+        axes.set_xticks(targets, [f"{target:g}" for target in targets])
+        if peak is not None:
+            plot_points(axes, [peak.target], [peak.gold], "ink", marker="D", markersize=8, label="highest")
+            _name_sides(axes, targets, peak)
         add_legend(axes)
 
-    caption = "Means over seeds with one standard deviation, last ten updates. Dashed: the reference."
+    caption = "Means over seeds with one standard deviation, last ten updates. Dashed: the start."
     if peak is not None:
-        caption += f" Diamond: the highest gold, {format_number(peak[1])} at the target {peak[0]:g}."
+        caption += f" Diamond: the highest gold, {format_number(peak.gold)} at the target {peak.target:g}."
+        caption += " Green: the targets whose gold is within one standard deviation of that."
     places = columns("KL target", [(label, x, mean) for label, _, x, mean, _, _ in curves])
     return [Chart("targets", "Score and true score by KL target", draw, places, caption)]
 
 
-def best_target(variants: Sequence[Variant]) -> tuple[float, float] | None:
-    """The target with the highest mean gold, and that gold; None without gold."""
-    x, mean, _, _ = _curve(variants, "gold")
-    return max(zip(x, mean, strict=True), key=lambda point: point[1], default=None)
+def _name_sides(axes: Axes, targets: Sequence[float], peak: GoldPeak) -> None:
+    """Shade the right targets and write what lies on each side of them."""
+    low, high = targets[0] * math.sqrt(targets[0] / targets[1]), targets[-1] * math.sqrt(targets[-1] / targets[-2])
+    below = [target for target in targets if target < peak.lowest]
+    above = [target for target in targets if target > peak.highest]
+    left = math.sqrt(max(below) * peak.lowest) if below else low
+    end = math.sqrt(min(above) * peak.highest) if above else high
+    axes.set_xlim(low, high)
+    axes.axvspan(left, end, color=colour("band"), zorder=0.4, linewidth=0)
+    for words, start, stop in (("too little", low, left), ("right", left, end), ("too much", end, high)):
+        if stop > start:
+            axes.annotate(
+                words, (math.sqrt(start * stop), 0), xytext=(0, 5), xycoords=("data", "axes fraction"),
+                textcoords="offset points", ha="center", color=colour("muted"),
+            )  # fmt: skip
 
 
 def _curve(variants: Sequence[Variant], name: str) -> tuple[list[float], list[float], list[float], list[float]]:
