@@ -16,6 +16,13 @@ from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
 
+OLDEST_TORCH = (2, 8)  # its FSDP2 has `set_reshard_after_forward`
+
+
+def can_spread() -> bool:
+    """Whether the installed torch is new enough."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= OLDEST_TORCH
+
 
 def spread(layers: Iterable[nn.Module], root: nn.Module | None, device: torch.device) -> None:
     """Spread the tensors of layers, each gathered by itself, and of the rest of `root`, which is called for a pass.

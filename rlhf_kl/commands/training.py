@@ -37,7 +37,7 @@ from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.clock import Clock
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import library_state_kept, uniforms
-from rlhf_kl.sharding import whole
+from rlhf_kl.sharding import OLDEST_TORCH, can_spread, whole
 from rlhf_kl.trainers.checks import check_start, checked_prompts
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -127,6 +127,9 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
     for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):
         if shard and processes == 1:
             raise InputError(f"{section}.shard: one process has nobody to share with: {LAUNCH}")
+        if shard and not can_spread():
+            needed = ".".join(map(str, OLDEST_TORCH))
+            raise InputError(f"{section}.shard: torch {needed} or newer is needed")
     wanted = {
         "rollout.batch_size": (rollout.batch_size, processes * rollout.samples_per_prompt),
         "ppo.minibatch_size": (config.minibatch_size, processes),

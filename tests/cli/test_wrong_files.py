@@ -116,11 +116,15 @@ def test_a_name_that_is_neither_here_nor_in_the_cache(refused: Callable[..., str
 def test_what_the_hub_does_not_know(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, error: str, expected: str
 ) -> None:
-    import httpx2
     from huggingface_hub import HfApi, errors
 
+    try:
+        import httpx2 as httpx  # of huggingface_hub 2
+    except ImportError:
+        import httpx
+
     def answer(*_: Any, **__: Any) -> None:
-        response = httpx2.Response(404, request=httpx2.Request("GET", "https://hub"))
+        response = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
         raise getattr(errors, f"{error}NotFoundError")("404", response=response)
 
     monkeypatch.setattr(HfApi, "repo_info", answer)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -415,7 +416,7 @@ def test_other_threads_or_versions_are_reported(
     path = crashed / "checkpoints" / "step-000004"
     state = json.loads((path / "state.json").read_text())
     assert state["environment"]["threads"] == str(torch.get_num_threads())
-    assert state["environment"]["torch"] == torch.__version__
+    assert state["environment"]["torch"] == version("torch")
     train(crashed, resume=True)
     assert "resume:" not in capsys.readouterr().err  # nothing to say
     crashed = crash(tiny_run, tmp_path / "again", 4)

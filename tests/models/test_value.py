@@ -89,7 +89,7 @@ def test_values_are_float32_where_the_layers_are_not(new_model: Make) -> None:
             result = value(packed(), hidden)
         exact = hidden.double() @ value.head.weight[0].double() + 100.0
     torch.testing.assert_close(result.double(), exact, rtol=0, atol=1e-4)
-    assert float((exact.bfloat16() - exact).abs().max()) > 1e-2
+    assert float((exact.bfloat16() - exact).abs().max()) > 5e-3
 
 
 def test_a_head_teaches_the_policy_and_a_separate_function_leaves_it_alone(model: ActorCritic) -> None:

@@ -51,6 +51,7 @@ def together(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callab
         worker = Path(__file__).with_name("several_commands.py")
         process = launch([worker, place / "commands.json", place / "codes"], count)
         output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
         codes = [json.loads((place / f"codes.{rank}").read_text()) for rank in range(count)]
         return Together(codes, output)
 

@@ -13,8 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from rlhf_kl import sharding
+from rlhf_kl.commands.training import check_sizes
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.sharding import can_spread
 
 Cli = Callable[..., Any]
 VARIANTS: dict[str, list[str]] = {
@@ -37,6 +42,9 @@ VARIANTS: dict[str, list[str]] = {
     "sharded-gold": ["reward.gold=GOLD"],
     "frozen-ceiling": ["reference.model=OTHER", "kl.ceiling.value=0.02", "kl.target=0.01"],
 }
+NEEDS_SHARDS = pytest.mark.skipif(not can_spread(), reason="FSDP2 of this torch is too old")
+if not can_spread():
+    VARIANTS = {name: settings for name, settings in VARIANTS.items() if not name.startswith(("sharded", "frozen"))}
 SHARDS = ["policy.shard=true", "reference.shard=true"]  # in the run of two processes; of "frozen" the last alone
 
 
@@ -122,9 +130,14 @@ def test_samples_and_weights_are_those_of_one_process(runs: Callable[[str], tupl
 
 def test_the_ceiling_acts_in_both(runs: Callable[[str], tuple[Path, Path]]) -> None:
     assert min(row["kl/backtrack_factor"] for row in updates(runs("ceiling")[1])) < 1.0
+
+
+@NEEDS_SHARDS
+def test_the_ceiling_pulls_a_policy_back_to_a_spread_reference(runs: Callable[[str], tuple[Path, Path]]) -> None:
     assert any(row["kl/pulled_back"] for row in updates(runs("frozen-ceiling")[1]))
 
 
+@NEEDS_SHARDS
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_run_goes_on_with_or_without_shards(
     runs: Callable[[str], tuple[Path, Path]],
@@ -147,6 +160,13 @@ def test_a_run_goes_on_with_or_without_shards(
             assert_close(a.get(key), b.get(key), f"update {a['step']}, {key}")
 
 
+def test_an_old_torch_does_not_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "OLDEST_TORCH", (99, 0))
+    config = TrainConfig.model_validate({"policy": {"model": "builtin:reviews", "shard": True}})
+    with pytest.raises(InputError, match=r"policy\.shard: torch 2\.8 or newer is needed"):
+        check_sizes(config, processes=2)
+
+
 def test_one_process_shares_with_nobody(rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--set", "policy.shard=true")
@@ -154,6 +174,7 @@ def test_one_process_shares_with_nobody(rlhf_kl: Cli, tiny_settings: dict[str, A
     assert "policy.shard: one process has nobody to share with: start them with torchrun" in outcome.err
 
 
+@NEEDS_SHARDS
 @pytest.mark.parametrize("settings", [[], ["policy.value=separate"], ["policy.value=head", "ppo.value_warmup=1"]])
 def test_processes_that_need_more_passes_than_others(
     launch: Callable[..., Any], rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path, settings: list[str]

@@ -32,7 +32,7 @@ from rlhf_kl.types import PromptBatch, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
-SAMPLING = Sampling(6, 0.8, [2], 0)
+SAMPLING = Sampling(12, 0.8, [2], 0)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -54,7 +54,7 @@ def parts(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any)
     policy, value = TransformersLM(new_model(seed=3)), HeadValue(16)
     torch.nn.init.ones_(value.head.weight)
     reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
-    responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 6, 0, "x"), SAMPLING, letters)
+    responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x"), SAMPLING, letters)
     return Parts(ActorCritic(policy, value), reference, responses)
 
 

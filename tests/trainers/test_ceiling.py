@@ -237,7 +237,7 @@ def test_from_above_the_ceiling_it_comes_back_at_once(make_trainer: Make, new_mo
         ppo={"learning_rate": 1e-3},
     )
     kls = [row["kl/token"] for row in moved_far(trainer, 10)]
-    assert kls[0] > 0.02
+    assert kls[0] > 0.015
     assert max(kls[1:]) < 0.012
 
 
