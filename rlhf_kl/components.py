@@ -18,8 +18,11 @@ from rlhf_kl.errors import InputError
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that is closest to `word`, or None if nothing is close."""
+    """The one of `names` that is closest to `word`, or has it as its initials (lr: learning_rate); else None."""
     by_lower = {name.lower(): name for name in names}
+    for name in by_lower:
+        if "_" in name and word.lower() == "".join(part[:1] for part in name.split("_")):
+            return by_lower[name]
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
 

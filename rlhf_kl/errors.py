@@ -54,4 +54,4 @@ class Interrupted(BaseException):
 
     def __init__(self, signal_number: int) -> None:
         self.exit_code = 128 + signal_number
-        super().__init__("interrupted: --resume goes on from the last checkpoint")
+        super().__init__("interrupted")

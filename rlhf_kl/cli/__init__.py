@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +18,13 @@ from rlhf_kl.memory import memory_is_full
 from rlhf_kl.run.text import safe_text
 from rlhf_kl.threads import wait_without_spinning
 
+TRAINING = {  # commands that take a config, and one that comes along
+    "train": "smoke.yaml",
+    "sft": "sft_reviews.yaml",
+    "reward-model": "reward_reviews.yaml",
+    "compare": "compare_adaptive_vs_static.yaml",
+    "doctor": "ppo_adaptive.yaml",
+}
 app = typer.Typer(
     name="rlhf-kl",
     help="Fine-tune a language model with PPO, and hold its KL to the reference at a target.\n\n"
@@ -76,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
             print(f"error: {safe_text(line)}", file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
+        print(f"interrupted; to go on from the last checkpoint: {_going_on(arguments)}", file=sys.stderr)
         return interrupted.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
@@ -93,6 +101,32 @@ def run(arguments: Sequence[str]) -> int:
         return 1
 
 
+def _going_on(arguments: Sequence[str]) -> str:
+    """The command that goes on where this one was interrupted."""
+    words = [word for word in arguments if word != "--overwrite"]
+    if "--resume" not in words and words[0] != "compare":  # which does so anyway
+        words.append("--resume")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return "the same command with --resume"
+    return safe_text(shlex.join(["rlhf-kl", *words]))
+
+
+def _advice(error: Any, arguments: list[str], path: str) -> str:
+    """What helps after a usage error."""
+    command = arguments[0] if arguments else ""
+    if command in TRAINING and type(error).__name__ == "NoSuchOption":
+        from rlhf_kl.config.check import all_keys, nearest_keys
+        from rlhf_kl.config.schema import MODELS
+
+        key = error.option_name.lstrip("-").replace("-", "_")
+        model = next((model for kind, model in MODELS.items() if kind == command), MODELS["train"])
+        keys = nearest_keys(key, all_keys(model)) or ["KEY"]
+        return f"config keys are changed with --set: --set {keys[0]}=VALUE (see {path} --help)"
+    if command in TRAINING and type(error).__name__ == "MissingParameter":
+        return f"such as {path} --config {TRAINING[command]} (see {path} --help)"
+    return f"see {path} --help"
+
+
 def _follows() -> bool:
     """Whether a launcher started another process of a group on this machine before this one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("LOCAL_RANK", "0")) > 0
@@ -107,7 +141,7 @@ def _command(arguments: list[str]) -> int:
             raise
         path = getattr(getattr(error, "ctx", None), "command_path", None) or "rlhf-kl"
         if not _follows():
-            message = safe_text(" ".join(error.format_message().split()))
-            print(f"error: {message} (try {path} --help)", file=sys.stderr)
+            message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
+            print(f"error: {message}; {_advice(error, arguments, path)}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     return result if isinstance(result, int) else 0

@@ -10,6 +10,23 @@ import typer
 
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
 
+LABELS = {
+    "perplexity": "held-out perplexity",
+    "nats_per_token": "  nats per token",
+    "bits_per_byte": "  bits per byte",
+    "tokens": "  tokens",
+    "bytes": "  bytes",
+    "documents": "  documents",
+    "kl_token": "KL per token",
+    "kl_sequence": "KL per response",
+    "forward_kl_token": "forgetting",
+    "scores": "score",
+    "gold": "gold score",
+    "length": "response length",
+    "eos_rate": "share with an EOS",
+    "distinct_2": "distinct word pairs",
+}
+
 
 def evaluate(
     run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
@@ -42,9 +59,13 @@ def _table(figures: dict[str, Any]) -> str:
     rows = [("", "policy", "reference")] if beside else []
     for name, value in figures.items():
         if name != "reference" and value is not None:
-            rows.append((name, _shown(value), _shown(beside.get(name))))
+            rows.append((LABELS[name], _shown(value), _shown(beside.get(name))))
     width = max(12, *(2 + len(cell) for row in rows for cell in row[1:]))
-    return "\n".join(f"{name:<16}{own:>{width}}{other:>{width}}".rstrip() for name, own, other in rows)
+    label = max(map(len, LABELS.values()))
+    lines = [f"{name:<{label}}{own:>{width}}{other:>{width}}".rstrip() for name, own, other in rows]
+    if "forward_kl_token" in figures:
+        lines.append("KL and forgetting in nats; forgetting: KL of the reference to the policy, per token.")
+    return "\n".join(lines)
 
 
 def _shown(value: Any) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
+from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.trainers.reward_figures import sketch
 
 Closing = tuple[dict[str, object], list[str]]
@@ -15,10 +17,13 @@ def train_closing(summary: dict[str, Any], folder: str) -> Closing:
     final, place = summary["final"], shlex.quote(folder)
     unit = summary["config"]["kl"]["unit"]
     figures: dict[str, object] = {"updates": f"{summary['steps']} in {summary['seconds']:.0f} s"}
+    control = summary.get("control")  # not of a run by an earlier version
+    if control is not None and control["kl"] is not None:
+        verdict = _verdict(summary["config"]["kl"]["controller"]["kind"], final["kl/target"], control)
+        figures[f"KL per {unit}"] = f"{control['kl']:.3f}, {verdict}"
     rows = (
         ("score", "objective/scores", ".2f"),
         ("gold", "objective/gold", ".2f"),
-        (f"KL per {unit}", f"kl/{unit}", ".3f"),
         ("beta", "kl/coef_next", ".4g"),
         ("held-out perplexity", "eval/perplexity", ".2f"),
     )
@@ -26,13 +31,23 @@ def train_closing(summary: dict[str, Any], folder: str) -> Closing:
         if final.get(key) is not None:
             figures[name] = format(final[key], form)
     if summary.get("tilt_share") is not None:
-        figures["of the best possible gain"] = f"{summary['tilt_share']:.0%} at this KL"
+        figures["score gain"] = f"{summary['tilt_share']:.0%} of the most that this KL allows"
     return figures, [
         f"rlhf-kl report {place}",
         f"rlhf-kl eval --run {place}",
         f"tensorboard --logdir {place}",
         f"{folder}/samples.jsonl holds responses token by token, {folder}/final the policy",
     ]
+
+
+def _verdict(kind: str, target: float, control: Mapping[str, Any]) -> str:
+    """Whether the run held its target; see `report.control.held`."""
+    goal = f"target {target:g}"
+    if control["held"] is None:
+        return goal
+    if not adjusts(kind):
+        return f"{goal} {'reached' if control['held'] else 'not reached'} (beta does not depend on the KL)"
+    return f"{goal} {'held' if control['held'] else 'missed'} (within {control['tail_error']:.0%} on average)"
 
 
 def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:

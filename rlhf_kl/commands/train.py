@@ -23,7 +23,7 @@ from rlhf_kl.kl_controllers.tilt import gain_at_kl
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.processes import Processes
-from rlhf_kl.report.control import end, is_update
+from rlhf_kl.report.control import closing_figures, end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
 from rlhf_kl.rewards.plugin import columns_read
 from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
@@ -310,6 +310,7 @@ class TrainRun:
             final=(rows[-1] if rows else {}) | evaluated,
             best=self.best,
             best_checkpoint=self.best_checkpoint,
+            control=closing_figures(rows, self.config.kl.unit),
             tilt_share=self.tilt_share(rows),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,

@@ -108,13 +108,17 @@ def _finite(value: Any) -> bool:
 
 def _key_hint(key: str, prefix: str, siblings: Sequence[str], known: Sequence[str]) -> str:
     """The same key in another section, else the nearest here, else the nearest anywhere."""
+    close = nearest(key, siblings)
+    if close is not None and not any(dotted.endswith(f".{key}") for dotted in known):
+        return f"; did you mean {prefix}{close}?"
+    anywhere = nearest_keys(key, known)
+    return f"; did you mean {' or '.join(anywhere)}?" if anywhere else f"; valid: {', '.join(siblings)}"
+
+
+def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
+    """Of dotted keys up to three whose last part is `key`, or else is nearest to it."""
     leaves: dict[str, list[str]] = {}
     for dotted in known:
         leaves.setdefault(dotted.rpartition(".")[2], []).append(dotted)
-    close = nearest(key, siblings)
-    if key not in leaves and close is not None:
-        return f"; did you mean {prefix}{close}?"
     leaf = key if key in leaves else nearest(key, leaves)
-    if leaf is not None:
-        return f"; did you mean {' or '.join(leaves[leaf][:3])}?"
-    return f"; valid: {', '.join(siblings)}"
+    return leaves[leaf][:3] if leaf is not None else []

@@ -26,14 +26,14 @@ def shipped_configs() -> Path:
 def find_config(name: str | Path, *, folder: Path | None = None, but: Path | None = None) -> Path:
     """The config file `name`, from: `folder`, the working directory, its configs/, the shipped configs.
 
+    `.yaml` may be left out.
     but: a file that is passed over (one that extends its namesake).
     Raises InputError, naming the nearest file there is.
     """
     here = Path.cwd()
     places = [*([folder] if folder else []), here, here / "configs", shipped_configs()]
     given = Path(os.path.expanduser(name))
-    for place in places:
-        path = place / given
+    for path in (place / name for place in places for name in (given, Path(f"{given}.yaml"))):
         if os.path.exists(path) and not path.is_dir() and (but is None or path.resolve() != but):
             return path.resolve()
     if os.path.isdir(here / given):

@@ -4,7 +4,7 @@ from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
 from rlhf_kl.kl_controllers.base import KLController
 from rlhf_kl.kl_controllers.dual import DualKL
 from rlhf_kl.kl_controllers.exponential import ExponentialKL
-from rlhf_kl.kl_controllers.factory import CONTROLLERS, build_controller
+from rlhf_kl.kl_controllers.factory import CONTROLLERS, adjusts, build_controller
 from rlhf_kl.kl_controllers.fixed import FixedKL
 from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.pid import PIDKL
@@ -24,5 +24,6 @@ __all__ = [
     "ScheduledKL",
     "ThresholdKL",
     "ZieglerKL",
+    "adjusts",
     "build_controller",
 ]

@@ -39,6 +39,12 @@ BOUNDS = {"min_coef", "max_coef"}  # of beta; the program keeps them for every c
 COEF_WITHOUT_SCORES = 0.1  # `coef: auto` where no scores are known
 
 
+def adjusts(kind: str) -> bool:
+    """Whether the beta of this kind of controller depends on the KL; of a user's own it is assumed."""
+    known = CONTROLLERS.get(stored_name(kind))
+    return known is None or known.adjusts
+
+
 def build_controller(
     kind: str | Callable[..., Any],
     options: Mapping[str, Any],

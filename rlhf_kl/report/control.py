@@ -57,6 +57,21 @@ def held(values: Sequence[float]) -> bool | None:
     return None if error is None or share is None else error <= HELD_ERROR and share >= HELD_SHARE
 
 
+def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str) -> dict[str, Any]:
+    """For the summary of a run: mean KL of the last ten updates, tail error, time in band, and whether it held.
+
+    rows: those of all updates. unit: of the target.
+    """
+    kls = [kl for row in end(rows) if (kl := row.get(f"kl/{unit}")) is not None]
+    values = ratios(rows)
+    return {
+        "kl": fmean(kls) if kls else None,
+        "tail_error": tail_error(values),
+        "time_in_band": time_in_band(values),
+        "held": held(values),
+    }
+
+
 def peak(values: Sequence[float]) -> float | None:
     """Largest KL/target."""
     return max(values, default=None)

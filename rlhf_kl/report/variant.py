@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean, stdev
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.kl_controllers import CONTROLLERS
+from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.report.run import RunFigures, RunResult, Series
 
 
@@ -54,9 +54,8 @@ class Variant:
 
     @property
     def is_controlled(self) -> bool:
-        """Whether beta depends on the KL. A law that is not built in is taken to read it."""
-        law = CONTROLLERS.get(self.config.kl.controller.kind)
-        return law is None or law.adjusts
+        """Whether beta depends on the KL."""
+        return adjusts(self.config.kl.controller.kind)
 
     @property
     def ceiling(self) -> tuple[float, str] | None:

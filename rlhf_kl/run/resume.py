@@ -103,7 +103,11 @@ def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
         lines = [line for line in lines if not line.startswith("ppo.total_episodes:")]
     changed = [line for line in lines if not line.startswith(ROUNDING_ONLY)]
     if changed:
-        raise InputError(f"{folder.path}: --resume goes on with the same config, but these keys changed:", *changed)
+        raise InputError(
+            f"{folder.path}: --resume goes on with the same config, but these keys changed:",
+            *changed,
+            "set them back, or name another --output-dir, or start this run anew with --overwrite",
+        )
     return lines
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from rlhf_kl.cli.evaluate import LABELS, _table
+
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
 
@@ -41,8 +43,10 @@ def test_a_run_as_a_table(run: Path, rlhf_kl: Cli) -> None:
     assert outcome.err == ""
     lines = outcome.out.splitlines()
     assert lines[0].split() == ["policy", "reference"]
-    names = [line.split()[0] for line in lines[1:]]
-    assert set(names) == TEXT_KEYS | POLICY_KEYS - {"gold"}  # there is no gold scorer in this run
+    names = [line[:20].strip() for line in lines[1:-1]]
+    keys = TEXT_KEYS | POLICY_KEYS - {"gold"}  # there is no gold scorer in this run
+    assert set(names) == {LABELS[key].strip() for key in keys}
+    assert lines[-1].startswith("KL and forgetting in nats; forgetting: KL of the reference to the policy")
 
 
 def test_a_model_on_a_file(tiny_folder: Path, tiny_data: Any, rlhf_kl: Cli) -> None:
@@ -139,12 +143,10 @@ def test_a_real_model(real_data: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
 
 
 def test_large_figures_stay_apart() -> None:
-    from rlhf_kl.cli.evaluate import _table
-
     table = _table({"perplexity": 2170519.9644, "tokens": 5, "reference": {"perplexity": 2450362.8208, "tokens": 5}})
     assert [line.split() for line in table.splitlines()] == [
         ["policy", "reference"],
-        ["perplexity", "2170519.9644", "2450362.8208"],
+        ["held-out", "perplexity", "2170519.9644", "2450362.8208"],
         ["tokens", "5", "5"],
     ]
     assert len({len(line) for line in table.splitlines()}) == 1

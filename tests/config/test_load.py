@@ -74,6 +74,12 @@ def test_a_name_is_looked_up_here_then_in_configs_then_among_the_shipped(write: 
     assert find_config("ppo_adaptive.yaml") == first
 
 
+def test_a_config_is_named_without_its_ending(write: Write) -> None:
+    assert find_config("ppo_static") == find_config("ppo_static.yaml")
+    mine = write("mine.yaml")
+    assert find_config("mine") == mine
+
+
 def test_a_missing_config_names_the_nearest(write: Write) -> None:
     write("mine.yaml")
     with pytest.raises(InputError, match=r"did you mean mine\.yaml\?"):
@@ -293,6 +299,7 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
     [
         ("ppo: {batch_size: 32}", "ppo.batch_size: unknown key; did you mean rollout.batch_size?"),
         ("learning_rate: 1", "learning_rate: unknown key; did you mean ppo.learning_rate?"),
+        ("ppo: {lr: 1}", "ppo.lr: unknown key; did you mean ppo.learning_rate?"),
         ("rollot: {batch_size: 1}", "rollot: unknown key; did you mean rollout?"),
         ("reward: {normalise: true}", "reward.normalise: unknown key; did you mean reward.normalize?"),
         ("kl: {ceiling: {valu: 2x}}", "kl.ceiling.valu: unknown key; did you mean kl.ceiling.value?"),

@@ -150,7 +150,7 @@ def test_a_signal_to_one_process_stops_both_after_the_update(
     os.kill(ranks[1], signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "interrupted: --resume goes on" in output
+    assert "interrupted; to go on from the last checkpoint: the same command with --resume" in output
     steps = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == steps[-1]
     assert json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").read_text())
