@@ -186,14 +186,17 @@ def policy_figures(
     gold: GoldScorer | None = None,
     batch_size: int = ROWS,
     report: Callable[[str], None] = lambda _: None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> PolicyFigures:
     """Sample one response to each prompt, at most `batch_size` at a time, and measure; `seed` fixes the samples.
 
     A figure is None where a reward model's score is not finite; `report` is told so. Errors: InputError where a
-    function misbehaves.
+    function misbehaves. `advance(n)` is called after every n responses, of the reference and then of the policy.
     """
     every = slice(0, len(prompts))
-    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, reward, gold, batch_size)
+    samples = policy_samples(
+        policy, reference, prompts, every, seed, sampling, tokenizer, reward, gold, batch_size, advance
+    )
     return figures_of([samples], report)
 
 
@@ -208,6 +211,7 @@ def policy_samples(
     reward: RewardFn | None = None,
     gold: GoldScorer | None = None,
     batch_size: int = ROWS,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> PolicySamples:
     """One response to each prompt of `part`: the same ones whatever the parts. Errors: as `policy_figures`.
 
@@ -232,6 +236,7 @@ def policy_samples(
         return fitting_batches(len(prompts), batch_size, respond_and_measure, change)
 
     for (_, sampled, _), exact_kl in sampled_by(reference, policy):
+        advance(len(sampled.mask))
         made.forward_kl += float64(exact_kl).sum(1).tolist()
         made.forward_lengths += sampled.mask.sum(1).tolist()
     for (batch, sampled, responses), exact_kl in sampled_by(policy, reference):
@@ -239,6 +244,7 @@ def policy_samples(
         made.lengths += sampled.mask.sum(1).tolist()
         made.ended += sampled.ended.tolist()
         made.texts += responses
+        advance(len(responses))
         if reward is not None:
             found = score_responses(reward, batch.texts, responses, "function")
             made.scores += found.values.cpu()[found.scored.cpu()].tolist()

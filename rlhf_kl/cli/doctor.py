@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rlhf_kl.cli.loading import loading
 from rlhf_kl.cli.options import Config, Quiet, Seed, Set, overrides
 
 STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}
@@ -31,8 +32,9 @@ def doctor(
 
     settings = load_config("train", config, overrides(set_, None, seed))
     check_plugins(settings)
-    from rlhf_kl.commands.doctor import run_doctor
-    from rlhf_kl.run.display import TrainingDisplay
+    with loading(quiet):
+        from rlhf_kl.commands.doctor import run_doctor
+        from rlhf_kl.run.display import TrainingDisplay
 
     findings = run_doctor(settings, TrainingDisplay(quiet), pairs, processes)
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_kl.cli.loading import loading
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
 
 LABELS = {
@@ -43,9 +44,10 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
-    from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-    from rlhf_kl.commands.trust import Trust
-    from rlhf_kl.run.display import TrainingDisplay
+    with loading(quiet):
+        from rlhf_kl.commands.evaluate import EvalRequest, run_eval
+        from rlhf_kl.commands.trust import Trust
+        from rlhf_kl.run.display import TrainingDisplay
 
     trust = Trust(plugins, trust_remote_code, allow_pickle)
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, trust)

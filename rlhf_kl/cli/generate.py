@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_kl.cli.loading import loading
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
 from rlhf_kl.run.text import safe_text
 
@@ -37,9 +38,10 @@ def generate(
     quiet: Quiet = False,
 ) -> None:
     """Sample from a policy: of a run, or any model."""
-    from rlhf_kl.commands.generate import GenerateRequest, run_generate
-    from rlhf_kl.commands.trust import Trust
-    from rlhf_kl.run.display import TrainingDisplay
+    with loading(quiet):
+        from rlhf_kl.commands.generate import GenerateRequest, run_generate
+        from rlhf_kl.commands.trust import Trust
+        from rlhf_kl.run.display import TrainingDisplay
 
     request = GenerateRequest(
         run=run,

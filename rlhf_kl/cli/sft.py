@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf_kl.cli.loading import loading
 from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
 
 
@@ -20,11 +21,12 @@ def sft(
 
     # Errors of the config come before torch is imported.
     settings = load_config("sft", config, overrides(set_, output_dir, seed))
-    from rlhf_kl.commands.closing import supervised_closing
-    from rlhf_kl.commands.merge import merge_final, require_adapter
-    from rlhf_kl.commands.session import train_command
-    from rlhf_kl.commands.sft import run_sft
-    from rlhf_kl.run.display import TrainingDisplay
+    with loading(quiet):
+        from rlhf_kl.commands.closing import supervised_closing
+        from rlhf_kl.commands.merge import merge_final, require_adapter
+        from rlhf_kl.commands.session import train_command
+        from rlhf_kl.commands.sft import run_sft
+        from rlhf_kl.run.display import TrainingDisplay
 
     display = TrainingDisplay(quiet)
     if merge:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf_kl.cli.loading import loading
 from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
 
 
@@ -22,11 +23,12 @@ def train(
     # Errors of the config come before torch is imported.
     settings = load_config("train", config, overrides(set_, output_dir, seed))
     check_plugins(settings)
-    from rlhf_kl.commands.closing import train_closing
-    from rlhf_kl.commands.merge import merge_final, require_adapter
-    from rlhf_kl.commands.session import train_command
-    from rlhf_kl.commands.train import run_train
-    from rlhf_kl.run.display import TrainingDisplay
+    with loading(quiet):
+        from rlhf_kl.commands.closing import train_closing
+        from rlhf_kl.commands.merge import merge_final, require_adapter
+        from rlhf_kl.commands.session import train_command
+        from rlhf_kl.commands.train import run_train
+        from rlhf_kl.run.display import TrainingDisplay
 
     display = TrainingDisplay(quiet, settings.updates, settings.kl.target_value, settings.kl.unit)
     if merge:

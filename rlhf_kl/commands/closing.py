@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.run.status import duration
 from rlhf_kl.trainers.reward_figures import sketch
 
 Closing = tuple[dict[str, object], list[str]]
@@ -14,30 +16,39 @@ Closing = tuple[dict[str, object], list[str]]
 
 def train_closing(summary: dict[str, Any], folder: str) -> Closing:
     """Figures and next steps after `train`. folder: where the run is now, which its summary may not know."""
-    final, place = summary["final"], shlex.quote(folder)
-    unit = summary["config"]["kl"]["unit"]
-    figures: dict[str, object] = {"updates": f"{summary['steps']} in {summary['seconds']:.0f} s"}
-    control = summary.get("control")  # not of a run by an earlier version
-    if control is not None and control["kl"] is not None:
-        verdict = _verdict(summary["config"]["kl"]["controller"]["kind"], final["kl/target"], control)
-        figures[f"KL per {unit}"] = f"{control['kl']:.3f}, {verdict}"
-    rows = (
-        ("score", "objective/scores", ".2f"),
-        ("gold", "objective/gold", ".2f"),
-        ("beta", "kl/coef_next", ".4g"),
-        ("held-out perplexity", "eval/perplexity", ".2f"),
-    )
-    for name, key, form in rows:
-        if final.get(key) is not None:
-            figures[name] = format(final[key], form)
+    final, place = summary["final"], _short(folder)
+    kl, control = summary["config"]["kl"], summary.get("control")  # which a run by an earlier version lacks
+    shown: dict[str, str | None] = {
+        "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
+        "score": _number(final.get("objective/scores"), ".2f"),
+        "score gain": None,
+        "gold": _number(final.get("objective/gold"), ".2f"),
+        f"KL per {kl['unit']}": None,
+        "beta": _number(final.get("kl/coef_next"), ".4g"),
+        "held-out perplexity": _number(final.get("eval/perplexity"), ".2f"),
+    }
     if summary.get("tilt_share") is not None:
-        figures["score gain"] = f"{summary['tilt_share']:.0%} of the most that this KL allows"
-    return figures, [
+        shown["score gain"] = f"{summary['tilt_share']:.0%} of the most that this KL allows"
+    if control is not None and control["kl"] is not None:
+        verdict = _verdict(kl["controller"]["kind"], final["kl/target"], control)
+        shown[f"KL per {kl['unit']}"] = f"{control['kl']:.3f}, {verdict}"
+    return {name: text for name, text in shown.items() if text is not None}, [
         f"rlhf-kl report {place}",
         f"rlhf-kl eval --run {place}",
         f"tensorboard --logdir {place}",
-        f"{folder}/samples.jsonl holds responses token by token, {folder}/final the policy",
+        f"{place}/samples.jsonl  responses, token by token",
+        f"{place}/final          the policy",
     ]
+
+
+def _short(folder: str) -> str:
+    """A path for a command line, relative where that is shorter."""
+    here = os.getcwd()
+    return shlex.quote(os.path.relpath(folder, here) if folder.startswith(here + os.sep) else folder)
+
+
+def _number(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
 
 
 def _verdict(kind: str, target: float, control: Mapping[str, Any]) -> str:
@@ -53,7 +64,7 @@ def _verdict(kind: str, target: float, control: Mapping[str, Any]) -> str:
 def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
     """Figures and next steps after `sft` and `reward-model`, as `train_closing`."""
     final = summary["final"]
-    figures: dict[str, object] = {"steps": f"{summary['steps']} in {summary['seconds']:.0f} s"}
+    figures: dict[str, object] = {"steps": f"{summary['steps']} in {duration(summary['seconds'])}"}
     figures |= {
         f"held-out {key.removeprefix('eval/').replace('_', ' ')}": f"{value:.3f}"
         for key, value in final.items()
@@ -64,4 +75,5 @@ def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
         if name != "edges":
             low, high = histogram["edges"][0], histogram["edges"][-1]
             figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
-    return figures, [f"{folder}/final is the model", f"tensorboard --logdir {shlex.quote(folder)}"]
+    place = _short(folder)
+    return figures, [f"tensorboard --logdir {place}", f"{place}/final  the model"]

@@ -98,18 +98,20 @@ def _eval_run(
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
     reward, gold = _scorers(request, config, folder, resolver)
     begin_scorers(reward, gold, config.updates + 1, config.updates)
-    on_prompts = policy_figures(
-        policy,
-        reference,
-        prompts,
-        config.run.seed,
-        sampling_of(config, model, tokenizer),
-        tokenizer,
-        reward,
-        gold,
-        batch_size=config.rollout.batch_size,
-        report=display.alert,
-    )
+    with display.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
+        on_prompts = policy_figures(
+            policy,
+            reference,
+            prompts,
+            config.run.seed,
+            sampling_of(config, model, tokenizer),
+            tokenizer,
+            reward,
+            gold,
+            batch_size=config.rollout.batch_size,
+            report=display.alert,
+            advance=advance,
+        )
     found = asdict(on_prompts)
     if unscored := found.pop("unscored"):
         display.alert(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -90,10 +90,16 @@ class TrainRun:
 
     def run(self) -> dict[str, Any]:
         """All updates, then the closing evaluation, `final/` and the summary."""
-        config, total = self.config, self.config.updates
         self.recorder.begin()
         self.announce()
-        with stopping_on_signals(config.checkpoint.grace) as stop, self.display:
+        with self.display:
+            self.update_all()
+            return self.finish()
+
+    def update_all(self) -> None:
+        """The updates that are left."""
+        config, total = self.config, self.config.updates
+        with stopping_on_signals(config.checkpoint.grace) as stop:
             began, due = time.perf_counter(), False
             if self.rolls_back and self.recorder.checkpoint is None:
                 self.save(0)  # the start is a place to go back to
@@ -101,7 +107,8 @@ class TrainRun:
                 alerts: list[str] = []
                 looks = (step - 1) % config.eval.every == 0
                 self.begin(step)
-                evaluated = evaluate_policy(config, self.parts, alerts.append, self.processes) if looks else {}
+                evaluated = self.look(alerts.append) if looks else {}
+                self.display.now(f"update {step}")
                 result = self.step(step)
                 row = result.row
                 row |= evaluated
@@ -127,7 +134,11 @@ class TrainRun:
                 if ended_by:
                     self.stop(row, ended_by)
                 stop.check(max(self.processes.all(stop.signal or 0)))
-        return self.finish()
+
+    def look(self, report: Callable[[str], None]) -> dict[str, Any]:
+        """The `eval/*` figures of the policy as it is."""
+        self.display.now(f"evaluating on {len(self.parts.texts)} texts and {self.parts.heldout.batch_size} prompts")
+        return evaluate_policy(self.config, self.parts, report, self.processes)
 
     def step(self, step: int) -> StepResult:
         """One update and its row; a rollout that is not finite is reported and left out."""
@@ -297,7 +308,8 @@ class TrainRun:
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.begin(step + 1)
-        evaluated = evaluate_policy(self.config, self.parts, self.display.alert, self.processes)
+        evaluated = self.look(self.display.alert)
+        self.display.now("writing final/")
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)

@@ -57,6 +57,7 @@ class TrainingDisplay:
         self._lines = 0
         self._live: Live | None = None
         self._bars: Progress | None = None
+        self._now: tuple[str, float] | None = None  # what goes on, and since when
 
     def __enter__(self) -> TrainingDisplay:
         return self
@@ -150,6 +151,12 @@ class TrainingDisplay:
 
     # ---- the run
 
+    def now(self, words: str) -> None:
+        """What the run does from now on, shown in a terminal with its seconds until the next call."""
+        self._now = safe_text(words), time.monotonic()
+        if self._terminal and not self._quiet:
+            self._start_live().refresh()
+
     def remember(self, row: Mapping[str, Any]) -> None:
         """Take a row that an earlier part of a resumed run has shown."""
         self._status.remember(row)
@@ -182,7 +189,7 @@ class TrainingDisplay:
     def _stop_live(self) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = self._bars = None
+            self._live = self._bars = self._now = None
 
     def _new_bars(self) -> Progress:
         name = Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -199,6 +206,9 @@ class TrainingDisplay:
     def _view(self) -> RenderableType:
         unicode = self._console.encoding.lower().startswith("utf")
         parts: list[RenderableType] = [self._status.table(unicode=unicode)] if self._status else []
+        if self._now is not None:
+            words, since = self._now
+            parts.append(Text(f"{words}, {duration(time.monotonic() - since)}", style="dim", overflow="ellipsis"))
         if self._bars is not None and self._bars.tasks:
             parts.append(self._bars.get_renderable())
         return Group(*parts)

@@ -210,6 +210,18 @@ def test_nested_progress_in_a_terminal() -> None:
     assert all(cell_len(line) <= 60 for line in lines)
 
 
+def test_a_terminal_shows_what_the_run_does_now_and_a_log_does_not() -> None:
+    console, plain = _terminal(60), _plain()
+    for shown in (console, plain):
+        with TrainingDisplay(console=shown, total_updates=2) as display:
+            display.now("evaluating")
+            display.now("update 1")
+            display.update(_row(1))
+    assert any("evaluating, 0 s" in frame for frame in _painted(console))
+    assert "update 1, 0 s" in _painted(console)[-1] + _painted(console)[-2]
+    assert "evaluating" not in _written(plain)
+
+
 def test_progress_that_fails_is_not_done_and_frees_the_terminal() -> None:
     console = _terminal(60)
     display = TrainingDisplay(console=console)
