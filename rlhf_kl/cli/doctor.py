@@ -18,15 +18,15 @@ def doctor(
     set_: Set = None,
     seed: Seed = None,
     pairs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Held-out preference pairs to try the reward model on.")
+        str | None, typer.Option(metavar="FILE", help="Held-out preference pairs to test the reward model on.")
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes that will train together, for the memory of each.")
+        int, typer.Option(min=1, metavar="N", help="Number of processes of the training, for the memory estimate.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
     quiet: Quiet = False,
 ) -> int:
-    """Check a run before it starts: one line each, fine, doubtful or fatal, and what to change."""
+    """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_plugins
 
@@ -48,6 +48,6 @@ def doctor(
         console = Console(soft_wrap=True)
         for level, topic, text, change in findings:
             head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
-            words = text + (f"; change: {change}" if change else "")
+            words = text + (f"; advice: {change}" if change else "")
             console.print(head + hanging(words, stdout_width(), len(head)))
     return 2 if any(finding.level == "fatal" for finding in findings) else 0

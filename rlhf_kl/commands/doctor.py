@@ -35,10 +35,17 @@ from rlhf_kl.trainers.guards import NonFiniteRollout
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
-PROBES = 64  # prompts that tokenizers are compared on
+PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
-# What a generation config may hold that makes a sample one of another distribution, and the value that does not.
+# Settings of a generation config that change the sampling distribution, with the values that do not change it.
+# What to do about a warning that another module words, by its first word.
+ADVICE = {
+    "coef-moved": "wider kl.controller.min_coef and max_coef",
+    "controller-too-slow": "kl.controller.kind=adaptive, a smaller horizon, or more updates",
+    "kl-gradient": "kl.placement=reward with kl.estimator=k1",
+    "out-of-memory": "a smaller ppo.microbatch_size",
+}
 FILTERS = {
     "top_k": (None, 0),
     "top_p": (None, 1.0),
@@ -64,15 +71,16 @@ def run_doctor(
         if processes > 1:
             check_sizes(config, processes)
         elif config.policy.shard or config.reference.shard:
-            words = "one process has nobody to share weights with"
-            found.append(Finding("doubtful", "config", words, "doctor --processes N, for N that will train"))
+            words = "policy.shard and reference.shard have no effect in one process"
+            found.append(Finding("doubtful", "config", words, "doctor --processes N, with the N of the training"))
         check_installed(config.tracking.trackers)
         config = on_this_machine(config)
         accelerator = make_accelerator(config.run)
         parts = build_parts(config, accelerator, display)
         resolver = Resolver.for_run(config.run, display, accelerator.device)
         found += [dtype_finding(config, parts.policy), rate_finding(config, parts.policy.module)]
-        found += [Finding("doubtful", "config", note) for note in (*unused_notes(config), *world_notes(config))]
+        found += [Finding("doubtful", "config", note, "leave the key out") for note in unused_notes(config)]
+        found += [Finding("doubtful", "config", note, "name your own in its place") for note in world_notes(config)]
         found += _filters(parts)
         found += _tokenizers(config, parts, resolver)
         found += _context(config, parts)
@@ -100,8 +108,9 @@ def _filters(parts: Parts) -> Iterator[Finding]:
         yield Finding(
             "doubtful",
             "sampling",
-            f"the policy's generation config carries {', '.join(odd)}: rollouts ignore it (or the KL would be wrong), "
-            "but whoever samples from final/ gets it",
+            f"the policy's generation config sets {', '.join(odd)}: rollouts ignore it (the KL would be wrong), "
+            "but `generate` of other programs uses it",
+            "remove it from generation_config.json",
         )
     else:
         yield Finding("fine", "sampling", "rollouts and generation config draw from the whole distribution")
@@ -113,21 +122,22 @@ def _tokenizers(config: TrainConfig, parts: Parts, resolver: Resolver) -> Iterat
         folder = resolver.policy(config.reference.model, "reference.model")
         other = load_tokenizer(folder, "reference.model", resolver.access)
         if encode_all(other, texts) != encode_all(tokenizer, texts):
-            yield Finding("fatal", "tokenizer", "the reference's makes other tokens of the prompts", "reference.model")
+            yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
         else:
-            yield Finding("fine", "tokenizer", "policy and reference make the same tokens of the prompts")
+            yield Finding("fine", "tokenizer", "policy and reference tokenize the prompts alike")
     rows = encode_all(tokenizer, texts, bos=False)
     back: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     lost = [text for text, again in zip(texts, back, strict=True) if again != text]
     if lost:
         sample = f"{lost[0][:40]!r} comes back as {back[texts.index(lost[0])][:40]!r}"
-        yield Finding("doubtful", "tokenizer", f"{len(lost)} of {len(texts)} prompts do not survive it: {sample}")
+        words = f"{len(lost)} of {len(texts)} prompts change when they are encoded and decoded: {sample}"
+        yield Finding("doubtful", "tokenizer", words, "clean these prompts, or use another tokenizer")
     else:
-        yield Finding("fine", "tokenizer", f"{len(texts)} prompts come back from it as they were")
+        yield Finding("fine", "tokenizer", f"{len(texts)} prompts are the same after encoding and decoding")
     if isinstance(parts.reward, RewardModel):
         same = parts.reward.tokenizer.get_vocab() == tokenizer.get_vocab()
-        words = "the policy's own" if same else "another: responses are decoded and encoded again"
-        yield Finding("fine", "tokenizer", f"the reward model's is {words}")
+        words = "the policy's" if same else "another one: responses are decoded and encoded again"
+        yield Finding("fine", "tokenizer", f"the reward model uses {words}")
 
 
 def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
@@ -135,7 +145,8 @@ def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
     new, limit = config.rollout.max_new_tokens, context_length(parts.policy.model)
     words = f"longest prompt {longest} tokens and {new} new ones"
     if limit is None:
-        yield Finding("doubtful", "context", f"{words}; the model's config names no limit")
+        words += "; the model's config names no limit"
+        yield Finding("doubtful", "context", words, "make sure that the model was trained on texts of this length")
     else:
         yield Finding("fine", "context", f"{words} fit into {limit}")
     if isinstance(parts.reward, RewardModel) and parts.reward.limit is not None:
@@ -144,8 +155,9 @@ def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
             yield Finding(
                 "doubtful",
                 "context",
-                f"of {most} and {new} new tokens the reward model takes {parts.reward.limit} and loses the beginning",
-                "rollout.max_new_tokens, or leave out long prompts",
+                f"the reward model reads {parts.reward.limit} tokens, but texts have up to {most + new}: it loses the "
+                "beginning of the longest",
+                "a lower rollout.max_new_tokens, or shorter prompts",
             )
 
 
@@ -165,17 +177,19 @@ def _reward_model(config: TrainConfig, parts: Parts, resolver: Resolver, pairs: 
         summary = Path(ref).parent / "summary.json"
         if summary.is_file():
             accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
-        where = "its own held-out data, says its run"
+        where = "the held-out data of its training"
     if accuracy is None:
-        yield Finding("doubtful", "reward", "nothing is known of its accuracy", "try it with --pairs FILE")
+        words = "the accuracy of the reward model is unknown"
+        yield Finding("doubtful", "reward", words, "measure it: doctor --pairs FILE")
     elif accuracy < LOW_ACCURACY:
-        yield Finding("doubtful", "reward", f"right on {accuracy:.0%} of {where}: little more than a coin")
+        words = f"the reward model is right on {accuracy:.0%} of {where}, and guessing on 50%"
+        yield Finding("doubtful", "reward", words, "train it on more pairs, or use another reward.model")
     else:
-        yield Finding("fine", "reward", f"right on {accuracy:.0%} of {where}")
+        yield Finding("fine", "reward", f"the reward model is right on {accuracy:.0%} of {where}")
 
 
 def alone(config: TrainConfig) -> TrainConfig:
-    """The config for one process, which has nobody to share weights with."""
+    """The config for one process: nothing is sharded."""
     whole = {"shard": False}
     sections = {
         "policy": config.policy.model_copy(update=whole),
@@ -223,7 +237,7 @@ def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> 
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
     for alert in alerts:
-        yield Finding("doubtful", "update", alert)
+        yield _warned("update", alert)
     yield perplexity_finding(evaluated["eval/perplexity"], parts.texts, parts.tokenizer)
     looks = 2 + (config.updates - 1) // config.eval.every
     seconds = setup + config.updates * update + looks * evaluation
@@ -242,9 +256,10 @@ def _scores(training: Training) -> Iterator[Finding]:
     words = f"shaped scores of {len(shaped)} reference samples {bars}"
     different = len(set(training.reference_scores.shaped))
     for warning in training.reference_scores.start_warnings():
-        yield Finding("doubtful", "scores", f"{words}; {warning}")
+        yield Finding("doubtful", "scores", f"{words}; {warning}")  # which ends with advice
     if different < len(shaped) / 20:
-        yield Finding("doubtful", "scores", f"{words}; only {different} different ones: a coarse score teaches slowly")
+        words += f"; only {different} different values: the policy learns slowly from a coarse score"
+        yield Finding("doubtful", "scores", words, "a reward with more values, or a sum of several (reward.kind=sum)")
     elif not training.reference_scores.start_warnings():
         yield Finding("fine", "scores", words)
 
@@ -254,10 +269,15 @@ def _beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     low, high = control.reach(config.controlled_updates, batch)
     warnings = [*control.start_warnings(config.controlled_updates, batch), *gradient_notes(config)]
     for warning in warnings:
-        yield Finding("doubtful", "beta", warning)
+        yield _warned("beta", warning)
     if not warnings:
-        course = "stays" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"
+        course = "stays there" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"
         yield Finding("fine", "beta", f"starts at {control.coef:.4g} and {course}")
+
+
+def _warned(topic: str, warning: str) -> Finding:
+    """A warning of the start or of an update, with advice where its text has none."""
+    return Finding("doubtful", topic, warning, ADVICE.get(warning.partition(":")[0], ""))
 
 
 def _endings(config: TrainConfig, parts: Parts, row: dict[str, Any]) -> Iterator[Finding]:
@@ -265,13 +285,12 @@ def _endings(config: TrainConfig, parts: Parts, row: dict[str, Any]) -> Iterator
     rate, length = row["rollout/eos_rate"], row["rollout/response_length"]
     words = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
     if rate == 0 and config.reward.missing_eos_penalty == 0:
-        yield Finding("fine", "EOS", f"{words}; nothing is taken off for that")
+        yield Finding("fine", "EOS", f"{words}; reward.missing_eos_penalty is 0, so this costs nothing")
     elif rate == 0:
-        yield Finding("doubtful", "EOS", words, "a larger rollout.max_new_tokens; reward.missing_eos_penalty=0")
+        yield Finding("doubtful", "EOS", words, "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0")
     elif length < 2:
-        yield Finding(
-            "doubtful", "EOS", f"{words}: the policy ends at once", "let prompts end as its training texts do"
-        )
+        words += ": the policy ends at once"
+        yield Finding("doubtful", "EOS", words, "let prompts stop where its training texts go on")
     else:
         yield Finding("fine", "EOS", words)
 

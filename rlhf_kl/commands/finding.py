@@ -8,7 +8,7 @@ Level = Literal["fine", "doubtful", "fatal"]
 
 
 class Finding(NamedTuple):
-    """How bad, about what, what was found, and what to change."""
+    """Level, topic, result of a check, and advice."""
 
     level: Level
     topic: str

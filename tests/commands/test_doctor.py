@@ -111,7 +111,7 @@ def test_a_score_of_few_values_and_one_that_is_constant(doctor: Doctor, tmp_path
     )
     ((level, text),) = doctor(f"reward={{kind: '{tmp_path}/own.py:coarse', missing_eos_penalty: 0}}")["scores"]
     assert level == "doubtful"
-    assert "only 2 different ones" in text
+    assert "only 2 different values" in text
     found = doctor(f"reward={{kind: '{tmp_path}/own.py:constant'}}", code=2)
     assert found["config"][0][0] == "fatal"
     assert "constant score" in found["config"][0][1]
@@ -125,17 +125,23 @@ def test_a_reference_with_other_tokens_is_fatal(doctor: Doctor, tiny_folder: Pat
     vocabulary["a"], vocabulary["b"] = 4, 3
     path.write_text(json.dumps(tokenizer))
     found = doctor(f"reference.model='{copy}'", code=2)
-    assert ("fatal", "the reference's makes other tokens of the prompts; reference.model") in found["tokenizer"]
+    assert ("fatal", "policy and reference tokenize prompts differently; reference.model") in found["tokenizer"]
 
 
 def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Path, tmp_path: Path) -> None:
     reward = f"reward={{kind: model, model: '{tiny_reward_folder}'}}"
-    assert doctor(reward)["reward"] == [("doubtful", "nothing is known of its accuracy; try it with --pairs FILE")]
+    assert doctor(reward)["reward"] == [
+        ("doubtful", "the accuracy of the reward model is unknown; measure it: doctor --pairs FILE")
+    ]
     rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c" * n} for n in range(1, 9)]
     rows += [{"prompt": "a", "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert doctor(reward, pairs=tmp_path / "p.jsonl")["reward"] == [
-        ("doubtful", "right on 50% of 16 held-out pairs: little more than a coin; ")
+        (
+            "doubtful",
+            "the reward model is right on 50% of 16 held-out pairs, and guessing on 50%; "
+            "train it on more pairs, or use another reward.model",
+        )
     ]
 
 
