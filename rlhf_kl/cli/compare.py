@@ -25,12 +25,14 @@ def compare(
     set_: Set = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", metavar="DIR", help="Its folder (default: runs/NAME, or runs/compare)."),
+        typer.Option("--output-dir", metavar="DIR", help="Folder of the result (default: runs/NAME or runs/compare)."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="This seed only, instead of the file's.")
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Runs at once, one thread each above 1.")] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs; above 1, one thread each.")
+    ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -39,9 +41,7 @@ def compare(
     if (config is None) == (not runs):
         raise InputError("compare takes --config FILE to train, or RUN folders to read")
     if config is None and (set_ or seed is not None or overwrite or resume or jobs != 1):
-        raise InputError(
-            "--set, --seed, --jobs, --resume and --overwrite belong to --config: RUN folders are only read"
-        )
+        raise InputError("--set, --seed, --jobs, --resume and --overwrite need --config: RUN folders are only read")
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: choose one")
     from rlhf_kl.run.display import TrainingDisplay

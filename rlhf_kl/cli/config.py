@@ -26,7 +26,7 @@ def show(file: File, sets: Set = None) -> None:
 
 @app.command()
 def validate(file: File, sets: Set = None) -> None:
-    """Check a config and list all of its problems. None of the code that it names is run."""
+    """Check a config and list all of its problems. It runs none of the code that the config names."""
     from rlhf_kl.config.compare import is_compare_config, load_compare
     from rlhf_kl.config.load import load_any
     from rlhf_kl.config.paths import find_config
@@ -47,7 +47,7 @@ def validate(file: File, sets: Set = None) -> None:
 def schema(
     kind: Annotated[
         Literal["train", "sft", "reward-model"],
-        typer.Option("--kind", help="The command whose config it is."),
+        typer.Option("--kind", help="The command that the config is for."),
     ] = "train",
 ) -> None:
     """Print the JSON Schema, for completion and checks in an editor."""

@@ -18,16 +18,16 @@ SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "re
 def generate(
     run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
-    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint of the run.")] = None,
+    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt. Repeatable.")] = None,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts.")] = None,
-    column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompt (prompt).")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write .jsonl there, nothing to stdout.")] = None,
+    column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompts.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .jsonl file, not to stdout.")] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")] = 1,
     with_reference: Annotated[
-        bool, typer.Option("--with-reference", help="The reference's response beside it, and the KL of every token.")
+        bool, typer.Option("--with-reference", help="Also the reference's response, and the KL of every token.")
     ] = False,
-    scores: Annotated[bool, typer.Option("--scores", help="Score them with the run's reward function.")] = False,
+    scores: Annotated[bool, typer.Option("--scores", help="Score responses with the run's reward.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: the run's.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="X", min=1e-6, help="Default: the run's.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the samples.")] = 0,
@@ -37,7 +37,7 @@ def generate(
     allow_pickle: Pickle = False,
     quiet: Quiet = False,
 ) -> None:
-    """Sample from a policy: of a run, or any model."""
+    """Sample responses from a run's policy, or from any model."""
     with loading(quiet):
         from rlhf_kl.commands.generate import GenerateRequest, run_generate
         from rlhf_kl.commands.trust import Trust
@@ -86,7 +86,7 @@ def _show(samples: list[dict[str, Any]]) -> None:
 
 
 def _coloured(sample: dict[str, Any]) -> Any:
-    """The response; where the KL is known its tokens are the redder the more nats each costs."""
+    """The response; if the KL is known, a token with a larger KL is redder."""
     from rich.text import Text
 
     if "tokens" not in sample:

@@ -28,14 +28,14 @@ WIDTH = 100  # most columns of a page: longer lines are hard to read
 
 
 def guide(
-    page: Annotated[str | None, typer.Argument(metavar="[PAGE]", help="Name of a page; without it, the list.")] = None,
+    page: Annotated[str | None, typer.Argument(metavar="[PAGE]", help="Name of a page; default: list them.")] = None,
 ) -> None:
     """Read the guide: KL control, models, rewards, running, other trainers, measurements, every config key."""
     if page is None:
         width = max(map(len, PAGES))
         for name in PAGES:
             print(f"{name:{width}}  {_text(name).partition(chr(10))[0].lstrip('# ')}")
-        print("\nrlhf-kl guide PAGE shows one")
+        print("\nTo read one: rlhf-kl guide PAGE")
         return
     name = page.removesuffix(".md")
     if name not in PAGES:

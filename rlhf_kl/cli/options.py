@@ -14,7 +14,7 @@ Config: TypeAlias = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file; looked up here, in configs/, then among the shipped configs.",
+        help="YAML file: a path, a name in configs/, or a shipped config.",
     ),
 ]
 Set: TypeAlias = Annotated[
@@ -36,7 +36,7 @@ Merge: TypeAlias = Annotated[
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")]
 
-# A folder may come from anybody: what it may run is said here, and not in its config.
+# A run folder may come from anybody: the command line decides what it may run, not the folder's config.
 Plugins: TypeAlias = Annotated[
     bool, typer.Option("--plugins", help="Run the reward functions that the run names. Read them first.")
 ]
@@ -44,12 +44,12 @@ RemoteCode: TypeAlias = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with a model's weights. Read it first.")
 ]
 Pickle: TypeAlias = Annotated[
-    bool, typer.Option("--allow-pickle", help="Load pickled weights where there are no safetensors: they can run code.")
+    bool, typer.Option("--allow-pickle", help="Load pickled weights if there are no safetensors. They can run code.")
 ]
 
 
 def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
-    """All changes of the command line in the form of `--set`; the named options win."""
+    """All changes of the command line in the form of `--set`; --output-dir and --seed win."""
     changes = list(sets or [])
     if output_dir is not None:
         changes.append(f"run.output_dir={json.dumps(str(output_dir))}")

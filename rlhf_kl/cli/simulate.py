@@ -23,37 +23,37 @@ PLANT_NATS = 2.0  # per sequence: the target of a plant whose unit is the token
 
 def simulate(
     controller: Annotated[
-        str | None, typer.Option(metavar="KIND", help="A controller, file.py:Class or module:Class.")
+        str | None, typer.Option(metavar="KIND", help="Name of a controller, file.py:Class or module:Class.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Take controller, target and sizes of this config.")
+        str | None, typer.Option(metavar="FILE", help="Take controller, target and sizes from this config.")
     ] = None,
     sets: Set = None,
-    kl: Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs, instead of a plant.")] = None,
+    kl: Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs, instead of --plant.")] = None,
     plant: Annotated[
         str | None,
         typer.Option(
             metavar="LAW",
-            help="How KL follows beta: saturating (default), gaussian, or a finished run's folder: "
-            "the tilt of its reference samples.",
+            help="The simulated policy: how its KL depends on beta. saturating (default), gaussian, or the folder "
+            "of a finished run, for the law of its reference samples.",
         ),
     ] = None,
-    speed: Annotated[float, typer.Option(help="Plant: share of the way per update.")] = 0.2,
+    speed: Annotated[float, typer.Option(help="Plant: share of the way to its final KL in one update.")] = 0.2,
     noise: Annotated[float, typer.Option(help="Plant: relative spread of a measured KL.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Plant: seed of its noise.")] = 0,
     episodes: Annotated[int | None, typer.Option(min=1, help="Responses per update (64).")] = None,
-    updates: Annotated[int | None, typer.Option(min=1, help="Updates of a plant (60).")] = None,
+    updates: Annotated[int | None, typer.Option(min=1, help="Updates to simulate (60).")] = None,
     target: Annotated[float | None, typer.Option(help="Target KL in nats.")] = None,
     coef: Annotated[float | None, typer.Option(help="Starting beta.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list of rows.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw KL and beta.")] = None,
 ) -> None:
-    """Run a KL controller against given KLs or a simulated policy: no model, seconds."""
+    """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
     from rlhf_kl.simulate import plot as draw
     from rlhf_kl.simulate import simulate_plant, simulate_sequence
 
     if kl is not None and plant is not None:
-        raise InputError("--kl and --plant: give one of them")
+        raise InputError("--kl and --plant exclude each other: choose one")
     kls = None if kl is None else _kls(kl)
     setup = _setup(controller, config, sets or [], target, coef, episodes, updates, kls)
     notes: list[str] = []
@@ -127,7 +127,7 @@ def _setup(
 
 
 def _controller(kind: str, options: dict[str, Any], coef: float | None, sizes: dict[str, Any]) -> GuardedController:
-    """coef: the starting beta, where one is written and the class takes it."""
+    """coef: the starting beta, passed on if it is given and the class takes it."""
     from rlhf_kl.config.plugins import controller_definition, make_controller
 
     written = {} if coef is None or not controller_definition(kind).takes("coef") else {"coef": coef}
@@ -155,7 +155,7 @@ def _plant(law: str, speed: float, noise: float, seed: int, setup: _Setup) -> Pl
 
 
 def _law(name: str, length: float) -> tuple[Callable[[float], float], float]:
-    """KL per sequence as a function of beta, and the tokens of a response: `length`, or those of the run it names."""
+    """KL per sequence as a function of beta, and the tokens of a response: `length`, or the mean of a named run."""
     from rlhf_kl.components import suggestion
     from rlhf_kl.simulate import example_scores, gaussian_law, measured_law, tilt_law
 

@@ -178,7 +178,7 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
     [
         ([], "compare takes --config FILE to train, or RUN folders to read"),
         (["run", "--config", "x.yaml"], "compare takes --config FILE"),
-        (["run", "--seed", "1"], "belong to --config"),
+        (["run", "--seed", "1"], "need --config"),
         (["--config", "x.yaml", "--resume", "--overwrite"], "exclude each other"),
         (["--config", "x.yaml", "--jobs", "0"], "--jobs"),
         (["--config", "nothing.yaml"], "no config 'nothing.yaml'"),
