@@ -34,8 +34,8 @@ class Solution(NamedTuple):
         if not self.extrapolated:
             return ""
         return (
-            f"coef {self.coef:.4g} is extrapolated by the Gaussian law from KL {self.tilt.kl:.3g} nats: "
-            f"beyond it the effective sample size falls below {self.tilt.ess:.0f}"
+            f"starting beta {self.coef:.4g} is extrapolated: the reference samples measure beta only up to a KL of "
+            f"{self.tilt.kl:.3g} nats per response, and the target is higher. More samples measure further"
         )
 
 

@@ -80,7 +80,7 @@ def _headline(run: RunResult) -> list[tuple[str, str, str]]:
         ("Gold", figures.gold, "", start("objective/gold")),
         ("Held-out perplexity", figures.perplexity, "", cost),
         ("Forgetting", forgotten[-1] if forgotten else None, "", "nats per token: KL of the reference to the policy"),
-        ("Of the best possible gain", tilt_share, "%", "at this KL, by tilting the reference"),
+        ("Score gain", tilt_share, "%", "of the largest possible at this KL: samples of the reference, reweighted"),
         ("Response length", figures.length, "", f"tokens; {ended} end by themselves"),
     ]
     return [
