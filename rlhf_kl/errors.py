@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class RlhfKlError(Exception):
-    """Base of all errors that are reported in words, without a traceback."""
+    """Base of all errors that are reported as one line, without a traceback."""
 
     exit_code = 1
     shared = False  # every process of the group ends with it
-    told = False  # by another process of the group
-    in_group = False  # raised in one process of a group, which the others may not meet
+    told = False  # the first process of the group reports it
+    in_group = False  # raised in one process of a group; others may not have it
 
 
 class InputError(RlhfKlError, ValueError):
@@ -31,7 +31,7 @@ class OtherProcessFailed(RunFailed):
 
 
 class MemoryFull(RunFailed):
-    """Memory does not hold even the smallest part of some work; `change` says what would need less."""
+    """Even the smallest part of some work does not fit into memory; `change`: advice to need less."""
 
     def __init__(self, work: str, change: str) -> None:
         self.work, self.change = work, change
@@ -47,7 +47,7 @@ class GuardStop(RlhfKlError):
 class Interrupted(BaseException):
     """A signal ended the run: exit code 130 (SIGINT) or 143 (SIGTERM).
 
-    Like KeyboardInterrupt no `Exception`, so that no code of a user's that is interrupted by it can swallow it.
+    No `Exception`, like KeyboardInterrupt, so a user's `except Exception` cannot catch it.
     """
 
     shared = False  # every process of the group ends with it

@@ -1,4 +1,4 @@
-"""What a policy is worth: held-out perplexity, and its figures on held-out prompts."""
+"""Evaluates a policy: held-out perplexity, and its figures on held-out prompts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Window:
 def windows(ids: Sequence[int], size: int) -> Iterator[Window]:
     """Windows of at most `size` tokens that overlap by half, each token but the first scored once.
 
-    The first token of a document has nothing in front of it, so it is never scored.
+    The first token of a document has no context, so it is never scored.
     """
     start, scored = 0, 1
     while scored < len(ids):
@@ -63,7 +63,7 @@ def windows(ids: Sequence[int], size: int) -> Iterator[Window]:
 
 
 class TextSums(NamedTuple):
-    """What the perplexity of some documents is made of."""
+    """The sums behind the perplexity of some documents."""
 
     nats: float
     tokens: int
@@ -82,7 +82,7 @@ def perplexity(
 ) -> Perplexity:
     """exp(total nll / total scored tokens) at temperature 1; see `text_sums`.
 
-    Errors: InputError where nothing can be scored; MemoryFull.
+    Errors: InputError if no token can be scored; MemoryFull.
     """
     return perplexity_of([text_sums(lm, tokenizer, texts, window=window, rows=rows, advance=advance)])
 
@@ -97,9 +97,9 @@ def text_sums(
     rows: int = ROWS,
     advance: Callable[[int], None] | None = None,
 ) -> TextSums:
-    """Sums over some documents: bos in front where there is one, eos not scored.
+    """Sums over some documents: with a bos in front if the tokenizer has one; eos is not scored.
 
-    Without a bos a document's first token has nothing in front of it: neither its nats nor its bytes count.
+    Without a bos a document's first token has no context: neither its nats nor its bytes count.
 
     `window`: most tokens in one row (default: the model's context); `rows` in one pass, fewer where memory is full;
     `advance(n)` is called after every n windows. Errors: MemoryFull.
@@ -116,14 +116,14 @@ def text_sums(
         return float(loss), tokens
 
     total, count = 0.0, 0
-    for loss, tokens in fitting_batches(len(pieces), rows, read, "shorter texts to evaluate on need less"):
+    for loss, tokens in fitting_batches(len(pieces), rows, read, "use shorter texts to evaluate on"):
         total, count = total + loss, count + tokens
     size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
     return TextSums(total, count, size, len(texts))
 
 
 def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
-    """The perplexity of all documents together. Errors: InputError where nothing was scored."""
+    """The perplexity of all documents together. Errors: InputError if no token was scored."""
     total, count, size, documents = (sum(column) for column in zip(*parts, strict=True))
     if not count:
         raise InputError("eval.texts: no document has a token to score")
@@ -161,10 +161,10 @@ class PolicyFigures:
 
 @dataclass
 class PolicySamples:
-    """What a policy's figures are made of: one entry a response."""
+    """The samples behind a policy's figures: one entry for each response."""
 
     kl: list[float] = field(default_factory=list)  # exact KL, nats
-    forward_kl: list[float] = field(default_factory=list)  # of the reference to the policy, on its samples
+    forward_kl: list[float] = field(default_factory=list)  # of the reference to the policy, on the reference's samples
     forward_lengths: list[int] = field(default_factory=list)  # tokens of those
     lengths: list[int] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
@@ -190,8 +190,9 @@ def policy_figures(
 ) -> PolicyFigures:
     """Sample one response to each prompt, at most `batch_size` at a time, and measure; `seed` fixes the samples.
 
-    A figure is None where a reward model's score is not finite; `report` is told so. Errors: InputError where a
-    function misbehaves. `advance(n)` is called after every n responses, of the reference and then of the policy.
+    A figure is None if a reward model's score is not finite; `report` gets a line about it. Errors: InputError if a
+    reward function raises or returns no scores.
+    `advance(n)` is called after every n responses, of the reference and then of the policy.
     """
     every = slice(0, len(prompts))
     samples = policy_samples(
@@ -213,7 +214,7 @@ def policy_samples(
     batch_size: int = ROWS,
     advance: Callable[[int], None] = lambda _: None,
 ) -> PolicySamples:
-    """One response to each prompt of `part`: the same ones whatever the parts. Errors: as `policy_figures`.
+    """One response to each prompt of `part`; it does not depend on the parts. Errors: as `policy_figures`.
 
     The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
     al. 2025, RL's Razor, 2509.04259).
@@ -232,7 +233,7 @@ def policy_samples(
             layout = response_layout(batch, responses.sampled)
             return responses, measure(model, states, layout, sampling.temperature).exact_kl
 
-        change = "a lower rollout.max_new_tokens or shorter prompts need less"
+        change = "use a lower rollout.max_new_tokens or shorter prompts"
         return fitting_batches(len(prompts), batch_size, respond_and_measure, change)
 
     for (_, sampled, _), exact_kl in sampled_by(reference, policy):
@@ -258,7 +259,7 @@ def policy_samples(
 
 
 def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) -> PolicyFigures:
-    """The figures of all samples together; `report` is told of what had to be left out."""
+    """The figures of all samples together; `report` gets a line about each part that is left out."""
     kl, forward, forward_lengths, lengths, ended, texts, scores, unscored, gold, reports = (
         [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
     )

@@ -290,7 +290,7 @@ def test_a_plugin_from_a_file(run, tmp_path):
         (["--kl", "0.1,x"], "--kl"),
         (["--kl", "-0.1"], "--kl"),
         (["--kl", ","], "--kl"),
-        (["--kl", "0.1", "--plant", "gaussian"], "one of them"),
+        (["--kl", "0.1", "--plant", "gaussian"], "exclude each other"),
         (["--set", "kl.target=0.1"], "--config"),
         (["--coef", "-1"], "coef"),
         (["--target", "0"], "target"),

@@ -104,7 +104,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def _hub_name(source: str) -> str:
-    """A hub id as it is; of a local path the last part, since a card is made to be shared."""
+    """A hub id unchanged; of a local path only the last part, since a card is made to be shared."""
     return Path(source).name if Path(source).is_absolute() else source
 
 

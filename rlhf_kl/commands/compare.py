@@ -27,14 +27,14 @@ EQUAL_KL_COLUMNS = ("at equal KL", "against", "measure", "difference", "95 % int
 
 
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:
-    """Train what is missing. Errors: InputError where a folder holds another run, or what is written is a link."""
+    """Train the missing runs. Errors: InputError if a folder holds another run, or a file to write is a link."""
     check_links(plan, PAGES)
     if not overwrite:
         check_folders(plan)
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{plan.folder} cannot be made: {error.strerror}") from None
+        raise InputError(f"{plan.folder} cannot be created: {error.strerror}") from None
     with ending_on_sigterm():
         return Grid(plan, jobs, overwrite, display).work()
 
@@ -50,7 +50,7 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 
 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
-    """compare.json, compare.html and the pictures into `folder`; returns what a terminal of `width` columns shows."""
+    """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
     lines = judge(comparison)
     pictures = [*compare_charts(comparison), *target_charts(comparison), *frontier_charts(comparison)]
     if problems := link_problems(folder / name for name in (*PAGES, *(f"{chart.slug}.png" for chart in pictures))):

@@ -1,6 +1,6 @@
 """`rlhf-kl doctor`: every check that would save a wasted run, before the run.
 
-It begins as `train` does, makes one update in a temporary folder, and throws it away.
+It starts like `train`, makes one update, and writes nothing.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ FILTERS = {
 def run_doctor(
     config: TrainConfig, display: TrainingDisplay, pairs: str | None = None, processes: int = 1
 ) -> list[Finding]:
-    """All findings; the first that makes the run impossible is the last.
+    """All findings; a fatal one ends the checks.
 
-    `pairs`: held-out preference pairs to try the reward model on. `processes`: that will train together; the update
-    is made by this one, with models that are whole.
+    `pairs`: held-out preference pairs to test the reward model on. `processes`: the number that will train together;
+    here one process makes the update, and nothing is sharded.
     """
     found: list[Finding] = []
     try:
@@ -96,7 +96,7 @@ def run_doctor(
     except (RuntimeError, MemoryError) as error:
         if not memory_is_full(error):
             raise
-        found.append(Finding("fatal", "memory", "memory is full: what the run needs does not fit", LESS_MEMORY))
+        found.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY))
     return found
 
 

@@ -29,7 +29,7 @@ from rlhf_kl.types import RewardFn
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What the command line asked for; None = not given."""
+    """The options of the command line; None = not given."""
 
     run: Path | None = None
     model: str | None = None
@@ -42,7 +42,7 @@ class EvalRequest:
 
 
 def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
-    """Figures under the keys of the contract's `eval --json`."""
+    """The figures of `eval --json`, by their keys."""
     given = [f"--{name}" for name in ("run", "model", "config") if getattr(request, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
@@ -52,7 +52,7 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
         return _eval_model(request, display)
     if request.config is not None and request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
-    if request.config is not None:  # chosen by the user, as in `train`
+    if request.config is not None:  # the user chose it, so its own permissions count
         config = request.trust.added_to(load_config("train", request.config))
         return _eval_run(request, on_this_machine(config), None, display)
     folder = RunFolder(request.run or newest_run(finished=True))
@@ -63,7 +63,7 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
     if request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
     if request.texts is None and not is_builtin(request.model):
-        raise InputError("--model needs --texts: held-out texts to score it on, a file, a hub id, or builtin:NAME")
+        raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
     world = {"policy": {"model": request.model}} if is_builtin(request.model) else {}
     config = request.trust.added_to(TrainConfig.model_validate(world))
     accelerator = make_accelerator(config.run)
@@ -121,7 +121,7 @@ def _eval_run(
 def _scorers(
     request: EvalRequest, config: TrainConfig, folder: RunFolder | None, resolver: Resolver
 ) -> tuple[RewardFn | None, GoldScorer | None]:
-    """The reward function and the gold scorer; None for one that is a plugin of a run and may not be run."""
+    """The reward function and the gold scorer; None for a plugin of a run that has no permission."""
     for_scores, for_gold = request.trust.refused(config) if folder is not None else ([], [])
     if for_scores or for_gold:
         names = " and ".join(["scores"] * bool(for_scores) + ["gold"] * bool(for_gold))
@@ -135,7 +135,7 @@ def _scorers(
 
 def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> list[str]:
     section = config.eval
-    if request.texts is not None:  # a file that was named is read whole
+    if request.texts is not None:  # eval.max_documents does not limit a named file
         column = request.column or section.column
         return resolver.texts(located(request.texts), column, "--texts", heldout=True, split=section.split)
     return resolver.texts(

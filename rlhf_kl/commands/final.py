@@ -1,4 +1,4 @@
-"""What a finished run of `train` leaves in `final/`."""
+"""Writes `final/`, the model of a finished `train` run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_kl.sharding import tensors_of
 def write_final(folder: Path, model: ActorCritic, parts: Parts, card: str, *, keep: bool) -> None:
     """A folder that plain transformers loads, with a model card; the value function in a file of its own.
 
-    All processes come here together, since each may have a part of the weights; the one that shall `keep` them writes.
+    All processes call it together, since each may hold a part of the weights; the one with `keep` writes.
     """
     policy: Any = model.policy.module
     tensors = tensors_of(policy, keep=keep) if parts.spread else None

@@ -1,4 +1,4 @@
-"""What `rlhf-kl doctor` says of the fit of learning rate, texts and number type to the model and the machine."""
+"""Checks of `rlhf-kl doctor`: do learning rate, texts and number type fit the model and the machine?"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TIMED_ROWS, TIMED_TOKENS = 4, 64
 
 
 def rate_finding(config: TrainConfig, policy: Any) -> Finding:
-    """Whether the learning rate is near what policies of this size are trained at."""
+    """Whether the learning rate is near the usual one for a policy of this size."""
     rate, adapter, size = learning_rate(config, policy), has_adapter(policy), parameter_count(policy)
     usual = usual_learning_rate(size, adapter=adapter)
     words = f"{rate:.2g} for {'an adapter on ' if adapter else ''}{_short(size)} parameters"
     if config.ppo.learning_rate == "auto":
-        return Finding("fine", "rate", f"learning rate {words}, by the size")
+        return Finding("fine", "rate", f"learning rate {words}, chosen by size (auto)")
     ratio = rate / usual
     if 1 / RATE_FACTOR <= ratio <= RATE_FACTOR:
         return Finding("fine", "rate", f"learning rate {words}; usual is about {usual:.2g}")
@@ -40,33 +40,32 @@ def rate_finding(config: TrainConfig, policy: Any) -> Finding:
 
 
 def perplexity_finding(perplexity: float, texts: Sequence[str], tokenizer: Any) -> Finding:
-    """Whether the policy knows more of the held-out texts than how often each of their tokens comes."""
+    """Whether the policy predicts the held-out texts better than their token frequencies do."""
     by_frequency = frequency_perplexity(encode_all(tokenizer, texts, bos=False))
     words = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
     if perplexity < by_frequency:
-        return Finding("fine", "eval", f"{words}; how often each token comes in them alone gives {by_frequency:.0f}")
+        return Finding("fine", "eval", f"{words}; token frequencies alone give {by_frequency:.0f}")
     return Finding(
         "doubtful",
         "eval",
-        f"{words}, no better than the {by_frequency:.0f} of how often each token comes in them: the policy does not "
-        "write texts of this kind",
+        f"{words}, no better than token frequencies alone ({by_frequency:.0f}): the policy does not write such texts",
         "eval.texts: texts like those that the policy was trained on",
     )
 
 
 def frequency_perplexity(rows: Sequence[Sequence[int]]) -> float:
-    """exp(entropy) of the tokens' frequencies in these texts: what a model that knows nothing else of them reaches."""
+    """exp(entropy) of the token frequencies: the perplexity of a model that knows only these."""
     counts = Counter(token for row in rows for token in row)
     total = sum(counts.values())
     return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 1.0
 
 
 def dtype_finding(config: TrainConfig, lm: TransformersLM) -> Finding:
-    """What the number type of the computation costs or gains on this device; on a CPU it is measured."""
+    """Whether bfloat16 suits this device; on a CPU its speed is measured."""
     dtype, device = config.run.dtype, lm.device
     if dtype == "bfloat16" and device.type == "cpu":
         ratio = seconds_of_pass(lm, "bfloat16") / seconds_of_pass(lm, "float32")
-        words = f"bfloat16 on this CPU: reading {TIMED_ROWS * TIMED_TOKENS} tokens takes {ratio:.2g} of float32's time"
+        words = f"bfloat16 on this CPU: {TIMED_ROWS * TIMED_TOKENS} tokens take {ratio:.2g} times as long as in float32"
         if ratio < 1:
             return Finding("fine", "dtype", f"{words}, and is less exact; master weights float32")
         return Finding("doubtful", "dtype", f"{words}, and is less exact", "run.dtype=float32")
@@ -77,7 +76,7 @@ def dtype_finding(config: TrainConfig, lm: TransformersLM) -> Finding:
 
 @torch.no_grad()
 def seconds_of_pass(lm: TransformersLM, dtype: str) -> float:
-    """Of two passes over the same tokens, the shorter time: the first one may set things up."""
+    """Seconds of the faster of two passes over the same tokens: the first may include setup."""
     length = min(TIMED_TOKENS, context_length(lm.model) or TIMED_TOKENS)
     vocabulary = int(lm.model.config.get_text_config().vocab_size)
     ids = torch.randint(vocabulary, (TIMED_ROWS, length), generator=torch.Generator().manual_seed(0)).tolist()

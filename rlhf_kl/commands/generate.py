@@ -32,12 +32,12 @@ from rlhf_kl.run.run_folder import RunFolder, newest_run
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 
-ROWS = 32  # responses that are sampled at once, where memory holds them
+ROWS = 32  # responses in a batch, fewer if memory is full
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What the command line asked for; None = not given, and then as the run has it."""
+    """The options of the command line; None = not given: then the run's own value."""
 
     run: Path | None = None
     model: str | None = None
@@ -59,7 +59,7 @@ Sample = dict[str, Any]
 
 
 def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sample]:
-    """One mapping a response: prompt, response, ended; where asked for also score, reference, kl and tokens.
+    """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens.
 
     With `output` they are written there as .jsonl too.
     """
@@ -111,7 +111,7 @@ def _output_problems(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return [f"--output: {path}: must end in .jsonl"]
     try:
-        check_writable(path)  # now: after the sampling all of it would be lost
+        check_writable(path)  # before sampling: an error afterwards would lose the samples
     except OSError as error:
         return [f"--output: {path}: cannot be written: {error.strerror or error}"]
     return []
@@ -174,17 +174,17 @@ class _Writer:
         return prompts
 
     def batches(self) -> Iterator[list[Sample]]:
-        """The samples, as they come."""
+        """The samples, batch by batch."""
         prompts, request = self.prompts, self.request
         stream = PromptStream(prompts.texts, self.tokenizer, 1, 0, prompts.rows)
         places = [i for i in range(len(prompts)) for _ in range(request.samples)]
-        # Noise by place: a response does not depend on how many stand beside it.
+        # Noise by position: a response does not depend on the number of other responses.
         noise = uniforms(len(places), self.sampling.max_new_tokens, request.seed, "generate")
 
         def write(start: int, stop: int) -> list[Sample]:
             return self._batch(stream.pick(places[start:stop]), noise[start:stop])
 
-        change = "a lower --max-new-tokens or shorter prompts need less"
+        change = "use a lower --max-new-tokens or shorter prompts"
         yield from fitting_batches(len(places), ROWS, write, change)
 
     def _scores(self, batch: PromptBatch, responses: Sequence[str]) -> list[float | None]:

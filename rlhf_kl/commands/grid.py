@@ -1,4 +1,4 @@
-"""Trains the runs of a comparison that are not finished yet, as processes of their own."""
+"""Trains the unfinished runs of a comparison, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GUARD = 3  # exit code of a run that a guard stopped: its rows count
 
 
 class Failure(NamedTuple):
-    """A run that did not come to its end, and why."""
+    """A run that failed, and the reason."""
 
     name: str
     reason: str
@@ -36,7 +36,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Job:
-    """A run that is under way."""
+    """A run in progress."""
 
     run: PlannedRun
     process: subprocess.Popen[bytes]
@@ -57,13 +57,13 @@ class Job:
             return 0
         lines = data.count(b"\n")
         self.seen += data.rfind(b"\n") + 1
-        new = min(lines, self.run.config.updates - self.updates)  # a row of the closing evaluation is none
+        new = min(lines, self.run.config.updates - self.updates)  # the closing evaluation is not an update
         self.updates += new
         return new
 
 
 def check_folders(plan: ComparePlan) -> None:
-    """Refuse, before the first minute is spent, folders whose run is not the one of the plan."""
+    """Errors: InputError for each folder whose run differs from the plan, before any training."""
     problems = []
     for run in plan.runs:
         folder = _run_folder(run)
@@ -72,7 +72,7 @@ def check_folders(plan: ComparePlan) -> None:
             if changed:
                 problems.append(
                     f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs "
-                    "anew, --output-dir leaves it where it is"
+                    "anew, another --output-dir keeps it"
                 )
     if problems:
         raise InputError(*problems)
@@ -81,7 +81,7 @@ def check_folders(plan: ComparePlan) -> None:
 def check_links(plan: ComparePlan, pages: Iterable[str]) -> None:
     """Errors: InputError for each link among `pages`, configs and logs: their targets would be written to.
 
-    The folder of the plan and those of its runs may be links; each run looks after its own.
+    The folder of the plan and those of its runs may be links; each run checks its own files.
     """
     paths = [plan.folder / name for name in (*pages, "configs", "logs")]
     if problems := link_problems([*paths, *(path for run in plan.runs for path in _places(plan, run))]):
@@ -89,7 +89,7 @@ def check_links(plan: ComparePlan, pages: Iterable[str]) -> None:
 
 
 class Grid:
-    """Runs what is not finished, `jobs` at a time; interrupted, the same command goes on."""
+    """Trains the unfinished runs, `jobs` at a time. After an interrupt the same command goes on."""
 
     def __init__(self, plan: ComparePlan, jobs: int, overwrite: bool, display: TrainingDisplay) -> None:
         self.plan, self.jobs, self.overwrite, self.display = plan, jobs, overwrite, display
@@ -98,7 +98,7 @@ class Grid:
         self.failures: list[Failure] = []
 
     def work(self) -> list[Failure]:
-        """Train until all runs have ended; returns those that failed."""
+        """Train until all runs have ended; return those that failed."""
         total = len(self.plan.runs)
         self.display.message(f"{total} runs: {total - len(self.waiting)} finished, {len(self.waiting)} to train")
         if not self.waiting:
@@ -162,7 +162,7 @@ class Grid:
         self.display.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
 
     def _stop(self) -> None:
-        """Interrupt the runs that are under way: each writes a checkpoint and ends."""
+        """Interrupt the runs in progress: each writes a checkpoint and ends."""
         for job in self.running:
             if job.process.poll() is None:
                 job.process.send_signal(signal.SIGINT)
@@ -171,7 +171,7 @@ class Grid:
 
 
 def _places(plan: ComparePlan, run: PlannedRun) -> tuple[Path, Path]:
-    """The config of a run as its process reads it, and what the process prints."""
+    """Paths of a run's config, which its process reads, and of its log."""
     return plan.folder / "configs" / f"{run.name}.yaml", plan.folder / "logs" / f"{run.name}.log"
 
 

@@ -1,4 +1,4 @@
-"""What turns a run back or ends it: a KL above the ceiling, and updates whose numbers are not finite."""
+"""Guards that roll a run back or end it: for a KL above the ceiling, and for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rlhf_kl.trainers.guards import UNSCORED
 from rlhf_kl.types import RolloutBatch
 
 ROLLBACK_RAISE = 2.0
-ROLLBACKS = 5  # in a run; the next one would be one too many
-PATIENCE = 10  # updates in a row that may measure above a ceiling that shortens them
-FALLING = 0.9  # of the first of them: the KL is on its way down
+ROLLBACKS = 5  # at most in a run
+PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
+FALLING = 0.9  # times the first of them: a KL below this is falling
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of the run: its row, and what it was made from."""
+    """One step of the run: its row, and the data behind it."""
 
     row: dict[str, Any]
     rollout: RolloutBatch
     gold: list[float | None] | None
-    skipped: str | None  # what was not finite, so that steps of the update were left out
-    weights_lost: bool  # a weight is not finite any more: there is nothing to go on with
+    skipped: str | None  # the figure that was not finite; steps of the update were left out
+    weights_lost: bool  # a weight is not finite any more
 
 
 class RunGuards:
-    """Looks at every update before its row is written."""
+    """Checks every update before its row is written."""
 
     def __init__(self, config: TrainConfig, training: Training, folder: RunFolder) -> None:
         self.config, self.training, self.folder = config, training, folder
@@ -42,11 +42,11 @@ class RunGuards:
         self.above: list[float] = []  # KLs above a ceiling that shortens updates, in a row
 
     def watch(self, update: StepResult) -> str | None:
-        """Turns the policy back where it must be, with an alert in the row; or the reason why the run must end."""
+        """Roll the policy back if necessary, with an alert in the row; return a reason if the run must end."""
         return self._watch_ceiling(update.row) or self._watch_numbers(update)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know."""
+        """State for a resumed run."""
         return {"rollbacks": self.rollbacks, "above": list(self.above)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,10 +96,10 @@ class RunGuards:
         return None if frozen else self._lose_patience(value, where)
 
     def _roll_back(self, row: dict[str, Any], where: str, limit: float) -> str | None:
-        """Back to all that the newest checkpoint knew whose policy measured below the ceiling, with beta doubled.
+        """Restore the newest checkpoint whose policy was below the ceiling, with beta doubled.
 
-        Beta is doubled once more at every further rollback. Where it cannot be raised (it is 0, or at its bound), or
-        doubling it has not helped, the same would happen again: the reason to end.
+        Each further rollback doubles beta once more. Returns a reason to end the run if beta cannot be raised (it is
+        0, or at its bound), or if doubling it has not helped.
         """
         control = self.training.trainer.controller
         if self.rollbacks == ROLLBACKS:
@@ -108,7 +108,7 @@ class RunGuards:
         key = f"kl/{self.config.kl.unit}"
         past = {old["step"]: old[key] for old in read_jsonl(self.folder.metrics) if old.get(key) is not None}
         good = [c for c in self._regular_checkpoints() if past.get(c.step + 1, limit) < limit]
-        good = self.training.trainer.processes.first(good)  # its disk is the one that counts
+        good = self.training.trainer.processes.first(good)  # only its disk counts
         if not good:
             return f"{where}, and so was the policy of every checkpoint: there is nothing to roll back to"
         raised = control.raised
@@ -125,16 +125,16 @@ class RunGuards:
         return None
 
     def _lose_patience(self, value: float, where: str) -> str | None:
-        """The reason to end where updates are shortened in vain: the KL stays above the ceiling and does not fall."""
+        """A reason to end the run if the KL of shortened updates stays above the ceiling and does not fall."""
         self.above = [*self.above, value][-PATIENCE:]
         if len(self.above) < PATIENCE or value < FALLING * self.above[0]:
             return None
-        return f"{where}, and so it was in {PATIENCE} updates in a row, although each was shortened"
+        return f"{where} for {PATIENCE} updates in a row, although each was shortened"
 
     # ---- checkpoints
 
     def _regular_checkpoints(self) -> list[Checkpoint]:
-        """Whole ones. One that a signal made in between is no choice, or a resumed run would differ."""
+        """Complete ones at regular steps. One that a signal made in between would make a resumed run differ."""
         every = self.config.checkpoint.every
         processes, found = self.training.trainer.processes, []
         if processes.writes:

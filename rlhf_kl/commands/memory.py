@@ -1,4 +1,4 @@
-"""How much memory an update takes, by counting; good to about a third."""
+"""An estimate of an update's memory, by counting; good to about a third."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_kl.models.lora import has_adapter
 
 FLOAT = 4  # bytes
 LOGIT_COPIES = 3  # logits, their float32 log-softmax, its gradient
-SHARE = 0.85  # of the free memory that may be planned with
+SHARE = 0.85  # usable share of the free memory
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class MemoryEstimate:
     """Bytes of an update in one process."""
 
     kept: int  # weights, Adam's moments
-    training: int  # gradients, the copy that the ceiling goes back to, layers that are gathered for a pass
-    gathered: int  # what spread models lack to be whole
+    training: int  # gradients, the ceiling's copy of the weights, layers gathered for a pass
+    gathered: int  # the parts of sharded models that other processes hold
     states: int  # hidden states of a rollout that are kept through its update
     per_row: int  # activations of one response in a training pass
     logits: int  # of one response; a chunk holds at most `chunk`
@@ -47,7 +47,7 @@ class MemoryEstimate:
     cache: int  # keys and values of a rollout's rows
 
     def total(self, rows: int) -> int:
-        """With `rows` responses in a training pass; sampling and training do not stand side by side."""
+        """With `rows` responses in a training pass; sampling and training never happen at the same time."""
         training = self.training + rows * self.per_row + min(rows * self.logits, self.chunk)
         return self.kept + self.states + max(training, self.gathered + self.cache)
 
@@ -57,10 +57,10 @@ def weight_bytes(
 ) -> tuple[int, int, int]:
     """`kept`, `training` and `gathered` of `MemoryEstimate`.
 
-    A spread policy lies on each process as one part of `processes`, with its gradient, moments and the `copies` of
-    the ceiling. A pass gathers two layers and what is outside of them, with the gradients of one; a rollout gathers
-    all. Of spread frozen models only the layers are parts. `cast`: share of a weight that autocast's copy of it takes,
-    which a pass keeps of all layers for its backward pass, and a rollout of those that are trained.
+    Of a sharded policy each process holds one part in `processes`: weights, gradient, moments and the `copies` of the
+    ceiling. A pass gathers two layers and the weights outside of layers, and has the gradients of one layer; a rollout
+    gathers all. Of sharded frozen models only the layers are divided. `cast`: size of autocast's copy over that of the
+    weight; a pass keeps the copies of all layers for its backward pass, a rollout those of the trained layers.
     """
     part = 1 / processes if shard else 1.0
     layers = weights.frozen - weights.frozen_outside
@@ -129,7 +129,7 @@ def _weights(config: TrainConfig, parts: Parts) -> Weights:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device, those that this process holds included."""
+    """Free bytes on the device, with those that this process holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device))
@@ -152,6 +152,6 @@ def _models(config: TrainConfig) -> int:
 
 
 def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:
-    """The largest divisor of the minibatch that fits into `room` bytes; None where not even 1 does."""
+    """The largest divisor of the minibatch that fits into `room` bytes; None if 1 does not fit."""
     fitting = [n for n in range(1, minibatch + 1) if minibatch % n == 0 and estimate.total(n) <= room]
     return max(fitting, default=None)

@@ -1,4 +1,4 @@
-"""`--merge`: beside the adapter of a run the whole model, for those who load it without peft."""
+"""`--merge`: writes the merged model beside the adapter, to be loaded without peft."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ MERGED = "merged"
 
 
 def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None:
-    """Errors: InputError where the run trains a whole model, known before it starts."""
+    """Errors: InputError if the run trains a whole model; called before the run."""
     model = config.policy.model
     # A reward model begins with the adapter of its language model merged.
     local = model is not None and Path(model).is_dir() and not isinstance(config, RewardModelConfig)
     if config.policy.lora is None and not (local and is_adapter(str(model))):
-        raise InputError(
-            "--merge: the run trains no adapter, so final/ is the whole model: set policy.lora, or leave it"
-        )
+        raise InputError("--merge: the run trains no adapter, so final/ is already the whole model: leave --merge out")
 
 
 def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig, display: TrainingDisplay) -> Path:

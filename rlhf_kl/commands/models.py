@@ -1,4 +1,4 @@
-"""The language models that a config or a command line names, whole ones, adapters and new ones."""
+"""Loads the language models that a config or a command line names: whole models, adapters and new ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rlhf_kl.sharding import load_tensors
 
 
 class ModelFolders(Protocol):
-    """Where the models are that a config names: a `Resolver`."""
+    """Finds the folders of the models that a config names: a `Resolver`."""
 
     access: Access
 
@@ -62,7 +62,7 @@ class Loaded:
 
 
 def load_language_model(resolver: ModelFolders, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
-    """The model behind a folder, hub id or built-in name; an adapter is merged into its base unless kept apart.
+    """The model behind a folder, hub id or built-in name; an adapter is merged into its base unless `keep_adapter`.
 
     Errors: InputError with the reason.
     """
@@ -134,7 +134,7 @@ def load_trained_model(
 ) -> Loaded:
     """A model to be trained: with a fresh adapter where the config names one; an adapter is trained further.
 
-    `seed` is what a fresh adapter is drawn from.
+    `seed`: for the weights of a fresh adapter.
     """
     loaded = load_language_model(resolver, ref, key, keep_adapter=lora is None)
     if lora is not None:
@@ -158,7 +158,7 @@ def load_run_policy(
 ) -> tuple[Any, Any]:
     """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
 
-    Errors: InputError where the run has no such checkpoint, or neither a checkpoint nor a final model.
+    Errors: InputError if the run has no such checkpoint, or neither a checkpoint nor a final model.
     """
     if folder is not None and folder.final.is_dir() and step is None:
         final = load_language_model(resolver, str(folder.final), "--run")
@@ -194,7 +194,7 @@ def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
     if step is None:
         whole, problems = newest_whole(folder.checkpoints)
         if whole is None:
-            raise InputError(*(f"{folder.checkpoints}: no checkpoint is whole: {problem}" for problem in problems))
+            raise InputError(*(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems))
         return whole
     if step not in present:
         hint = suggestion(str(step), [str(known) for known in present])
@@ -206,6 +206,6 @@ def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
 
 
 def located(ref: str) -> str:
-    """A path of the command line as an absolute one, anything else as it is."""
+    """An existing path of the command line, made absolute; anything else unchanged."""
     path = Path(ref).expanduser()
     return str(path.absolute()) if path.exists() else ref

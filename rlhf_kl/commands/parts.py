@@ -1,4 +1,4 @@
-"""From a config to the models and data of a run; what cannot work is refused here."""
+"""Builds the models and data of a run from its config, and refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Parts:
     texts: list[str]
     sampling: Sampling
     reference_is_initial_policy: bool
-    spread: list[nn.Module] = field(default_factory=list)  # models whose weights several processes share
+    spread: list[nn.Module] = field(default_factory=list)  # sharded models
 
 
 def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
@@ -93,7 +93,7 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
-    """How a run draws responses from a model."""
+    """The sampling settings of a run."""
     return Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -105,7 +105,7 @@ def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
 def build_reference(config: TrainConfig, resolver: Resolver, loaded: Loaded) -> tuple[TransformersLM, bool]:
     """The frozen model that the KL is measured to, and whether it is the starting policy.
 
-    Of a policy with an adapter it is the same model at its start, with no second copy of the weights.
+    For a policy with an adapter it is the same model at its start, without a second copy of the weights.
     """
     ref, policy, dtype = config.reference.model, loaded.model, compute_dtype(config.run.dtype)
     if ref is None or resolver.policy(ref, "reference.model") == loaded.folder:
@@ -114,7 +114,7 @@ def build_reference(config: TrainConfig, resolver: Resolver, loaded: Loaded) -> 
         return frozen_lm(copy.deepcopy(policy), dtype, resolver.device), True
     reference = load_language_model(resolver, ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
-        raise InputError("reference.model: has another vocabulary than policy.model: no KL between them")
+        raise InputError("reference.model: has another vocabulary than policy.model, so there is no KL between them")
     return frozen_lm(reference, dtype, resolver.device), False
 
 
@@ -136,7 +136,7 @@ def build_prompts(config: TrainConfig, resolver: Resolver, policy: Any, tokenize
 
 
 def without_rows(train: Prompts, kept: Prompts) -> Prompts:
-    """The prompts whose tokens no held-out prompt has. Errors: InputError where none is left."""
+    """The prompts that differ from every held-out prompt in their tokens. Errors: InputError if none is left."""
     apart = {tuple(row) for row in kept.rows}
     rest = [i for i, row in enumerate(train.rows) if tuple(row) not in apart]
     if not rest:
@@ -150,17 +150,16 @@ def without_rows(train: Prompts, kept: Prompts) -> Prompts:
 
 
 def prompt_format(data: PromptsSection) -> PromptFormat:
-    """How the config wants prompts written."""
+    """The format of prompts in a config."""
     return PromptFormat(data.chat_template, data.system, data.first_tokens)
 
 
 def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
     """The policy with its value function, if it has one.
 
-    It is a critic on features, a zero head on the policy's trunk, or a trunk of its own.
-
-    The separate one starts from the reward model where that reads the policy's rows, else from the policy.
-    `mean` and `std`: of the reference's shaped scores.
+    It is a critic on features, a zero head on the policy's trunk, or a separate model. A separate model starts from
+    the reward model if that reads the policy's tokens, else from the policy. `mean`, `std`: of the reference's shaped
+    scores.
     """
     policy, device, dtype = parts.policy, parts.policy.device, compute_dtype(config.run.dtype)
     if config.critic is None:
@@ -190,7 +189,7 @@ def feature_count(parts: Parts) -> int:
 
 
 def feature_rewards(parts: Parts) -> list[RewardModel]:
-    """The reward models that can read the policy's tokens as they come, whole responses of them."""
+    """The reward models that can read whole responses as the policy's tokens."""
     reward = parts.reward
     every = [term for _, term in reward.terms.values()] if isinstance(reward, WeightedSum) else [reward]
     return [one for one in every if isinstance(one, RewardModel) and _reads_rows_of(parts, one)]
@@ -201,9 +200,9 @@ def _has_one_output(reward: RewardModel) -> bool:
 
 
 def _reads_rows_of(parts: Parts, reward: RewardModel) -> bool:
-    """Whether it can take prompts and responses as the policy's tokens, from beginning to end, one state a token.
+    """Whether it can read prompts and responses as the policy's tokens, whole, with one state for each token.
 
-    An encoder never does: its states know of later tokens.
+    An encoder cannot: its states depend on later tokens.
     """
     if reward.encoder or reward.tokenizer.get_vocab() != parts.tokenizer.get_vocab():
         return False

@@ -35,7 +35,7 @@ def write_report(path: Path, refresh: int | None = None) -> RunResult:
 
 
 def watch_reports(paths: list[Path], seconds: int) -> None:
-    """Write the reports again and again until all runs have ended."""
+    """Write the reports every `seconds` until all runs have ended."""
     waiting = list(paths)
     while waiting:
         waiting = [path for path in waiting if write_report(path, refresh=seconds).status == "unfinished"]

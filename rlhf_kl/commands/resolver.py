@@ -1,4 +1,4 @@
-"""What the names in a config stand for: built-in parts, local files and folders, hub ids."""
+"""Resolves the names in a config: built-in parts, local files and folders, hub ids."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ T = TypeVar("T")
 
 
 def access_of(run: RunSection) -> Access:
-    """What a run allows to be run of other people's code."""
+    """The permissions of a run to run other people's code."""
     return Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
 
 
 class Resolver:
     """Turns the names in a config into models, prompts, texts and reward functions.
 
-    A built-in world is built where it is missing; a hub id is downloaded or taken from the cache. `key` is the
-    config key that a name comes from, for messages. Errors: InputError for a name that stands for nothing usable.
+    A built-in world is built if it is missing; a hub id is downloaded or taken from the cache. `key` is the config
+    key of a name, for messages. Errors: InputError for a name that cannot be used.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Resolver:
         access: Access = SAFE,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`device` and `dtype`: where reward models compute, and in what."""
+        """`device` and `dtype`: of the reward models' computation."""
         self.display, self.device, self.access, self.dtype = display, device, access, dtype
 
     @classmethod
@@ -101,7 +101,7 @@ class Resolver:
         split: str = "test",
         template: str | None = None,
     ) -> list[str]:
-        """Texts to train on, or (`heldout`) those of a built-in world that were kept apart."""
+        """Texts to train on, or (`heldout`) the held-out texts of a built-in world."""
         if is_builtin(ref):
             path = self.world(ref).file("heldout" if heldout else "train")
             return read_texts(load_rows(str(path), split, key), "text", None, key)[:limit]
@@ -109,10 +109,10 @@ class Resolver:
         return read_texts(rows[:limit], text_column(ref, column), template, f"{key}: {ref}")
 
     def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[Prompt], list[Prompt]]:
-        """Prompts to train on and held-out prompts, none of which is among the former.
+        """Training prompts and held-out prompts, without overlap.
 
-        Where no held-out prompts are named, a built-in world brings its own; of other prompts one in twenty is
-        kept apart (none where there are fewer than twenty: then the training prompts serve for both).
+        If no held-out prompts are named, a built-in world has its own; of other prompts one in twenty is held out.
+        With fewer than twenty prompts the training prompts are also the held-out ones.
         """
         train = self._prompts(data.prompts, data.split, data, "data.prompts", "prompts")
         if held.prompts is not None:
@@ -141,7 +141,7 @@ class Resolver:
     # ------------------------------------------------------------------ supervised data
 
     def documents(self, data: SFTDataSection) -> tuple[list[str], list[str]]:
-        """Texts to learn, and held-out ones, none of which is among the former."""
+        """Training texts and held-out texts, without overlap."""
 
         def read(ref: str, split: str, key: str, heldout: bool) -> list[str]:
             limit = None if heldout else data.max_documents
@@ -150,7 +150,7 @@ class Resolver:
         return self._divided(read, "texts", data.texts, data, data.eval_texts, str)
 
     def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
-        """Prompts with the responses to learn, and held-out ones with other prompts."""
+        """Training prompts with responses, and held-out ones with other prompts."""
 
         def read(ref: str, split: str, key: str, _heldout: bool) -> list[Example]:
             rows, where = load_rows(self._file(ref), split, key)[: data.max_documents], f"{key}: {ref}"
@@ -174,7 +174,7 @@ class Resolver:
         return self._divided(read, "pairs", data.pairs, data, data.eval_pairs, _prompt)
 
     def all_pairs(self, data: PairsSection) -> list[Pair]:
-        """Every pair of a file, none kept apart."""
+        """Every pair of a file, none held out."""
         assert data.pairs is not None
         return self._read_pairs(data.pairs, data.split, data, "--pairs")
 
@@ -186,7 +186,7 @@ class Resolver:
         return pairs
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
-        """Labelled texts, and held-out ones, none of which is among the former."""
+        """Labelled training texts and held-out ones, without overlap."""
         assert data.labels is not None
 
         def read(ref: str, split: str, key: str, _heldout: bool) -> list[Labelled]:
@@ -196,7 +196,7 @@ class Resolver:
         return self._divided(read, "labels", data.labels, data, data.eval_pairs, lambda row: row.text)
 
     def _file(self, ref: str) -> str:
-        """A file, folder or hub id as it is; a built-in world has texts, prompts and pairs only."""
+        """A file, folder or hub id unchanged; a built-in world has only texts, prompts and pairs."""
         return str(self.world(ref).file("train")) if is_builtin(ref) else ref
 
     def _divided(
@@ -208,9 +208,9 @@ class Resolver:
         heldout: str | None,
         identity: Callable[[T], Hashable],
     ) -> tuple[list[T], list[T]]:
-        """Rows to train on, and held-out rows: those of `heldout`, of the built-in world, or a part kept apart.
+        """Training rows and held-out rows: those of `heldout`, of the built-in world, or a part that is split off.
 
-        `name`: the data's key in its section; rows of one `identity` are on one side.
+        `name`: the data's key in its section; rows with the same `identity` stay together.
         """
         key = f"data.{name}"
         train = read(ref, data.split, key, False)
@@ -250,7 +250,7 @@ class Resolver:
         return self.reward_model(section.model, f"{where}.model", section)
 
     def gold(self, section: RewardSection, *others: str) -> GoldScorer | None:
-        """The scorer that is only logged; the built-in worlds bring their own."""
+        """The scorer that is only logged; a built-in world has its own."""
         if section.gold is not None and not is_builtin(section.gold):
             if is_reference(section.gold):
                 return _plugin(section.gold, {}, "reward.gold", "reward.gold", section.time_limit)

@@ -80,7 +80,7 @@ def _new_reward_model(config: RewardModelConfig, resolver: Resolver) -> RewardMo
 
 
 class Prepared(NamedTuple):
-    """A training objective, and the evaluation of what it makes."""
+    """A training objective, and the evaluation of the trained model."""
 
     objective: Objective
     evaluate: Callable[[], Figures]

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_kl.commands.guards import StepResult
 from rlhf_kl.types import RolloutBatch
 
-IN_ORDER = 4  # the first responses of the batch: no choice, so they show what is usual
+IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest
 TOP_TOKENS = 10
 
@@ -18,7 +18,7 @@ def sample_rows(
 ) -> Iterator[dict[str, Any]]:
     """The first responses of the batch, then those with the largest KL; `chosen` says which.
 
-    `columns`: those of the data set that scorers read, and so are shown; `extra`: what scorers logged of each response.
+    `columns`: data columns that scorers read; `extra`: values that scorers logged for each response.
     """
     rollout, gold = result.rollout, result.gold
     first = list(range(min(IN_ORDER, len(rollout))))
@@ -39,7 +39,7 @@ def sample_rows(
 
 
 def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
-    """The tokens of the whole batch at whose state the policy is furthest from the reference, furthest first.
+    """The tokens of the whole batch with the largest exact KL, largest first.
 
     `sample` is the response's place in the batch, `position` the token's in the response, both from 0; nats.
     """

@@ -1,4 +1,4 @@
-"""How every training command begins: the folder, a finished run, the device."""
+"""The start of every training command: the folder, a finished run, the device, the processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf_kl.run.trackers import check_installed
 if TYPE_CHECKING:
     import torch
 
-NOT_OURS = {  # of accelerate's, by the variable that asks for it
+NOT_OURS = {  # features of accelerate, by the variable that requests them
     "DEEPSPEED": "DeepSpeed is not supported",
     "FSDP": "accelerate's FSDP is not used here: set policy.shard and reference.shard in the config",
     "MEGATRON_LM": "Megatron-LM is not supported",
@@ -43,7 +43,7 @@ def train_command(
     Of several processes the first one opens and writes the folder; the others give {}.
     """
     check_installed(config.tracking.trackers)
-    config = on_this_machine(config)  # what is stored repeats the run, wherever it is repeated
+    config = on_this_machine(config)  # the stored config repeats the run on any machine
     path = Path(config.run.output_dir)
     with ending_on_sigterm(), joined(config.run) as processes:
 
@@ -65,15 +65,17 @@ def train_command(
             if summary is not None:
                 return summary if processes.writes else {}
             if processes.writes and not folder.locked:
-                display.alert(f"lock: the file system of {path} has no locks: see to it that no other run uses it")
+                display.alert(
+                    f"lock: the file system of {path} has no locks: make sure that no other run uses this folder"
+                )
             summary = run(config, folder, display if processes.writes else silent_display(), processes)
             return summary if processes.writes else {}
 
 
 def _check_inputs(config: AnyConfig, path: Path) -> None:
-    """Errors: InputError where the config names something that is about to be overwritten.
+    """Errors: InputError if --overwrite would remove something that the config names.
 
-    But for a plugin's copy (`file.py:name`), which is read before and written again.
+    A plugin's copy (`file.py:name`) is no error: it is read first and written again.
     """
     problems = [
         f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
@@ -88,7 +90,7 @@ def _check_inputs(config: AnyConfig, path: Path) -> None:
 
 
 def on_this_machine(config: C) -> C:
-    """The config with the type of its computation in place of `run.dtype: auto`.
+    """The config with a number type in place of `run.dtype: auto`.
 
     bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32.
     """
@@ -103,12 +105,12 @@ def on_this_machine(config: C) -> C:
 
 
 def pick_device(section: RunSection) -> torch.device:
-    """The device of a run. Errors: InputError for one that is not there."""
+    """The device of a run. Errors: InputError for a missing one."""
     import torch
 
     name = section.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"  # mps only where it is asked for: nothing was measured
+        name = "cuda" if torch.cuda.is_available() else "cpu"  # mps only by name: it was never measured
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"run.device: {name}: no CUDA device is available here")
     number = name.partition(":")[2]
@@ -122,8 +124,8 @@ def pick_device(section: RunSection) -> torch.device:
 def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     """The accelerator of a run, one a command; `group` says that several processes may run it together.
 
-    Errors: InputError for a missing device, for several processes of a command that runs in one, and where several
-    were started or asked for that are no group.
+    Errors: InputError for a missing device, for several processes of a command that runs in one, and for several
+    processes that do not form a group.
     """
     import torch
     from accelerate import Accelerator
@@ -133,7 +135,7 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     if count > 1 and not group:
         raise InputError("several processes: this command runs in one; train, sft and reward-model can run in several")
     if group and launched_alone():
-        raise InputError(f"the launcher was asked for several processes, and this one is alone: {LAUNCH}")
+        raise InputError(f"the launcher should start several processes, but this one is alone: {LAUNCH}")
     if device.type == "cuda" and device.index is not None:
         if count > 1:
             raise InputError(f"run.device: {section.device}: with several processes write cuda; each takes one of them")
@@ -150,16 +152,14 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=device.type == "cpu")
     if accelerator.num_processes != count:
-        raise InputError(
-            f"{count} processes were started, but each believes to be one of {accelerator.num_processes}: {LAUNCH}"
-        )
+        raise InputError(f"{count} processes were started, but accelerate counts {accelerator.num_processes}: {LAUNCH}")
     return accelerator
 
 
 def launched_alone() -> bool:
-    """Whether a launcher was asked for several processes, of which each believes to be alone.
+    """Whether a launcher should start several processes, but each of them would run alone.
 
-    An MPI launcher without torch's variables, or `accelerate launch` on CPUs, which starts one and names a port.
+    So does an MPI launcher without torch's variables, or `accelerate launch` on CPUs: it starts one and sets a port.
     """
     if "WORLD_SIZE" in os.environ:
         return False
@@ -170,7 +170,7 @@ def launched_alone() -> bool:
 
 @contextlib.contextmanager
 def joined(section: RunSection) -> Iterator[Processes]:
-    """The processes of a run, this one alone or the group that a launcher started; ends the group where one fails."""
+    """The processes of a run, this one alone or the group that a launcher started; ends the group if one fails."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
@@ -193,5 +193,5 @@ def joined(section: RunSection) -> Iterator[Processes]:
 
 
 def silent_display() -> TrainingDisplay:
-    """What a process that does not write shows: nothing."""
+    """A display that shows nothing, for a process that does not write."""
     return TrainingDisplay(quiet=True, console=Console(file=open(os.devnull, "w", encoding="utf-8")))

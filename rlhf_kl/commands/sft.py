@@ -115,7 +115,7 @@ def _learn_responses(config: SFTConfig, resolver: Resolver, display: TrainingDis
         def read(start: int, stop: int) -> float:
             return float(kept.loss(rows[start:stop])[0])
 
-        change = "shorter texts to evaluate on need less"
+        change = "use shorter texts to evaluate on"
         return sum(fitting_batches(len(rows), config.sft.microbatch_size, read, change))
 
     def evaluate() -> Figures:

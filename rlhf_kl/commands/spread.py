@@ -1,4 +1,4 @@
-"""Which models of a run are spread over its processes."""
+"""Shards the models of a run over its processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlhf_kl.sharding import is_spread, spread, whole
 
 
 def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None:
-    """Spread what `policy.shard` and `reference.shard` ask for, before an optimizer is made; kept in `parts.spread`.
+    """Shard models by `policy.shard` and `reference.shard`, before an optimizer is made; `parts.spread` lists them.
 
-    A head or a critic on features, which are small, stay whole.
+    A value head and a critic on features are small and stay whole.
     """
     policy, device = parts.policy, parts.policy.device
     if config.policy.shard:
@@ -30,19 +30,19 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
         if isinstance(model.value, SeparateValue):
             spread(layers_of(model.value.trunk.whole), model.value, device)
         parts.spread += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
-        with torch.no_grad():  # the first pass settles that all layers belong to this root
+        with torch.no_grad():  # the first pass makes all layers part of this root
             hidden = policy.states(one, lambda _, hidden: hidden)
             if model.value is not None:
                 model.value(one, hidden)
         with whole(*parts.spread):
             pass
         if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_spread(p)]:
-            raise RuntimeError(f"policy.shard: these tensors are not spread: {held[:3]}")
+            raise RuntimeError(f"policy.shard: these tensors are not sharded: {held[:3]}")
     if config.reference.shard:
         frozen = [parts.reference.model, *reward_models(parts.reward), *reward_models(parts.gold)]
         apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
         if not apart and not config.policy.shard:
-            raise InputError("reference.shard: there is no frozen model apart from the policy: set policy.shard")
+            raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
         for each in apart:
             if not (layers := layers_of(each)):
                 raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
@@ -51,12 +51,12 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
 
 
 def reward_models(scorer: Any) -> Iterator[nn.Module]:
-    """The models that score, those of a sum included."""
+    """The reward models, with those inside a sum."""
     terms = [term for _, term in scorer.terms.values()] if isinstance(scorer, WeightedSum) else [scorer]
     return (term.model for term in terms if isinstance(term, RewardModel))
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """The layers of a model of transformers, which it names itself."""
+    """The layers of a transformers model, by the class names that the model lists."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

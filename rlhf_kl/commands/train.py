@@ -59,7 +59,7 @@ def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay, 
 
 
 class TrainRun:
-    """The loop of one run and everything around an update: rows, alerts, guards, evaluations, checkpoints."""
+    """The loop of one run, with everything around an update: rows, alerts, guards, evaluations, checkpoints."""
 
     def __init__(
         self, config: TrainConfig, parts: Parts, training: Training, recorder: Recorder, display: TrainingDisplay
@@ -69,7 +69,7 @@ class TrainRun:
         self.processes = recorder.processes
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
-        self.gold_failing = False  # in the row before
+        self.gold_failing = False  # in the previous row
         self.trl_rewards = begin_scorers(parts.reward, parts.gold, training.next_step, config.updates)
         self.alerts = kl_alerts(config, training)
         self.bought = kl_bought(config, parts, training)
@@ -102,7 +102,7 @@ class TrainRun:
         with stopping_on_signals(config.checkpoint.grace) as stop:
             began, due = time.perf_counter(), False
             if self.rolls_back and self.recorder.checkpoint is None:
-                self.save(0)  # the start is a place to go back to
+                self.save(0)  # so that a rollback can go back to the start
             for step in range(self.training.next_step, total + 1):
                 alerts: list[str] = []
                 looks = (step - 1) % config.eval.every == 0
@@ -144,7 +144,7 @@ class TrainRun:
         """One update and its row; a rollout that is not finite is reported and left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         alerts: list[str] = []
-        self.begin(step)  # what an evaluation logged is forgotten
+        self.begin(step)  # discards what an evaluation logged
         together = self.processes
         try:
             update = clock.timed("time/update_s", trainer.update)(step)
@@ -168,7 +168,7 @@ class TrainRun:
             why = (
                 "is missing, so nothing was learned"
                 if skipped == UNSCORED
-                else "was not finite, so what needs it was left out"
+                else "was not finite, so the steps that need it were left out"
             )
             alerts.append(f"update-skipped: {skipped} {why}")
         if gold.failure is not None:
@@ -192,7 +192,7 @@ class TrainRun:
         return StepResult(row, rollout, gold.scores, skipped, weights_lost)
 
     def coef_spread(self) -> float:
-        """How far the betas of the processes lie apart. Errors: RunFailed where they do."""
+        """The difference between the betas of the processes: 0. Errors: RunFailed if they differ."""
         coefs = self.processes.all(self.trainer.controller.coef)
         if max(coefs) != min(coefs):
             words = f"the processes have different betas: {', '.join(map(str, coefs))}"
@@ -200,18 +200,18 @@ class TrainRun:
         return 0.0
 
     def begin(self, step: int) -> None:
-        """Tell the functions for TRL where the run is."""
+        """Tell reward functions with TRL's interface the step of the run."""
         for scorer in self.trl_rewards:
             scorer.begin(step, self.config.updates)
 
     def gold_told_once(self, alerts: list[str]) -> list[str]:
-        """The alerts of a row, that of a gold scorer that fails only where it begins to."""
+        """The alerts of a row; a failing gold scorer is reported only when it begins to fail."""
         failures = [alert for alert in alerts if alert.startswith(GOLD_FAILED)]
         told = [] if self.gold_failing else failures[:1]
         self.gold_failing = bool(failures)
         return [*told, *(alert for alert in alerts if alert not in failures)]
 
-    # ---- what is kept
+    # ---- records and checkpoints
 
     def note_best(self, row: dict[str, Any]) -> None:
         """Remember the update with the highest score less its KL penalty."""
@@ -221,7 +221,7 @@ class TrainRun:
             self.best = {"step": row["step"], **{key: row[key] for key in keys}}
 
     def note_best_checkpoint(self, row: dict[str, Any]) -> None:
-        """Remember the checkpoint that is best by `checkpoint.best`: row k measured that of update k - 1."""
+        """Remember the best checkpoint by `checkpoint.best`: row k measures the policy after update k - 1."""
         metric, step = self.config.checkpoint.best, row["step"] - 1
         value = None if metric is None else row.get(metric)
         if value is None or not math.isfinite(value):
@@ -233,7 +233,7 @@ class TrainRun:
             self.best_checkpoint = {"step": step, "metric": metric, "value": value}
 
     def record_samples(self, result: StepResult) -> None:
-        """A few responses of the update token by token, and where the whole batch diverges most."""
+        """Record some responses of the update token by token, and the tokens of the batch with the largest KL."""
         logged = self.processes.all(logged_columns(self.trl_rewards, len(result.rollout) // self.processes.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
@@ -244,11 +244,11 @@ class TrainRun:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a KL above the ceiling turns the run back."""
+        """Whether a KL above the ceiling rolls the run back."""
         return self.config.kl.ceiling is not None and self.config.kl.ceiling.action == "rollback"
 
     def save(self, step: int) -> None:
-        """A checkpoint of everything that a resumed run needs."""
+        """Write a checkpoint with everything that a resumed run needs."""
         own = self.processes.together(self.training.state_dict)
         state = {
             **own,
@@ -266,7 +266,7 @@ class TrainRun:
     # ---- the beginning and the end
 
     def announce(self) -> None:
-        """The table of counts, and everything about this run that one should know before it starts."""
+        """Show the sizes of the run, its KL target and its warnings, before it starts."""
         config, control = self.config, self.trainer.controller
         updates, batch, kl = config.updates, config.rollout.batch_size, config.kl
         self.display.counts_table(
@@ -298,13 +298,13 @@ class TrainRun:
             self.display.alert(warning)
 
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
-        """A guard's end: the summary holds the reason, and what was whole last stays."""
+        """End the run for a guard: the summary gets the reason, and the last checkpoint stays."""
         self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
         raise self.processes.shared(GuardStop(reason))
 
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
-        # From the file and not from memory: a resumed run has not seen all of them.
+        # From the file: a resumed run has not seen all rows.
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.begin(step + 1)

@@ -1,4 +1,4 @@
-"""From the parts of a run to its PPO trainer, ready for the first update or for the one after a checkpoint."""
+"""Builds the PPO trainer of a run, ready for the first update or for the one after a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from rlhf_kl.trainers.ppo import PPOTrainer
 
 @dataclass
 class Training:
-    """A trainer and what was known before its first update."""
+    """A trainer, and the figures from before its first update."""
 
     trainer: PPOTrainer
     reference_scores: ReferenceScores
@@ -56,7 +56,7 @@ class Training:
     next_step: int = 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, weights and the optimizer's tensors apart."""
+        """State for a resumed run, without weights and the optimizer's tensors."""
         return {
             "trainer": self.trainer.state_dict(),
             "shaping": self.shaping.state_dict(),
@@ -66,9 +66,9 @@ class Training:
         }
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None, process: int = 0) -> None:
-        """Weights and optimizer of a checkpoint; with `state` also everything else, to go on behind it.
+        """Weights and optimizer of a checkpoint; with `state` also everything else, to continue after it.
 
-        Scorers take over the state of theirs in process `process`, or of the first where there was none.
+        Scorers load the state that process `process` saved, or the first process if that one did not exist.
         """
         checkpoint.load_model(checkpointed(self.trainer.model.modules))
         checkpoint.load_optimizer(self.trainer.optimizer)
@@ -79,11 +79,11 @@ class Training:
             self.next_step = checkpoint.step + 1
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """All that has learned, as it was at a checkpoint; the updates are counted on."""
+        """Restore everything that learns from a checkpoint; the count of updates goes on."""
         step, step_size = self.next_step, self.trainer.step_size
         factor = 1.0 if step_size is None else step_size.factor
         self.load(checkpoint, checkpoint.state(), self.trainer.processes.index)
-        if step_size is not None:  # a rate that was found too high stays low
+        if step_size is not None:  # a rate that was too high stays lower
             step_size.factor = min(factor, step_size.factor)
         self.next_step = step
 
@@ -110,23 +110,23 @@ def prepare_training(
     trainer = build_trainer(config, parts, scores, shaping, coef, clock, processes)
     training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
     for name in training.scorers.keys() - states_of(training.scorers):
-        display.alert(f"{name}: its state_dict does not give what can be saved, so --resume begins it anew")
+        display.alert(f"{name}: its state_dict returns no data that can be saved, so --resume starts it anew")
     if checkpoint is not None:
         training.load(checkpoint, state, processes.index)
         display.message(f"going on from update {checkpoint.step}")
         for name in training.scorers.keys() - state["scorers"].keys() if state is not None else ():
-            display.alert(f"resume: {name}: the checkpoint holds no state of it, so it starts anew")
+            display.alert(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
     return training
 
 
 def check_sizes(config: TrainConfig, processes: int) -> None:
-    """Errors: InputError where the sizes of the config, which are those of all processes, do not divide by them."""
+    """Errors: InputError if the config's sizes, totals over all processes, cannot be divided among them."""
     rollout = config.rollout
     if config.reference_samples < processes:
-        raise InputError(f"rollout.reference_samples: {config.reference_samples} for {processes} processes")
+        raise InputError(f"rollout.reference_samples: {config.reference_samples} are too few for {processes} processes")
     for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):
         if shard and processes == 1:
-            raise InputError(f"{section}.shard: one process has nobody to share with: {LAUNCH}")
+            raise InputError(f"{section}.shard: needs several processes: {LAUNCH}")
         if shard and not can_spread():
             needed = ".".join(map(str, OLDEST_TORCH))
             raise InputError(f"{section}.shard: torch {needed} or newer is needed")
@@ -135,7 +135,7 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
         "ppo.minibatch_size": (config.minibatch_size, processes),
     }
     if problems := [
-        f"{key}: {size} is no multiple of {unit}: {processes} processes share it"
+        f"{key}: {size} is not a multiple of {unit}: {processes} processes share it"
         + (f", {rollout.samples_per_prompt} responses a prompt" if unit > processes else "")
         for key, (size, unit) in wanted.items()
         if size % unit
@@ -243,20 +243,20 @@ def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) ->
 
 
 def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
-    """The config's starting beta, or the one at which tilted reference samples have the target's KL; and a note."""
+    """The starting beta and a note: the config's, or the beta at which tilted reference samples have the target KL."""
     written = config.kl.controller.coef
     if not isinstance(written, str):
         return written, ""
     grouped = config.ppo.advantage == "grpo"
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
     coef, note = scores.solve(budget, scaled=grouped and config.ppo.scale_by_group_std)
-    # There a score counts (k - 1) / k, since the group's mean holds it; beta does not.
+    # In grpo the group's mean contains each score, which counts (k - 1) / k; the KL penalty counts in full.
     each = config.rollout.samples_per_prompt
     return (coef * (each - 1) / each if grouped else coef), note
 
 
 def fingerprints(parts: Parts) -> dict[str, str]:
-    """What a resumed run must find unchanged, by config key."""
+    """Fingerprints of content that a resumed run needs unchanged, by config key."""
     prints = {
         "reference.model": model_fingerprint(parts.reference),
         "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
@@ -275,9 +275,9 @@ def _columns_as_text(parts: Parts) -> list[str]:
 def evaluate_policy(
     config: TrainConfig, parts: Parts, report: Callable[[str], None], processes: Processes | None = None
 ) -> dict[str, Any]:
-    """The `eval/*` figures of the policy as it is: held-out perplexity, and scores on held-out prompts.
+    """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
 
-    `report` is told of scores that had to be left out. Each of several processes reads its part.
+    `report` gets a line about scores that are left out. Each of several processes reads its part.
     """
     processes = processes or Processes()
     texts, prompts = parts.texts[processes.rows(len(parts.texts))], processes.rows(parts.heldout.batch_size)

@@ -1,4 +1,4 @@
-"""What the command line allows to be run of other people's code, where a run's folder is opened."""
+"""Permissions to run other people's code, given on the command line, for commands that open a run's folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlhf_kl.run.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Trust:
-    """Permissions that the command line gives; what the folder's config says of them does not count."""
+    """Permissions that the command line gives; those in the folder's config do not count."""
 
     plugins: bool = False
     remote_code: bool = False
     pickle: bool = False
 
     def run_config(self, folder: RunFolder) -> TrainConfig:
-        """The config of a run with these permissions and no others. Errors: InputError where there is no run."""
+        """The config of a run with these permissions and no others. Errors: InputError if there is no run."""
         if not folder.config.is_file():
             raise InputError(f"{folder.path}: holds no run (no config.yaml)")
         config = load_run_config(folder.config, plugins=self.plugins)
@@ -37,7 +37,7 @@ class Trust:
         return config.model_copy(update={"run": config.run.model_copy(update=allowed)})
 
     def refused(self, config: TrainConfig) -> tuple[list[str], list[str]]:
-        """The plugins of a run that may not be run: those that its scores need, and its gold scores."""
+        """The plugins that have no permission: those for scores, and those for gold scores."""
         found = {key: ref for key, (ref, _) in plugins_of(config).items() if key.startswith("reward.")}
         gold = found.pop("reward.gold", None)
         return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])

@@ -1,4 +1,4 @@
-"""What watches the rows of a run, made from its config and from what was known before its first update."""
+"""Builds the checks of a run's rows from its config and from figures of the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kl_alerts(config: TrainConfig, training: Training) -> KLAlerts:
 
 
 def kl_bought(config: TrainConfig, parts: Parts, training: Training) -> KLBought:
-    """What watches whether this run's KL is bought with score."""
+    """The check that this run's KL brings score."""
     scores = training.reference_scores
     return KLBought(
         config,

@@ -42,16 +42,16 @@ BUILDER = "commands/world.py"  # this file: it makes every part
 
 
 class World:
-    """A built-in world; each part is built where it is missing, and kept in the cache.
+    """A built-in world; each missing part is built and kept in the cache.
 
-    The trainings are the shipped configs of `sft` and `reward-model` with the world's settings, on the CPU.
+    It trains with the shipped configs of `sft` and `reward-model` and the world's settings, on the CPU.
     """
 
     def __init__(self, ref: str, display: TrainingDisplay) -> None:
         self.spec: WorldSpec = world_spec(ref)
         self.display = display
         self.folder = cache_folder() / self.spec.name
-        self.parts: dict[str, Path] = {}  # a key is worked out once: its sources may change while we run
+        self.parts: dict[str, Path] = {}  # a key is computed once: the sources may change during the run
 
     # ------------------------------------------------------------------ parts
 
@@ -99,7 +99,7 @@ class World:
             _write_jsonl(folder / f"{name}.jsonl", rows)
         for name in ("pairs", "heldout_pairs"):
             rows = (
-                # A response starts with the space that parts it from its prompt.
+                # A response starts with the space after its prompt.
                 {"prompt": pair.prompt, "chosen": f" {pair.chosen}", "rejected": f" {pair.rejected}"}
                 for pair in getattr(corpus, name)
             )
@@ -134,7 +134,7 @@ class World:
         _write_summary(folder, pair_figures(chosen, rejected))
 
     def _fit(self, model: Any, objective: Objective, settings: EpochsSection, seed: int, part: str) -> None:
-        """Train to the end; a build that is interrupted starts over, so there are no checkpoints."""
+        """Train to the end. An interrupted build starts over, so there are no checkpoints."""
         seed_libraries(seed)
         trainer = SupervisedTrainer(model, objective, settings, seed)
         title = f"building {self.spec.name}: {part}"
@@ -158,7 +158,7 @@ class World:
         name = target.name
         with _lock(self.folder / f".{name}.lock", self.display, f"another process is building {name}: waiting"):
             sweep(self.folder, re.compile(re.escape(name)))
-            if not _is_whole(target):  # else the other process has built it by now
+            if not _is_whole(target):  # else another process has built it
                 if target.is_dir():
                     self.display.alert(f"{target}: {damage(target)}: building it again")
                 write_folder(target, build, checksums=True)
@@ -166,9 +166,9 @@ class World:
 
 @contextlib.contextmanager
 def _cache_failures() -> Iterator[None]:
-    """Here, where it is known that an OSError is the cache's: a run would take it for its own folder's.
+    """Report an OSError of the cache as such; the run would report its own folder.
 
-    Errors: RunFailed for a disk that is full, InputError for a folder that cannot be used.
+    Errors: RunFailed for a full disk, InputError for a folder that cannot be used.
     """
     try:
         yield
@@ -189,7 +189,7 @@ def _versions() -> dict[str, str]:
 
 
 def _write_summary(folder: Path, figures: dict[str, float]) -> None:
-    """What is known of a part: figures on held-out data, and what it was made with."""
+    """Write a part's figures on held-out data, and the versions of its libraries."""
     write_json(folder / "summary.json", {"final": figures, "versions": _versions()})
 
 

@@ -1,4 +1,4 @@
-"""Messages for a full disk, a full memory and a folder that is gone: what is left, and what to do."""
+"""Messages for a full disk, a full memory and a lost folder, with advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_kl.run.checkpoint import newest_whole
 from rlhf_kl.run.run_folder import RunFolder
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-LESS_MEMORY = "a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts need less"
+LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
 BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
 
 
@@ -22,7 +22,7 @@ BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
 def machine_failures(folder: RunFolder) -> Iterator[None]:
     """Errors: RunFailed in place of an OSError of the disk or the run folder, and where memory is full."""
     try:
-        with memory_for("what the run needs does not fit", LESS_MEMORY):
+        with memory_for("the run does not fit", LESS_MEMORY):
             yield
     except MemoryFull as error:
         failed = RunFailed(f"{error}; {_way_on(folder)}")
@@ -46,7 +46,7 @@ def _disk_message(folder: RunFolder, error: OSError) -> str | None:
 
 
 def room_words(place: Path) -> str:
-    """How much room the disk of `place`, which need not exist, has."""
+    """The free room on the disk of `place`, which need not exist, as text."""
     existing = next((p for p in (place, *place.parents) if p.exists()), Path("/"))
     return f"{_megabytes(shutil.disk_usage(existing).free)} are free: make room there, or look at your quota"
 
@@ -54,8 +54,8 @@ def room_words(place: Path) -> str:
 def _way_on(folder: RunFolder) -> str:
     checkpoint = newest_whole(folder.checkpoints)[0]
     if checkpoint is None:
-        return "there is no checkpoint yet: give the command again"
-    return f"the checkpoint of step {checkpoint.step} is whole: --resume goes on from it"
+        return "there is no checkpoint yet: start the command again"
+    return f"the checkpoint of step {checkpoint.step} is complete: --resume goes on from it"
 
 
 def _size(path: Path) -> int:

@@ -170,4 +170,4 @@ def test_a_model_that_does_not_fit_is_one_line(
     monkeypatch.setattr("torch.nn.Module.to", lambda *_, **__: torch.empty(1 << 60))
     outcome = rlhf_kl(command, "--run", run, "--quiet", *more)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
-    assert outcome.err.startswith("error: memory is full: a smaller model")
+    assert outcome.err.startswith("error: memory is full: use a smaller model")

@@ -66,7 +66,7 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
 def test_full_memory_is_a_finding(doctor: Doctor, small_device: Callable[..., list[int]]) -> None:
     small_device(0)
     (found,) = [text for level, text in doctor(code=2)["memory"] if level == "fatal"]
-    assert found.startswith("memory is full: what the run needs does not fit; a smaller model, ")
+    assert found.startswith("memory is full: the run does not fit; use a smaller model, ")
 
 
 def test_what_a_reader_sees(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_what_to_free(
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    for words in ("step-000006", "File too large", "a checkpoint takes 0.", "MB are free", "step 4 is whole"):
+    for words in ("step-000006", "File too large", "a checkpoint takes 0.", "MB are free", "step 4 is complete"):
         assert words in line
     assert [c.step for c in checkpoints(run / "checkpoints")] == [2, 4]
     assert all(c.damage() is None for c in checkpoints(run / "checkpoints"))
@@ -90,7 +90,7 @@ def test_a_row_that_cannot_be_written_leaves_nothing_of_itself(
 
     with monkeypatch.context() as patch:
         patch.setattr(JsonlWriter, "write", fails)
-        with pytest.raises(RunFailed, match=r"metrics\.jsonl.*step 4 is whole: --resume goes on") as caught:
+        with pytest.raises(RunFailed, match=r"metrics\.jsonl.*step 4 is complete: --resume goes on") as caught:
             train(tmp_path / "run")
     assert caught.value.exit_code == 1
     train(tmp_path / "run", resume=True)
@@ -231,7 +231,7 @@ def test_a_rollout_that_does_not_fit_names_its_own_keys(
         return sample(self, step) if len(calls) < 2 else torch.empty(1 << 60)
 
     monkeypatch.setattr(Sampler, "__call__", full)
-    with pytest.raises(RunFailed, match=r"a rollout does not fit: lower rollout\.batch_size.*step 4 is whole"):
+    with pytest.raises(RunFailed, match=r"a rollout does not fit: lower rollout\.batch_size.*step 4 is complete"):
         train(run, resume=True)
     assert calls == [5, 6]
 

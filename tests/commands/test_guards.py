@@ -361,7 +361,7 @@ def test_a_ceiling_that_shortens_in_vain_ends_the_run(
     """As where nothing lies between the policy and a reference of another kind: here shortening does nothing."""
     monkeypatch.setattr(Ceiling, "_shorten", lambda *_: CeilingResult(1.0, 1.0, 1.0, 1.0))
     settings = ("kl.target=1e-6", "kl.ceiling.value=2e-6", "kl.controller={kind: fixed, coef: 1e-3}")
-    with pytest.raises(GuardStop, match=r"above the ceiling 2e-06, and so it was in 10 updates in a row") as caught:
+    with pytest.raises(GuardStop, match=r"above the ceiling 2e-06 for 10 updates in a row") as caught:
         train(tmp_path / "run", *settings, "ppo.learning_rate=1e-2", "ppo.total_episodes=240")
     assert caught.value.exit_code == 3
 
@@ -373,7 +373,7 @@ def test_a_ceiling_below_a_reference_of_another_architecture_ends_the_run(
     wider = new_model(seed=5, spread=1.0, hidden_size=24)
     save_model(wider, letters, tmp_path / "wider")
     settings = (f"reference.model='{tmp_path}/wider'", "kl.target=0.001", "kl.ceiling.value=0.002")
-    with pytest.raises(GuardStop, match=r"in 10 updates in a row, although each was shortened"):
+    with pytest.raises(GuardStop, match=r"for 10 updates in a row, although each was shortened"):
         train(tmp_path / "run", *settings, "kl.controller={kind: fixed, coef: 1e-6}", "ppo.total_episodes=320")
     assert {row["kl/pulled_back"] for row in rows(tmp_path / "run")} == {0.0}
     # While the policy is frozen nothing is shortened, and nothing is held against it.

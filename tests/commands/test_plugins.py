@@ -241,7 +241,7 @@ def test_a_state_that_begins_later_is_said(
     crash(tmp_path / "whole", tmp_path / "crashed", kept=4)
     own.write_text(DRIFTING)
     train(tmp_path / "crashed", setting, resume=True)
-    assert "reward: the checkpoint holds no state of it" in " ".join(capsys.readouterr().err.split())
+    assert "reward: the checkpoint has no state for it" in " ".join(capsys.readouterr().err.split())
 
 
 # ---- threads ----

@@ -177,7 +177,7 @@ def test_resuming_with_another_config_is_refused(train: Train, tiny_run: Path, t
     crashed = crash(tiny_run, tmp_path, 4)
     with pytest.raises(InputError) as caught:
         train(crashed, "kl.target=0.2", "eval.every=1", resume=True)
-    assert len(caught.value.problems) == 3  # eval.every is free to change; the last names the ways out
+    assert len(caught.value.problems) == 3  # with the way out; eval.every is free to change
     assert "kl.target: 0.1 -> 0.2" in str(caught.value)
 
 

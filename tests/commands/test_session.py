@@ -79,7 +79,7 @@ def test_a_launcher_that_starts_one_process_where_several_were_asked_for(
 
 def test_it_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
     monkeypatch.setenv("PMI_SIZE", "2")
-    words = "was asked for several processes, and this one is alone: start them with torchrun"
+    words = "should start several processes, but this one is alone: start them with torchrun"
     with pytest.raises(InputError, match=words):
         make_accelerator(RunSection(device="cpu"), group=True)
 

@@ -25,7 +25,7 @@ def spread(policy: Any, reference: Any) -> None:
 
 def test_an_adapters_reference_is_the_policy() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(InputError, match=r"no frozen model apart from the policy: set policy\.shard"):
+    with pytest.raises(InputError, match=r"no frozen model is separate from the policy: set policy\.shard"):
         spread(model, model)
 
 

@@ -92,7 +92,7 @@ def test_sizes_that_do_not_divide_are_refused(
     config = settings("breaks", rollout=rollout, ppo=ppo)
     result = together([["train", "--config", config, "--output-dir", tmp_path / "run"]])
     assert result.codes == [[2], [2]]
-    assert result.output.count("rollout.batch_size: 15 is no multiple of 2: 2 processes share it") == 1
+    assert result.output.count("rollout.batch_size: 15 is not a multiple of 2: 2 processes share it") == 1
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 

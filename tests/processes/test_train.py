@@ -171,7 +171,7 @@ def test_one_process_shares_with_nobody(rlhf_kl: Cli, tiny_settings: dict[str, A
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--set", "policy.shard=true")
     assert outcome.code == 2
-    assert "policy.shard: one process has nobody to share with: start them with torchrun" in outcome.err
+    assert "policy.shard: needs several processes: start them with torchrun" in outcome.err
 
 
 @NEEDS_SHARDS
