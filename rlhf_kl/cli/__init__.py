@@ -96,8 +96,7 @@ def run(arguments: Sequence[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         if not memory_is_full(error):
             raise
-        print("error: memory is full: a smaller model, or a device with more memory (run.device), is needed",
-              file=sys.stderr)  # fmt: skip
+        print("error: memory is full: use a smaller model, or a device with more memory (run.device)", file=sys.stderr)
         return 1
 
 

@@ -16,6 +16,7 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FILES = ("config.yaml", METRICS, SAMPLES, "summary.json", "report.html")
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # a user's files in them stay
 MODELS = ("final", "merged")  # these are the program's as a whole
+TRACKED = "wandb"  # the folder that this tracker makes
 IN_PLACE = (LOCK, METRICS, SAMPLES)  # all others are made under another name and renamed
 CHECKPOINT = re.compile(r"step-\d{6,}")
 _ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # those under a temporary name too
@@ -73,7 +74,7 @@ def link_problems(paths: Iterable[Path]) -> list[str]:
 
 def run_link_problems(folder: Path) -> list[str]:
     """A line for each link among what a run has written or will write in `folder`, hard links included."""
-    names = (LOCK, CLAIMS, *FILES, CHECKPOINTS, TENSORBOARD, *MODELS, *claims(folder))
+    names = (LOCK, CLAIMS, *FILES, CHECKPOINTS, TENSORBOARD, *MODELS, TRACKED, *claims(folder))
     paths = [folder / name for name in dict.fromkeys(names)]
     for place, pattern in ((folder / CHECKPOINTS, _ANY_CHECKPOINT), (folder / TENSORBOARD, _EVENTS)):
         if not place.is_symlink():
@@ -91,7 +92,7 @@ def run_link_problems(folder: Path) -> list[str]:
 def remove_run(folder: Path) -> None:
     """Removes what this program writes and nothing else; the config last, so that a crash leaves a run."""
     checkpoints, tensorboard = folder / CHECKPOINTS, folder / TENSORBOARD
-    models = [folder / name for name in MODELS]
+    models = [folder / name for name in (*MODELS, TRACKED)]
     for path in [*_matching(checkpoints, _ANY_CHECKPOINT), *models, *event_files(tensorboard)]:
         _remove(path)
     for container in (tensorboard, checkpoints):

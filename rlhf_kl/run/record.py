@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,6 +101,7 @@ class Recorder:
         if folder.replaces:
             self._sweep()
             folder.clear()
+        sent = self._sent_to_trackers()
         for path in (folder.metrics, folder.samples):
             self._truncate(path)
         for name, content in plugins.items():
@@ -114,11 +116,19 @@ class Recorder:
                 self.tensorboard.rebuild(read_jsonl(folder.metrics), read_jsonl(folder.samples))
         if config.tracking.trackers:
             values = config.model_dump(mode="json")
-            self.trackers = Trackers(config.tracking.trackers, folder, config.run.name, values, self.display.alert)
+            names, run = config.tracking.trackers, config.run.name
+            self.trackers = Trackers(names, folder, run, values, self.display.alert, sent)
         if self.checkpoint:
             # The process may have died between writing this checkpoint and dropping an older one.
             section = config.checkpoint
             prune(folder.checkpoints, section.keep, every=section.every, spared=self.state.get("spared", ()))
+
+    def _sent_to_trackers(self) -> int:
+        """The last step that trackers have of a run that goes on; its closing row makes room for an update."""
+        if not (self.config.tracking.trackers and self.checkpoint):
+            return 0
+        last = max((int(row["step"]) for row in read_jsonl(self.folder.metrics)), default=0)
+        return last - self.folder.summary.is_file()
 
     def _sweep(self) -> None:
         """Remove what processes that were killed left half written."""
@@ -244,10 +254,12 @@ class Recorder:
 
     def close(self) -> None:
         """The files are given back; whatever had to be on the disk is there by now."""
-        for file in (self.rows, self.samples, self.tensorboard, self.trackers):
+        for file in (self.rows, self.samples, self.tensorboard):
             if file is not None:
                 with contextlib.suppress(OSError):  # a full disk has been reported already
                     file.close()
+        if self.trackers is not None:
+            self.trackers.close(failed=sys.exc_info()[0] is not None)
 
     def _plugins(self) -> dict[str, bytes]:
         """The plugins' files, by the names under which the run keeps them; one may be such a copy itself."""

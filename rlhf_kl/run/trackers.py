@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -15,12 +17,19 @@ from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import RunFolder
 
 PROJECT = "rlhf-kl"
+QUIET = {  # variables that are set where the user has not: few lines, and no minutes of waiting for a server
+    "WANDB_SILENT": "true",
+    "WANDB_CONSOLE": "off",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
 IDS = "trackers.json"  # of the run at each tracker, so that a resumed run goes on there
 
 
 def check_installed(names: Sequence[str]) -> None:
     """Errors: InputError for each tracker that is not there, before any time is spent on the run."""
-    if missing := [name for name in names if find_spec(name) is None]:
+    # Without an origin it is any folder of that name, such as wandb's own in the working directory.
+    if missing := [name for name in names if (spec := find_spec(name)) is None or spec.origin is None]:
         raise InputError(*(f"tracking.trackers: {name} is not installed: pip install {name}" for name in missing))
 
 
@@ -28,15 +37,19 @@ class Trackers:
     """The trackers that a run names. One that fails is switched off and reported; the run goes on."""
 
     def __init__(
-        self, names: Sequence[str], folder: RunFolder, run: str, config: Mapping[str, Any], alert: Callable[[str], None]
+        self,
+        names: Sequence[str],
+        folder: RunFolder,
+        run: str,
+        config: Mapping[str, Any],
+        alert: Callable[[str], None],
+        sent: int = 0,
     ) -> None:
-        """`run`: its name; `config`: resolved, as nested mappings.
-
-        Errors: InputError for a tracker that is not installed or cannot start.
-        """
-        self.alert = alert
+        """`run`: its name; `config`: resolved, as nested mappings; `sent`: the last step that they have already."""
+        self.alert, self.sent = alert, sent
         self.running: dict[str, Any] = {}
-        check_installed(names)
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
         place = folder.claim(IDS)
         ids: dict[str, str] = {}
         if place.is_file():
@@ -48,26 +61,33 @@ class Trackers:
                 if new:
                     tracker.store_init_configuration({key: _plain(value) for key, value in flat(config).items()})
             except Exception as error:  # of any library
-                raise InputError(f"tracking.trackers: {name} does not start: {error}") from error
+                self._switch_off(name, error)
+                continue
             self.running[name] = tracker
-        write_atomic(place, json.dumps(ids))
+            write_atomic(place, json.dumps(ids))
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """The finite numbers of a row, at its step."""
+        """The finite numbers of a row, at its step; nothing of a row that was sent before the run was interrupted."""
+        if row["step"] <= self.sent:
+            return
         figures = {name: value for name in row if name != "step" and (value := read_number(row, name)) is not None}
-        self._each(lambda tracker: tracker.log(figures, step=int(row["step"])))
+        self._each(lambda _, tracker: tracker.log(figures, step=int(row["step"])))
 
-    def close(self) -> None:
-        """Send what is left."""
-        self._each(lambda tracker: tracker.finish())
+    def close(self, *, failed: bool) -> None:
+        """Send what is left, and whether the run failed."""
+        self._each(lambda name, tracker: FAIL[name](tracker) if failed and name in FAIL else tracker.finish())
 
-    def _each(self, call: Callable[[Any], object]) -> None:
+    def _each(self, call: Callable[[str, Any], object]) -> None:
         for name, tracker in list(self.running.items()):
             try:
-                call(tracker)
+                call(name, tracker)
             except Exception as error:  # of any library
                 del self.running[name]
-                self.alert(f"{name}: {error}: switched off; metrics.jsonl has every row")
+                self._switch_off(name, error)
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        reason = re.sub(r"://[^/@\s]*@", "://", " ".join(str(error).split()))  # an address may hold a password
+        self.alert(f"{name}: {reason}: switched off; metrics.jsonl has every row")
 
 
 Started = tuple[Any, str, bool]  # the tracker, its id of the run, and whether the run is new there
@@ -99,6 +119,17 @@ def _mlflow(run: str, folder: RunFolder, known: str | None) -> Started:
     return tracker, str(tracker.active_run.info.run_id), known is None
 
 
+def _fail_wandb(tracker: Any) -> None:
+    tracker.run.finish(exit_code=1)
+
+
+def _fail_mlflow(_tracker: Any) -> None:
+    import mlflow
+
+    mlflow.end_run(status="FAILED")
+
+
+FAIL = {"wandb": _fail_wandb, "mlflow": _fail_mlflow}
 START: dict[str, Callable[[str, RunFolder, str | None], Started]] = {
     "wandb": _wandb,
     "trackio": _trackio,

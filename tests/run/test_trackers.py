@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate import PartialState
 from rlhf_kl.errors import InputError
 from rlhf_kl.run import trackers
 from rlhf_kl.run.run_folder import RunFolder, open_run_folder
-from rlhf_kl.run.trackers import Trackers
+from rlhf_kl.run.trackers import Trackers, check_installed
 
 CONFIG = {"run": {"name": "mine", "seed": 3}, "kl": {"target": 0.1, "ceiling": None}}
 ROWS = [{"step": 1, "kl/token": 0.25, "kl/coef": 0.5, "objective/gold": None}, {"step": 2, "kl/token": 0.125}]
@@ -34,13 +35,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def write(name: str, folder: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
+def write(
+    name: str, folder: RunFolder, rows: list[dict[str, Any]], sent: int = 0, *, failed: bool = False
+) -> list[str]:
     """Rows of one part of a run; the alerts."""
     alerts: list[str] = []
-    tracking = Trackers([name], folder, "mine", CONFIG, alerts.append)
+    tracking = Trackers([name], folder, "mine", CONFIG, alerts.append, sent)
     for row in rows:
         tracking.row(row)
-    tracking.close()
+    tracking.close(failed=failed)
     return alerts
 
 
@@ -88,13 +91,15 @@ def test_mlflow_on_disk(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert write("mlflow", folder, ROWS) == []
-    assert write("mlflow", folder, [{"step": 3, "kl/token": 0.5}]) == []  # a resumed run goes on in the same one
+    again = [{"step": 2, "kl/token": 0.125}, {"step": 3, "kl/token": 0.5}]
+    assert write("mlflow", folder, again, sent=2, failed=True) == []  # a resumed run goes on in the same one
     client = mlflow.MlflowClient(place)
     (run,) = client.search_runs([client.get_experiment_by_name("rlhf-kl").experiment_id])
     points = client.get_metric_history(run.info.run_id, "kl/token")
     assert [(point.step, point.value) for point in points] == [(1, 0.25), (2, 0.125), (3, 0.5)]
     assert run.data.params["kl.target"] == "0.1"
     assert run.info.run_name == "mine"
+    assert run.info.status == "FAILED"
 
 
 def test_trackio_on_disk(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +129,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             def finish(self) -> None:
                 calls.append("finish")
 
-        monkeypatch.setattr(trackers, "find_spec", lambda name: object())
         monkeypatch.setitem(trackers.START, "wandb", lambda run, folder, known: (Tracker(), known or "new", not known))
         return calls
 
@@ -147,7 +151,26 @@ def test_one_that_fails_is_switched_off(folder: RunFolder, stand_in: Callable[..
     assert calls[1:] == [(1, {"kl/token": 0.25, "kl/coef": 0.5})]
 
 
-def test_one_that_is_not_installed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"tracking\.trackers: trackio is not installed: pip install trackio"):
-        write("trackio", folder, ROWS)
+def test_one_that_cannot_start_is_switched_off_and_tells_no_password(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("http://me:hunter2@127.0.0.1:9 does not answer")
+
+    monkeypatch.setitem(trackers.START, "mlflow", fail)
+    assert write("mlflow", folder, ROWS) == [
+        "mlflow: http://127.0.0.1:9 does not answer: switched off; metrics.jsonl has every row"
+    ]
+
+
+def test_rows_that_were_sent_are_not_sent_again(folder: RunFolder, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in()
+    write("wandb", folder, ROWS, sent=1)
+    assert calls[1:] == [(2, {"kl/token": 0.125}), "finish"]
+
+
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["absent", "a folder of that name"])
+def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, spec: ModuleSpec | None) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: spec)
+    with pytest.raises(InputError, match=r"tracking\.trackers: wandb is not installed: pip install wandb"):
+        check_installed(["wandb"])
