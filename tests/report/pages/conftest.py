@@ -49,6 +49,7 @@ class Browser:
         os.set_blocking(self.reader, False)
         self.buffer, self.number, self.events = b"", 0, []
         self.session: str | None = None
+        self.loader = ""  # of the page that is open
         tabs = self.call("Target.getTargets")["targetInfos"]
         target = next(tab["targetId"] for tab in tabs if tab["type"] == "page")
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -77,10 +78,20 @@ class Browser:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
-        self.call("Page.navigate", url=page.as_uri())
+        self.loader = self.call("Page.navigate", url=page.as_uri())["loaderId"]
         deadline = time.monotonic() + PATIENCE
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+        while not self._loaded():
             self.events.append(self._next(deadline))
+
+    def _loaded(self) -> bool:
+        """Whether this page has loaded: events of the one before may still come."""
+        here = False
+        for event in self.events:
+            if event.get("method") == "Page.frameNavigated":
+                here = event["params"]["frame"]["loaderId"] == self.loader
+            if here and event.get("method") == "Page.loadEventFired":
+                return True
+        return False
 
     def evaluate(self, script: str) -> Any:
         """The value of a script on the page."""
@@ -110,7 +121,7 @@ class Browser:
     def requests(self) -> list[str]:
         """Addresses that the page requested."""
         sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
-        return [event["request"]["url"] for event in sent]
+        return [event["request"]["url"] for event in sent if event["loaderId"] == self.loader]
 
     def close(self) -> None:
         self.process.terminate()
