@@ -17,14 +17,14 @@ from rlhf_kl.report.equal_kl import EqualKL, compare_groups
 from rlhf_kl.report.run import RunResult, read_run
 from rlhf_kl.report.variant import Variant
 
-# Where these differ scores are on different scales, or KLs to different references.
+# If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All variants, in order, and what a reader must know about them."""
+    """All variants, in order, and notes about gaps and differences."""
 
     variants: list[Variant]
     notes: list[str]
@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def groups(self) -> dict[str, list[Variant]]:
-        """What is compared with one another: the families; of a single one its variants."""
+        """The groups to compare: the families, or with one family its variants."""
         families = self.families
         return families if len(families) > 1 else {variant.name: [variant] for variant in self.variants}
 
@@ -48,7 +48,7 @@ class Comparison:
 
     @property
     def target(self) -> float | None:
-        """The target in nats; None where variants have different ones."""
+        """The target in nats; None if variants have different ones."""
         targets = {variant.config.kl.target_value for variant in self.variants}
         return targets.pop() if len(targets) == 1 else None
 
@@ -68,7 +68,7 @@ class Comparison:
 
     @cached_property
     def by_target(self) -> list[Variant]:
-        """The most variants, three at least, that differ in their KL target only, by target; empty without any."""
+        """The largest set of variants that differ only in their KL target (at least three), by target; else empty."""
         groups = [
             [other for other in self.variants if other.is_controlled and _same_but_for(("kl.target",), one, other)]
             for one in self.variants
@@ -79,7 +79,7 @@ class Comparison:
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
-        """Each pair of groups: the variants of one, and it as a whole, against the one that spans more KL."""
+        """For each pair of groups: one group and its variants, against the group that spans more KL."""
         return [
             entry
             for (first, members), (second, others) in combinations(self.groups.items(), 2)
@@ -117,7 +117,7 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
 def read_comparison(paths: Sequence[Path], names: Mapping[Path, str] | None = None) -> Comparison:
     """Runs from their folders; a folder of a comparison stands for its runs.
 
-    names: the variant of each path where it is known; else runs whose configs agree but for the seed are one
+    names: the variant of each path, if known; else runs whose configs differ only in the seed are one
     variant. Errors: InputError.
     """
     runs = [read_run(path) for path in _run_folders(paths)]
@@ -141,7 +141,7 @@ def _run_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def _variant_name(run: RunResult, variants: Mapping[str, list[RunResult]]) -> str:
-    """The variant with the same config but for the seed, else a new name from that of the folder."""
+    """The variant whose config differs only in the seed, else a new name from the folder's name."""
     for name, members in variants.items():
         if all(line.startswith(NOT_THE_RUN) for line in config_diff(run.config, members[0].config)):
             return name
@@ -154,7 +154,7 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _families(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
-    """Variant -> family: the part that the names of its members share, else its first member's controller."""
+    """Variant -> family: the shared start of its members' names, else its first member's controller."""
     families: list[list[str]] = []
     for name, config in configs.items():
         for family in families:
@@ -172,7 +172,7 @@ def _families(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
 
 
 def _shared_start(names: Sequence[str]) -> str:
-    """The letters that all names begin with, without a number or a dash at the end; of one name all of it."""
+    """The shared start of all names, without a number or a dash at the end; a single name whole."""
     if len(names) == 1:
         return names[0]
     length = next((i for i, column in enumerate(zip(*names, strict=False)) if len(set(column)) > 1), 0)
@@ -193,12 +193,12 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
     lengths = sorted({len(run.updates) for run in runs})
     if len(lengths) > 1:
         notes.append(
-            f"the runs have between {lengths[0]} and {lengths[-1]} updates: curves end where the shortest seed of "
-            "a variant ends, and each run is judged by its own second half"
+            f"the runs have between {lengths[0]} and {lengths[-1]} updates: a variant's curve ends with its shortest "
+            "seed, and each run is judged by its own second half"
         )
     seeds = {run.seed for run in runs}
     if len(seeds) == 1:
-        notes.append("one seed: there is no spread to judge a difference by")
+        notes.append("one seed: without a spread over seeds no difference can be judged")
     for variant in variants:
         if missing := sorted(seeds - set(variant.runs)):
             notes.append(f"{variant.name}: seed {', '.join(map(str, missing))} missing")
@@ -214,10 +214,10 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
 
 
 def _same_but_for(keys: tuple[str, ...], a: Variant, b: Variant) -> bool:
-    """Whether no other settings of two variants differ."""
+    """Whether two variants differ in these settings only."""
     return all(line.startswith((*NOT_THE_RUN, *keys)) for line in config_diff(a.config, b.config))
 
 
 def _scale_diff(a: Variant, b: Variant) -> list[str]:
-    """Settings that keep the scores and KLs of two variants from being compared."""
+    """Differences in settings that make scores or KLs of two variants incomparable."""
     return [line for line in config_diff(a.config, b.config) if line.startswith(SCALE)]

@@ -1,6 +1,6 @@
 """How well a run held its KL target: the one definition of the figures that tables, plots and benchmarks show.
 
-All take KL / target of each update in order; a KL that was not finite counts as infinite.
+All take KL / target of each update, in order; a KL that is not finite counts as infinite.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev, variance
 from typing import Any, TypeVar
 
-BAND = 0.25  # within so much of the target a KL is in band
-BAND_FROM = 15  # the update from which time in band counts: a KL that starts at 0 is on its way before
+BAND = 0.25  # a KL within this share of the target is in band
+BAND_FROM = 15  # first update that counts for time in band: before, a KL that starts at 0 still rises
 HELD_ERROR = BAND / 2  # of a run that held its target: at most this tail error,
 HELD_SHARE = 0.9  # and at least this share of its updates in band
 END = 10  # updates that closing figures are averaged over
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 def is_update(row: Mapping[str, Any]) -> bool:
-    """False for the row of a closing evaluation, which holds nothing else."""
+    """False for the row of a closing evaluation, which is no update."""
     return "kl/error" in row
 
 
@@ -35,7 +35,7 @@ def tail(items: Sequence[Item]) -> Sequence[Item]:
 
 
 def end(items: Sequence[Item]) -> Sequence[Item]:
-    """The last ten, of a short run its second half."""
+    """The last ten; for a short run the second half."""
     return items[-END:] if len(items) >= 2 * END else tail(items)
 
 
@@ -46,13 +46,13 @@ def tail_error(values: Sequence[float]) -> float | None:
 
 
 def time_in_band(values: Sequence[float]) -> float | None:
-    """Share of the updates from number 15 on within 25 % of the target; None of a shorter run."""
+    """Share of the updates from number 15 on within 25 % of the target; None for a shorter run."""
     late = values[BAND_FROM - 1 :]
     return fmean(abs(value - 1.0) <= BAND for value in late) if late else None
 
 
 def held(values: Sequence[float]) -> bool | None:
-    """Whether a run held its target, by tail error and time in band; None of a run too short for the latter."""
+    """Whether a run held its target, by tail error and time in band; None for a run too short for the latter."""
     error, share = tail_error(values), time_in_band(values)
     return None if error is None or share is None else error <= HELD_ERROR and share >= HELD_SHARE
 
@@ -78,7 +78,7 @@ def peak(values: Sequence[float]) -> float | None:
 
 
 def log_beta_sd(coefs: Sequence[float]) -> float | None:
-    """Standard deviation of log beta over the second half; None of none, or where one is 0.
+    """Standard deviation of log beta over the second half; None without values, or if one is 0.
 
     coefs: the beta of each update.
     """
@@ -87,7 +87,7 @@ def log_beta_sd(coefs: Sequence[float]) -> float | None:
 
 
 def settled(values: Sequence[float]) -> bool | None:
-    """Whether a KL has come to rest; None of fewer than eight values, or of infinite ones.
+    """Whether a KL has settled; None for fewer than eight values, or for infinite ones.
 
     True where the means of the third and of the last quarter differ by no more than 15 % of the larger one, or
     by no more than twice the standard error of their difference.

@@ -1,4 +1,4 @@
-"""Scores at equal KL: those of a variant less those that a family of variants has at the same KL."""
+"""Scores at equal KL: the score of a variant minus that of a family of variants at the same KL."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure -> its g
 
 @dataclass(frozen=True)
 class EqualKL:
-    """Scores of `points` less those that `curve` has at the same KL, by seed."""
+    """Scores of `points` minus those of `curve` at the same KL, by seed."""
 
     points: str  # a variant, or a family: then means over its variants
     curve: str  # a family
     measure: str  # scores_shaped | gold
-    readings: Mapping[int, Reading]  # the difference, and the least and the most that it can be
-    left_out: int  # pairs whose KL no run of the curve tells of: nothing is extrapolated
+    readings: Mapping[int, Reading]  # the difference, with its lower and upper bound
+    left_out: int  # pairs outside the curve's range of KL: nothing is extrapolated
     direct: bool  # runs that ended at the same KL: there is no curve between them
 
     @property
@@ -40,13 +40,13 @@ class EqualKL:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The least and the most that the mean difference can be, by what the gaps of the curve leave open."""
+        """Lower and upper bound of the mean difference, by the gaps of the curve."""
         readings = self.readings.values()
         return (fmean(r.low for r in readings), fmean(r.high for r in readings)) if readings else None
 
     @property
     def spread(self) -> float | None:
-        """Half of the 95 % interval that the spread over seeds alone makes, from five seeds on."""
+        """Half of the 95 % interval from the spread over seeds alone, from five seeds on."""
         return interval_half(list(self.differences.values()))
 
     @property
@@ -73,9 +73,9 @@ class EqualKL:
 
 
 def compare_groups(first: Sequence[Variant], second: Sequence[Variant], names: tuple[str, str]) -> list[EqualKL]:
-    """Each variant of the group that spans less KL, and that group as a whole, against the curve of the other one.
+    """Each variant of the group that spans less KL, and that whole group, against the curve of the other group.
 
-    Two single variants are compared where they ended at the same KL; elsewhere there is nothing to say of them.
+    Two single variants are compared only if they ended at the same KL.
     """
     groups = [(names[1], second), (names[0], first)]
     (points, variants), (curve, members) = sorted(groups, key=lambda group: _kl_span(group[1]))
@@ -87,7 +87,7 @@ def compare_groups(first: Sequence[Variant], second: Sequence[Variant], names: t
 
 
 def compare_variant(variant: Variant, members: Sequence[Variant], curve: str, measure: str) -> EqualKL:
-    """The variant's gain less that of the members' curve at its KL, seed by seed."""
+    """The variant's gain minus that of the members' curve at its KL, for each seed."""
     readings, left_out = {}, 0
     for seed, figures in variant.figures.items():
         end = run_end(figures, measure)
@@ -102,7 +102,7 @@ def compare_variant(variant: Variant, members: Sequence[Variant], curve: str, me
 
 
 def curve_of(members: Sequence[Variant], seed: int, measure: str) -> ScoreCurve | None:
-    """The curve through the ends of one seed's runs; None of none."""
+    """The curve through the ends of one seed's runs; None without runs."""
     figures = [member.figures[seed] for member in members if seed in member.figures]
     ends = [end for one in figures if (end := run_end(one, measure)) is not None]
     return ScoreCurve(ends) if ends else None
@@ -120,7 +120,7 @@ def _kl_span(group: Sequence[Variant]) -> float:
 
 
 def _mean_entry(name: str, entries: Sequence[EqualKL]) -> EqualKL:
-    """Means over the variants of a family, seed by seed, where all of them are comparable."""
+    """Means over the variants of a family, for each seed in which all are comparable."""
     first, seeds = entries[0], set.intersection(*(set(entry.readings) for entry in entries))
     readings = {
         seed: Reading(*map(fmean, zip(*(entry.readings[seed] for entry in entries), strict=True)))
@@ -131,7 +131,7 @@ def _mean_entry(name: str, entries: Sequence[EqualKL]) -> EqualKL:
 
 
 def interval_half(values: Sequence[float]) -> float | None:
-    """Half of Student's 95 % interval of the mean; None of fewer than five values."""
+    """Half of Student's 95 % interval of the mean; None for fewer than five values."""
     if len(values) < INTERVAL_FROM:
         return None
     return float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))

@@ -1,6 +1,6 @@
-"""Signs that a policy exploits its reward model: gold against score, and stand-ins where there is no gold scorer.
+"""Signs that a policy exploits its reward model: gold against score, and indirect signs without a gold scorer.
 
-Gao et al. 2022 (2210.10760): against sqrt(KL) the proxy score keeps rising while the gold score turns over.
+Gao et al. 2022 (2210.10760): against sqrt(KL) the proxy score keeps rising while the gold score rises and then falls.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rlhf_kl.run.exploitation import cross_perplexity
 
 SMOOTH = 5  # updates in a smoothed value
 CLEAR = 4.0  # standard errors: the highest of many noisy values is always above the last one
-PEAK_FALL = 0.1  # of gold's rise to its peak: a smaller fall after it is no turn
+PEAK_FALL = 0.1  # of gold's rise to its peak: a smaller fall after it does not count
 
 
 @dataclass(frozen=True)
 class GoldPeak:
-    """Where gold was highest, and whether it has fallen since."""
+    """The highest gold score, and whether gold has fallen since."""
 
     step: int
     root_kl: float  # sqrt(nats per sequence)
@@ -32,7 +32,7 @@ class GoldPeak:
 def gold_against_kl(run: RunResult) -> list[tuple[float, float, float]]:
     """(sqrt of sequence KL, score gain, gold gain) of each update, smoothed over five; empty without gold.
 
-    Gains over the reference; the scores are those that PPO sees.
+    Gains over the reference; scores are those that PPO sees.
     """
     keys = ("kl/sequence", "objective/scores_shaped", "objective/gold")
     score_start, gold_start = (run.reference(key) for key in keys[1:])
@@ -46,7 +46,7 @@ def gold_against_kl(run: RunResult) -> list[tuple[float, float, float]]:
 
 
 def gold_peak(run: RunResult) -> GoldPeak | None:
-    """The peak of smoothed gold; None without gold, or with too few updates to speak of a turn."""
+    """The peak of smoothed gold; None without gold, or with too few updates to judge."""
     points = gold_against_kl(run)
     if len(points) < 2 * SMOOTH:
         return None

@@ -1,4 +1,4 @@
-"""A run read from its folder: config, updates, evaluations, samples, its figures, and notes on gaps in them."""
+"""Reads a run from its folder: config, updates, evaluations, samples, figures, and notes on gaps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Series = tuple[list[float], list[float]]  # updates, values
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The figures of tables and verdicts; None: not measured. Those at the end are means of the last ten updates."""
+    """The figures of tables and verdicts; None: not measured. Figures at the end are means of the last ten updates."""
 
     tail_error: float | None
     time_in_band: float | None
@@ -44,7 +44,7 @@ class RunFigures:
     gold: float | None
     gold_gain: float | None
     perplexity: float | None  # held-out, of the closing evaluation
-    perplexity_cost: float | None  # that over the first evaluation's, less 1
+    perplexity_cost: float | None  # over that of the first evaluation, minus 1
     length: float | None
     settled: bool | None
 
@@ -86,14 +86,14 @@ class RunResult:
 
     @property
     def constant_coef(self) -> float | None:
-        """Beta where the run holds it constant, else None."""
+        """Beta if it is constant, else None."""
         if self.config.kl.controller.kind != "fixed" or not self.updates:
             return None
         return read_number(self.updates[0], "kl/coef")
 
     @property
     def reference_figures(self) -> Mapping[str, Any]:
-        """Figures of the reference's own samples; empty where the summary has none."""
+        """Figures of the reference's own samples; empty if the summary has none."""
         figures = self.summary.get("reference")
         return figures if isinstance(figures, Mapping) else {}
 
@@ -113,7 +113,7 @@ class RunResult:
         return _mean(row.get(key) for row in control.end(self.updates))
 
     def reference(self, key: str) -> float | None:
-        """A figure of the reference: from its own samples where the summary has them, else of the first update.
+        """A figure of the reference: from its own samples if the summary has them, else from the first update.
 
         The first update's policy is the starting policy, which is the reference unless the config names another.
         """
@@ -123,13 +123,13 @@ class RunResult:
         return value
 
     def gain(self, key: str) -> float | None:
-        """Value at the end less that of the reference."""
+        """Value at the end minus that of the reference."""
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
 
     @cached_property
     def figures(self) -> RunFigures:
-        """The figures that tables and verdicts are made of."""
+        """The figures of tables and verdicts."""
         perplexities = self.series("eval/perplexity")[1]
         return RunFigures(
             tail_error=control.tail_error(self.ratios),
@@ -154,7 +154,7 @@ class RunResult:
 
 
 def read_run(path: Path) -> RunResult:
-    """The run in a folder. Errors: InputError where there is none, or where a line of its files is damaged."""
+    """The run in a folder. Errors: InputError if there is none, or if a line of its files is damaged."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise InputError(f"{path}: holds no run (no config.yaml)")
@@ -174,7 +174,7 @@ def read_run(path: Path) -> RunResult:
 
 
 def stored_config(path: Path) -> TrainConfig:
-    """A run's resolved config; unlike `load_config` models and data need not be there any more."""
+    """A run's resolved config; unlike with `load_config`, models and data may be gone."""
     raw = read_yaml(path)
     kind = detect_kind(raw)
     if kind != "train":
@@ -186,7 +186,7 @@ def stored_config(path: Path) -> TrainConfig:
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    """Mean of numbers; None of none, or where one is missing."""
+    """Mean of numbers; None without numbers, or if one is missing."""
     numbers = list(values)
     if not numbers or any(value is None or not math.isfinite(value) for value in numbers):
         return None
@@ -194,14 +194,14 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The rows of a file that have a step; none where there is no file."""
+    """The rows of a file that have a step; empty without a file."""
     if path.is_file() and not _ends_whole(path):
         notes.append(f"the last line of {path.name} is cut off and left out")
     return [row for row in read_jsonl(path) if isinstance(row.get("step"), int)]
 
 
 def _ends_whole(path: Path) -> bool:
-    """Whether the last line is whole, with or without its line break."""
+    """Whether the last line is complete, with or without its line break."""
     last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
     try:
         return not last or isinstance(json.loads(last), dict)
@@ -221,7 +221,7 @@ def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _gaps(run: RunResult) -> list[str]:
-    """Sentences on what the run lacks."""
+    """Notes on the gaps of a run."""
     notes = []
     done, planned = len(run.updates), run.config.updates
     steps = [row["step"] for row in run.updates]
@@ -232,7 +232,7 @@ def _gaps(run: RunResult) -> list[str]:
     if steps and steps != list(range(1, done + 1)):
         notes.append(f"updates are missing in between: {done} rows up to update {steps[-1]}")
     if run.updates and not run.evaluations:
-        notes.append("no evaluation has been made: held-out perplexity is unknown")
+        notes.append("no evaluation: held-out perplexity is unknown")
     elif run.updates and len(run.evaluations) == 1:
-        notes.append("only one evaluation has been made: what the run costs in perplexity is unknown")
+        notes.append("only one evaluation: the cost in perplexity is unknown")
     return notes

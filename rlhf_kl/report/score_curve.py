@@ -1,4 +1,4 @@
-"""What a score is at a KL, read between the ends of runs, and how far off that reading may be."""
+"""The score at a KL, interpolated between the ends of runs, with bounds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from scipy.interpolate import PchipInterpolator
 
-SAME_ROOT_KL = 0.05  # ends whose sqrt(KL) differ by no more than 5 % (their KL by 10 %) ended at the same KL
+SAME_ROOT_KL = 0.05  # ends whose sqrt(KL) differ by at most 5 % (their KL by 10 %) have the same KL
 
 Point = tuple[float, float]  # sqrt(KL in nats per sequence), score gained over the reference
 
 
 class Reading(NamedTuple):
-    """A gain, and the least and the most that it can be."""
+    """A gain, with its lower and upper bound."""
 
     gain: float
     low: float
@@ -23,14 +23,14 @@ class Reading(NamedTuple):
 class ScoreCurve:
     """Gain over sqrt(KL) through the reference, (0, 0), and the ends of runs. Nothing is extrapolated.
 
-    Between its points the curve is the monotone cubic of Fritsch and Butland (1984), PCHIP, which turns at points
-    only. A curve that bends one way from the point before a gap to the point after it lies between the straight
-    line across the gap and those of the neighbouring gaps carried on: that is how far a reading may be off. Scores
-    saturate, and gold rises and falls once (Gao et al. 2022, 2210.10760), so both bend one way.
+    Between its points the curve is the monotone cubic of Fritsch and Butland (1984), PCHIP: its extremes are points.
+    The bounds assume a curve that is concave (or convex) around a gap: it lies between the straight line across the
+    gap and the extended lines of the neighbouring gaps. Scores saturate, and gold rises and falls once (Gao et al.
+    2022, 2210.10760), so both are concave.
     """
 
     def __init__(self, ends: Sequence[Point]) -> None:
-        """ends: of runs, in any order; those at the same KL count as their mean."""
+        """ends: of runs, in any order; ends at the same KL are replaced by their mean."""
         self.points = [(0.0, 0.0), *_merged(ends)]
         self._curve = PchipInterpolator(*zip(*self.points, strict=True)) if len(self.points) > 1 else None
 
@@ -40,9 +40,9 @@ class ScoreCurve:
         return self.points[-1][0]
 
     def at(self, root_kl: float) -> Reading | None:
-        """The gain at a sqrt(KL); None where no run tells it.
+        """The gain at a sqrt(KL); None outside the range of the runs.
 
-        One run, or the last of several, tells the gain at its own KL and no other.
+        A single run, and the last of several, give the gain at their own KL only.
         """
         if len(self.points) == 2 or root_kl > self.last:
             return self._at_last(root_kl)
@@ -54,7 +54,7 @@ class ScoreCurve:
         return Reading(gain, low, high)
 
     def _at_last(self, root_kl: float) -> Reading | None:
-        """That of the last run, off by what its KL differs times the slope of the last gap."""
+        """The gain of the last run; the bounds are the difference in KL times the slope of the last gap."""
         (x, y), distance = self.points[-1], abs(root_kl - self.last)
         if distance > SAME_ROOT_KL * max(root_kl, x):
             return None
@@ -66,7 +66,7 @@ class ScoreCurve:
         return (y1 - y0) / (x1 - x0)
 
     def _bounds(self, gap: int, x: float) -> Point:
-        """The least and the most gain inside a gap."""
+        """Lower and upper bound of the gain inside a gap."""
         (x0, y0), (x1, y1) = self.points[gap : gap + 2]
         chord = y0 + self._slope(gap) * (x - x0)
         carried_on = [y0 + self._slope(gap - 1) * (x - x0)] if gap > 0 else []
@@ -78,7 +78,7 @@ class ScoreCurve:
 
 
 def _merged(ends: Sequence[Point]) -> list[Point]:
-    """Ends by sqrt(KL), those at the same KL as their mean."""
+    """Ends by sqrt(KL); ends at the same KL become their mean."""
     groups: list[list[Point]] = []
     for x, y in sorted(end for end in ends if end[0] > 0):
         if groups and x - groups[-1][0][0] <= SAME_ROOT_KL * x:

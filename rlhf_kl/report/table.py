@@ -13,7 +13,7 @@ COLUMNS = ("variant", "seeds", "tail error", "in band", "peak", "KL", "score", "
 
 
 def variant_rows(comparison: Comparison) -> list[list[str]]:
-    """One row a variant: means over seeds, with one standard deviation where there are several."""
+    """One row for each variant: means over seeds, with one standard deviation if there are several."""
     return [
         [
             variant.name,
@@ -45,7 +45,7 @@ def equal_kl_rows(entries: Sequence[EqualKL]) -> list[list[str]]:
 
 
 def text_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need, the first one to the left; cells beyond the header are left out."""
+    """Columns as wide as needed, the first one left-aligned; cells beyond the header are left out."""
     widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
     lines = [
         "  ".join(

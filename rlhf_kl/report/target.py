@@ -1,4 +1,4 @@
-"""Sentences on the KL target: which variants held it, which only ended there, by how much others missed it."""
+"""Sentences on the KL target: which variants held it, which were near it by chance, how far others missed it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlhf_kl.run.figures import format_number, format_percent, read_number
 HELD = (
     f"At the target: tail error (mean |KL/target - 1| of the second half) at most {control.HELD_ERROR:g}, and at least "
     f"{control.HELD_SHARE:.0%} of the updates from {control.BAND_FROM} on in band, within {control.BAND:.0%} of the "
-    "target, in every seed. Held: brought there by a beta that depends on the KL."
+    "target, in every seed. Held: at the target, with a beta that depends on the KL."
 )
 
 
 def target_lines(comparison: Comparison) -> list[str]:
-    """Who held the target, what that means, where the ceiling did its part, and ratios of tail errors."""
+    """Which families held the target, the definition, the ceiling's part, and ratios of tail errors."""
     families = comparison.families.items()
     lines = [line for name, members in families if (line := _family_line(name, members))]
     lines += [HELD] if lines else []
@@ -27,7 +27,7 @@ def target_lines(comparison: Comparison) -> list[str]:
 
 
 def _family_line(family: str, members: Sequence[Variant]) -> str:
-    """Which variants of a family held the target; of a beta that ignores the KL, which ran there."""
+    """Which variants of a family held the target; for a beta that ignores the KL, which were at it."""
     kept = [variant for variant in members if variant.held]
     missed = [variant for variant in members if variant.held is False]
     if not kept and not missed:
@@ -38,7 +38,9 @@ def _family_line(family: str, members: Sequence[Variant]) -> str:
     if not members[0].is_controlled:
         parts = [f"at the {goal} with {', '.join(map(_place, kept))}"] if kept else []
         parts += [f"away from {'it' if kept else f'the {goal}'} with {places}"] if missed else []
-        return f"{family} holds nothing, as its beta does not depend on the KL; its KL was {', and '.join(parts)}."
+        return (
+            f"{family} does not control the KL, as its beta does not depend on it; its KL was {', and '.join(parts)}."
+        )
     if missed and kept:
         names = " and ".join(variant.name for variant in kept)
         return f"{family} held the {goal} only at {names}, and missed it: {places}."
@@ -50,7 +52,7 @@ def _family_line(family: str, members: Sequence[Variant]) -> str:
 
 
 def _place(variant: Variant) -> str:
-    """A variant, and where its KL was."""
+    """A variant, with its KL over the target."""
     kl = variant.mean("kl")
     ratio = f"{_two_digits(kl / variant.config.kl.target_value)}x the target, " if kl is not None else ""
     error, share = _two_digits(variant.mean("tail_error")), format_percent(variant.mean("time_in_band"))
@@ -60,14 +62,14 @@ def _place(variant: Variant) -> str:
 
 
 def _ceiling_lines(comparison: Comparison) -> list[str]:
-    """Where the ceiling, and not beta alone, kept the KL down."""
+    """Variants in which the ceiling, and not only beta, limited the KL."""
     cuts = [(variant.name, cut) for variant in comparison.variants if (cut := variant.mean("cut"))]
     shares = ", ".join(f"{name} {format_percent(cut)}" for name, cut in cuts)
     return [f"Updates of the second half that the ceiling shortened: {shares}."] if cuts else []
 
 
 def _ratio_lines(comparison: Comparison) -> list[str]:
-    """Tail errors of families that missed over those of one that held the same target, where ceilings are the same."""
+    """Ratios of tail errors: families that missed over one that held the same target with the same ceiling."""
     families = comparison.families
     lines = []
     for other, keepers in families.items():
@@ -78,7 +80,7 @@ def _ratio_lines(comparison: Comparison) -> list[str]:
             if len({variant.config.kl.target_value for variant in (*missed, *keepers)}) > 1:
                 continue
             if len({variant.ceiling for variant in (*missed, *keepers)}) > 1:
-                lines.append(f"The tail errors of {name} and {other} have no ratio here: their ceilings differ.")
+                lines.append(f"The tail errors of {name} and {other} are not compared: their ceilings differ.")
             elif ratios := [ratio for variant in missed if (ratio := _error_ratio(variant, keepers)) is not None]:
                 low, high = _two_digits(min(ratios)), _two_digits(max(ratios))
                 shown = low if low == high else f"{low} to {high}"
@@ -87,7 +89,7 @@ def _ratio_lines(comparison: Comparison) -> list[str]:
 
 
 def _error_ratio(variant: Variant, keepers: Sequence[Variant]) -> float | None:
-    """Over that of the keeper that started from the same beta, else over the largest."""
+    """The ratio to the keeper with the same starting beta, else to the keeper with the largest error."""
     same = [keeper for keeper in keepers if _starting_beta(keeper) == _starting_beta(variant)]
     keeper = same[0] if same else max(keepers, key=lambda keeper: keeper.mean("tail_error") or 0.0)
     error, least = variant.mean("tail_error"), keeper.mean("tail_error")

@@ -1,4 +1,4 @@
-"""A variant of a comparison: runs that differ in their seed only, and their spread."""
+"""A variant of a comparison: runs that differ only in their seed, and their spread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlhf_kl.report.run import RunFigures, RunResult, Series
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs that differ in their seed only."""
+    """Runs that differ only in their seed."""
 
     name: str
-    family: str  # variants that differ in their (starting) beta only are one family
+    family: str  # variants that differ only in their (starting) beta
     runs: dict[int, RunResult]  # by seed
 
     @property
@@ -35,7 +35,7 @@ class Variant:
         return [value for figures in self.figures.values() if (value := getattr(figures, name)) is not None]
 
     def mean(self, name: str) -> float | None:
-        """Mean over seeds; None where a seed has none."""
+        """Mean over seeds; None if a seed lacks the figure."""
         values = self.values(name)
         return fmean(values) if values and len(values) == len(self.runs) else None
 
@@ -48,7 +48,7 @@ class Variant:
 
     @property
     def held(self) -> bool | None:
-        """Whether the KL of every seed stayed at its target; None where a run is too short to tell."""
+        """Whether the KL of every seed stayed at its target; None if a run is too short to judge."""
         verdicts = [figures.held for figures in self.figures.values()]
         return None if None in verdicts else all(verdicts)
 
@@ -65,12 +65,12 @@ class Variant:
 
     @property
     def constant_coef(self) -> float | None:
-        """Beta where every seed holds it constant (the mean of theirs), else None."""
+        """The mean beta if it is constant in every seed, else None."""
         coefs = [coef for run in self.runs.values() if (coef := run.constant_coef) is not None]
         return fmean(coefs) if coefs and len(coefs) == len(self.runs) else None
 
     def series(self, key: str) -> tuple[list[float], list[float], list[float], list[float]]:
-        """Updates, mean, and mean -+ one standard deviation over seeds, where all seeds have the key."""
+        """Updates, mean, and mean -+ one standard deviation over seeds, for updates that all seeds have."""
         return over_seeds([run.series(key) for run in self.runs.values()])
 
 

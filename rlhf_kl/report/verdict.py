@@ -1,4 +1,4 @@
-"""A comparison judged in sentences that claim no more than its figures carry."""
+"""The verdict on a comparison: sentences that claim no more than its figures show."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from rlhf_kl.report.target import target_lines
 from rlhf_kl.run.figures import format_percent
 
 FRONTIER = (
-    "A KL penalty is not expected to move the frontier of gold against KL (Gao et al. 2022, 2210.10760): control "
-    "decides where on it a run ends."
+    "A KL penalty is not expected to improve gold at a given KL (Gao et al. 2022, 2210.10760): control decides at "
+    "which KL a run ends."
 )
 MEASURES = {"scores_shaped": "score", "gold": "gold score"}
 SHOWN = 0.005  # a smaller figure is 0.00 in a sentence
 
 
 def judge(comparison: Comparison) -> list[str]:
-    """Sentences: who held the target, by how much others missed it, scores at equal KL, the cost."""
+    """Sentences: which variants held the target, how far others missed it, scores at equal KL, the cost."""
     lines = target_lines(comparison)
     entries = [entry for entry in comparison.equal_kl if entry.points in comparison.groups]
     for measure in MEASURES:
         lines += [_equal_kl_line(entry, len(comparison.seeds)) for entry in entries if entry.measure == measure]
     if not entries and len(comparison.variants) > 1:
-        lines.append("The scores are not compared: no two of the variants can be set side by side at the same KL.")
+        lines.append("The scores are not compared: no two variants can be compared at the same KL.")
     if peak := gold_peak(comparison.by_target):
         lines.append(peak.sentence(comparison.unit))
     return [*lines, *_cost_lines(comparison), FRONTIER]
@@ -46,7 +46,7 @@ def _equal_kl_line(entry: EqualKL, seeds: int) -> str:
 
 
 def _relation(entry: EqualKL, mean: float, bounds: tuple[float, float]) -> tuple[str, str]:
-    """What the figures allow to say of two scores, and those figures."""
+    """The relation between two scores that the figures support, and these figures."""
     low, high = bounds
     open_gap = high - low > SHOWN
     gap = f", {low:+.2f} to {high:+.2f} for the gaps between the ends of {entry.curve}" if open_gap else ""

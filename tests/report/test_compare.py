@@ -53,7 +53,7 @@ def test_nothing_is_extrapolated(grid: Grid) -> None:
 
 def test_few_seeds_have_no_interval_and_a_note(grid: Grid) -> None:
     comparison = grid(TWO, seeds=1)
-    assert comparison.notes == ["one seed: there is no spread to judge a difference by"]
+    assert comparison.notes == ["one seed: without a spread over seeds no difference can be judged"]
     assert any("1 seed: too few for an interval)" in line for line in judge(comparison))
     assert comparison.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
 

@@ -66,7 +66,7 @@ def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows
         "the last line of metrics.jsonl is cut off and left out",
         "the last line of samples.jsonl is cut off and left out",
         "unfinished: 12 of 60 updates",
-        "no evaluation has been made: held-out perplexity is unknown",
+        "no evaluation: held-out perplexity is unknown",
     ]
     assert run.figures.perplexity is None
 
@@ -92,7 +92,7 @@ def test_missing_updates_and_one_evaluation_have_notes(write_run: Callable[..., 
     assert read_run(write_run("gap", rows)).notes == [
         "unfinished: 8 of 60 updates",
         "updates are missing in between: 8 rows up to update 9",
-        "only one evaluation has been made: what the run costs in perplexity is unknown",
+        "only one evaluation: the cost in perplexity is unknown",
     ]
 
 

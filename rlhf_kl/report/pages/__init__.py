@@ -1,1 +1,1 @@
-"""Self-contained HTML pages: one file, nothing fetched, every text from outside escaped."""
+"""Self-contained HTML pages: one file, nothing fetched, all text of runs is escaped."""

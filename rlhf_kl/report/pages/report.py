@@ -20,8 +20,8 @@ from rlhf_kl.run.text import safe_text
 
 DIVERGING = 15  # tokens in the table
 DIVERGING_STEPS = 3  # sampled updates that they are taken from
-HOTTEST = (0.5, 4.0)  # nats: least and most that the full colour of a token stands for
-STRONGEST = 0.7  # opacity of the full colour: the text must stay legible on it
+HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
+STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:
@@ -49,7 +49,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         after=[_sample(row, hottest) for row in run.samples if len(steps) > 1 and row["step"] == steps[-1]],
         diverging=diverging_tokens(run.samples),
         diverging_note=f"In the sampled responses of the last {min(DIVERGING_STEPS, len(steps))} sampled updates, "
-        "tokens seen at least twice, by the mean KL of the place where they stand.",
+        "tokens that occur at least twice, by the mean KL at their position.",
         command=_command(run),
         versions=_versions(run),
         config=dump_config(run.config),
@@ -57,7 +57,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
 
 
 def _headline(run: RunResult) -> list[tuple[str, str, str]]:
-    """Name, value and note of the figures at the top; those that were not measured are left out."""
+    """Name, value and note of the figures at the top, without those that were not measured."""
     figures, tilt_share = run.figures, read_number(run.summary, "tilt_share")
     perplexity, forgotten = (run.series(f"eval/{name}")[1] for name in ("perplexity", "forward_kl_token"))
     first = run.updates[0] if run.updates else {}
@@ -94,7 +94,7 @@ def _headline(run: RunResult) -> list[tuple[str, str, str]]:
 
 
 def diverging_tokens(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Tokens of the last sampled updates by their mean KL: text, times, means of KL and log-probs, ratio."""
+    """Tokens of the last sampled updates by their mean KL: text, count, means of KL and log-probs, ratio."""
     steps = sorted({row["step"] for row in samples})[-DIVERGING_STEPS:]
     places: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for token in (token for row in samples if row["step"] in steps for token in _tokens(row)):
@@ -118,7 +118,7 @@ def diverging_tokens(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def visible_blanks(text: str) -> str:
-    """A token by itself: blanks at its ends become visible marks."""
+    """A token with visible marks for the blanks at its ends."""
     printed = safe_text(text)
     middle = printed.strip(" ")
     if not middle:
@@ -142,8 +142,8 @@ def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
     heading.append(f"{len(tokens)} tokens")
     if isinstance(columns := row.get("columns"), Mapping):
         heading += [safe_text(f"{name}: {value}") for name, value in columns.items()]
-    if row.get("chosen") == "largest kl":  # not a usual one
-        heading.append("picked for its large KL")
+    if row.get("chosen") == "largest kl":  # not a typical one
+        heading.append("selected for its large KL")
     return {
         "heading": " · ".join(heading),
         "prompt": safe_text(str(row.get("prompt", "")), keep_newlines=True),
@@ -187,15 +187,15 @@ def _subtitle(run: RunResult) -> str:
 def _signs_note(run: RunResult) -> str:
     peak = gold_peak(run)
     if peak is None and run.series("objective/gold")[1]:
-        return "Too few updates to tell whether gold turns down."
+        return "Too few updates to judge whether gold falls."
     if peak is None:
         return (
-            "No gold scorer: whether the reward model is being exploited shows only indirectly, in samples that "
-            "the reference finds strange, responses that become alike, lengths that drift, a score that follows length."
+            "No gold scorer: only indirect signs show whether the policy exploits the reward model: samples that are "
+            "unlikely under the reference, responses that become alike, changing lengths, a score that follows length."
         )
     best, last = format_number(peak.gold), format_number(peak.gold_end)
     if not peak.passed:
-        return f"Gold has not turned down: {last} at the end, {best} at its best."
+        return f"Gold has not fallen: {last} at the end, {best} at its best."
     place = f"update {peak.step} ({best}, at sqrt(KL) {format_number(peak.root_kl)})"
     return f"Gold was highest in {place} and has fallen to {last} since."
 

@@ -1,1 +1,1 @@
-"""Pictures: a chart is described once and drawn as a PNG or as SVG for a page."""
+"""Pictures: a chart is defined once and drawn as a PNG, or as SVG for a page."""

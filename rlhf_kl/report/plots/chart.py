@@ -13,8 +13,8 @@ from rlhf_kl.report.plots.style import colour
 from rlhf_kl.run.figures import format_number
 
 UPDATE = "update"
-MOST_POINTS = 400  # of a line; a longer one is drawn as means of stretches
-FEW_POINTS = 12  # a line of fewer has marks
+MOST_POINTS = 400  # of a line; a longer line is drawn as means of segments
+FEW_POINTS = 12  # a line with fewer points has marks
 LEGEND_COLUMNS = 3
 
 Axes = Any  # matplotlib's, which has no annotations
@@ -22,7 +22,7 @@ Curve = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
 
 
 class Place(NamedTuple):
-    """A place of a chart that can be pointed at, in data coordinates, and its text."""
+    """A place in a chart with a text for the pointer, in data coordinates."""
 
     x: float
     y: float | None  # None: a whole column
@@ -42,7 +42,7 @@ class Chart:
 
 
 def thin(values: Sequence[float]) -> list[float]:
-    """The values as means of at most 400 stretches of equal length."""
+    """The values as means of at most 400 segments of equal length."""
     size = max(1, math.ceil(len(values) / MOST_POINTS))
     return [fmean(values[i : i + size]) for i in range(0, len(values), size)]
 
@@ -70,7 +70,7 @@ def plot_line(
 ) -> None:
     """A curve, with the band from `low` to `high` around it. `tint`: a name of `style.COLOURS`."""
     x, y = thin(x), thin(y)
-    if axes.get_yscale() == "log":  # which has no place for 0
+    if axes.get_yscale() == "log":  # which cannot show 0
         y = [value if value > 0 else math.nan for value in y]
     if low is not None and high is not None:
         low = [

@@ -15,7 +15,7 @@ from rlhf_kl.report.plots.variants import variant_styles
 from rlhf_kl.report.variant import Variant
 from rlhf_kl.run.figures import format_number, format_percent
 
-TOP = 3.0  # of a KL/target axis: a higher peak is in the subtitle
+TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 
 
 def compare_charts(comparison: Comparison) -> list[Chart]:
@@ -34,7 +34,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
 def _over_time(
     comparison: Comparison, key: str, slug: str, title: str, unit: str, target: float | None = None
 ) -> Chart | None:
-    """A key over the updates, with the target where there is one; beta without a band."""
+    """A key over the updates, with the target if there is one; beta without a band."""
     styles, is_beta = variant_styles(comparison), key == "kl/coef"
     curves = {variant.name: curve for variant in comparison.variants if (curve := variant.series(key))[0]}
     if not curves:

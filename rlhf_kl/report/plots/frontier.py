@@ -24,7 +24,7 @@ End = tuple[float, float, int]  # sqrt(KL), gain, seed
 
 
 def frontier_charts(comparison: Comparison) -> list[Chart]:
-    """Where the runs end: score and gold against sqrt(KL), every seed a point, beside what KL can buy at best."""
+    """The ends of the runs: score and gold against sqrt(KL), a point for each seed, with the upper limit."""
     charts = [
         _frontier(comparison, "score_gain", "frontier", "Score against KL", "score gain, in reference sd"),
         _frontier(comparison, "gold_gain", "frontier-gold", "Gold against KL", "gold gain"),
@@ -68,12 +68,12 @@ def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit:
             plot_points(axes, *_columns_of(best), "muted", marker=".")
         add_legend(axes)
 
-    caption = "Every seed's end is a point."
+    caption = "Each point is the end of one run."
     if curves:
-        caption += " Thin: the curve that others are compared with at equal KL (here through means over seeds), shaded "
-        caption += "as far as the gaps between its ends leave it open."
+        caption += " Thin: the curve of the comparison at equal KL (here through means over seeds); its shade is the "
+        caption += "uncertainty between the ends."
     if tilt:
-        caption += " Solid: the most score that a KL can buy (the reference's samples, tilted by exp(score/beta))."
+        caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta))."
     if best:
         caption += f" Dashed: best of n reference samples, n = 1 to {best[-1][2]}, at the upper bound of its KL, "
         caption += "log n - (n-1)/n."
@@ -87,7 +87,7 @@ def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit:
 
 
 def _curves(comparison: Comparison, ends: Mapping[str, Sequence[End]]) -> dict[str, list[list[float]]]:
-    """x, gain, least and most of the curves that others are compared with; by the first member of the family."""
+    """x, gain and its bounds for the curves of the comparison at equal KL; by the first member of the family."""
     used = {entry.curve for entry in comparison.equal_kl if entry.readings and not entry.direct}
     gains = [0.0, *(gain for seeds in ends.values() for _, gain, _ in seeds)]
     curves = {}
@@ -104,7 +104,7 @@ def _curves(comparison: Comparison, ends: Mapping[str, Sequence[End]]) -> dict[s
 
 
 def _kl_against_beta(comparison: Comparison) -> Chart | None:
-    """The KL at the end by beta, beside the tilt of the reference's samples and the Gaussian law."""
+    """The KL at the end by beta, with the tilt of the reference's samples and the Gaussian law."""
     sweep, styles = comparison.sweep, variant_styles(comparison)
     points = [
         (coef, figures.kl_sequence, seed, variant.name, bool(figures.settled))
@@ -140,14 +140,14 @@ def _kl_against_beta(comparison: Comparison) -> Chart | None:
         for coef, kl, seed, name, settled in points
     ]  # fmt: skip
     caption = (
-        "Hollow: the KL had not come to rest. Solid line: the reference's samples tilted by exp(score/beta), the "
-        "optimum of score - beta*KL, as far as the samples tell. Dashed: σ²/(2β²), for Gaussian scores."
+        "Hollow: the KL had not settled. Solid line: the reference's samples weighted by exp(score/beta), the optimum "
+        "of score - beta*KL, estimated from these samples. Dashed: σ²/(2β²), for Gaussian scores."
     )
     return Chart("kl-beta", "KL at the end against beta", draw, places, caption)
 
 
 def _total_reward(comparison: Comparison) -> Chart | None:
-    """The worth of each run's end, score - beta*KL, for several beta; the tilt is the limit."""
+    """The total reward of each run's end, score - beta*KL, over beta; the tilt is the limit."""
     styles = variant_styles(comparison)
     betas = [i * LARGEST_BETA / 40 for i in range(41)]
     curves = []
@@ -170,8 +170,8 @@ def _total_reward(comparison: Comparison) -> Chart | None:
             plot_line(axes, *_columns_of(limit), "ink", marker="", ls=DASHES[1], label="limit")
 
     caption = (
-        "Every line is the end of one variant's runs (mean over seeds): how much it is worth where a nat costs "
-        "beta. Dashed: the best that any policy could reach, as far as the reference's samples tell."
+        "Each line is the end of one variant's runs (mean over seeds): its score gain minus beta for each nat of KL. "
+        "Dashed: the upper limit for any policy, estimated from the reference's samples."
     )
     places = columns("beta that pays for KL", [*curves, ("limit", *_columns_of(limit))] if limit else curves)
     return Chart("total-reward", "Total reward by beta", draw, places, caption)

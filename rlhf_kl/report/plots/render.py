@@ -1,4 +1,4 @@
-"""Charts as PNG files, and as SVG that takes its colours from the page around it."""
+"""Charts as PNG files, and as SVG with the colours of the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_kl.report.plots.chart import LEGEND_COLUMNS, Axes, Chart
 from rlhf_kl.report.plots.style import COLOURS, colour, picture_style
 from rlhf_kl.run.files import write_bytes_atomic
 
-SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that type is not shrunk
+SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
 PNG_WIDTH, PNG_DPI, PNG_TYPE = 6.4, 125, 11.5  # inches
 LEGEND_LINE, LABEL_GAP = 1.45, 1.15  # of the type size: height of a line, distance of two labels
 
@@ -55,7 +55,7 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int, heading: st
 
 
 def _small_png(picture: io.BytesIO) -> bytes:
-    """The same with a palette of 256 colours: a third of the size, and no visible difference."""
+    """The picture with a palette of 256 colours: a third of the size, without a visible difference."""
     buffer = io.BytesIO()
     with Image.open(picture) as image:
         image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, format="PNG", optimize=True)
@@ -63,7 +63,7 @@ def _small_png(picture: io.BytesIO) -> bytes:
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an `<svg>` element for a page, which has its own headings."""
+    """The chart as an `<svg>` element, without title: the page has the headings."""
     width, height = SVG_SIZE
     with picture_style(SVG_TYPE):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
@@ -125,9 +125,9 @@ def _add_title(chart: Chart, axes: Axes, size: float) -> None:
 
 
 def _label_lines(axes: Axes, size: float) -> None:
-    """Names at the right ends of the lines, moved apart where they would overlap; none where there is a legend.
+    """Names at the right ends of the lines, moved apart if they would overlap; none if there is a legend.
 
-    Call it after the layout: heights are compared in points on the page.
+    Call it after the layout: it compares heights in points.
     """
     if axes.get_legend():
         return

@@ -23,7 +23,7 @@ from rlhf_kl.report.plots.chart import (
 from rlhf_kl.report.run import RunResult, Series
 from rlhf_kl.run.figures import format_number, read_number
 
-LOG_FROM = 5.0  # a KL that reaches so many times its target, or a beta that varies so much, has a log axis
+LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
 
 
 def run_charts(run: RunResult) -> list[Chart]:
@@ -38,7 +38,7 @@ def run_charts(run: RunResult) -> list[Chart]:
         update_chart(
             "forgetting", "Forgetting", "nats per token", run.series("eval/forward_kl_token"), "c2",
             caption="KL of the reference to the policy, on samples of the reference for held-out prompts. "
-            "What a policy forgets of its other tasks follows it (2509.04259).",
+            "What a policy forgets of other tasks grows with it (2509.04259).",
         ),
         distribution_chart(run),
         update_chart("length", "Response length", "tokens", run.series("rollout/response_length"), "c4"),
@@ -52,12 +52,12 @@ def run_charts(run: RunResult) -> list[Chart]:
 
 
 def overoptimisation_charts(run: RunResult) -> list[Chart]:
-    """Score and gold against sqrt(KL) where there is gold, and the stand-ins."""
+    """Score and gold against sqrt(KL) if there is gold, and the indirect signs."""
     charts = [
         frontier_chart(run),
         update_chart(
             "reference-perplexity", "Samples under the reference", "perplexity", reference_perplexity(run), "c2",
-            caption="How strange the policy's own samples are to the reference: exp(entropy + KL).",
+            caption="Perplexity of the policy's samples under the reference: exp(entropy + KL).",
         ),
         update_chart(
             "distinct", "Distinct word pairs", "distinct-2", run.series("eval/distinct_2"), "c3",
@@ -67,7 +67,7 @@ def overoptimisation_charts(run: RunResult) -> list[Chart]:
         update_chart(
             "score-length", "Score and length", "correlation", run.series("rollout/score_length_corr"), "c4",
             prepare=lambda axes: plot_level(axes, 0.0, "none"),
-            caption="Correlation of score and length within a batch: a reward model that pays for length shows here.",
+            caption="Correlation of score and length within a batch: it is high if the reward model rewards length.",
         ),
     ]  # fmt: skip
     return [chart for chart in charts if chart is not None]
@@ -163,12 +163,11 @@ def score_chart(run: RunResult) -> Chart | None:
 
 
 def bought_chart(run: RunResult) -> Chart | None:
-    """How much of the KL the score accounts for."""
+    """The share of the KL that the gain in score needs."""
     return update_chart(
         "bought", "KL bought with score", "share of the KL", run.series("kl/bought"), "c2",
         prepare=lambda axes: axes.set_ylim(0, 1.04),
-        caption="The least KL that the gain in score needs, by tilting the reference, over the KL measured. "
-        "The rest bought nothing.",
+        caption="The least KL that this gain in score needs, over the KL measured. The rest brought no score.",
     )  # fmt: skip
 
 
@@ -178,7 +177,7 @@ def perplexity_chart(run: RunResult) -> Chart | None:
     return update_chart(
         "perplexity", "Held-out perplexity", "perplexity", series, "c4",
         prepare=lambda axes: plot_level(axes, series[1][0], "start"),
-        caption="What the policy still knows of its language: lower is better.",
+        caption="How well the policy still predicts held-out texts: lower is better.",
     )  # fmt: skip
 
 
@@ -219,7 +218,7 @@ def position_chart(run: RunResult) -> Chart | None:
 
     return Chart(
         "position", "KL by position", draw, columns(label, [("KL", xs, ys)]),
-        caption="Mean of the last ten updates: where in a response the policy has moved.",
+        caption="Mean of the last ten updates: at which positions of a response the policy has changed.",
     )  # fmt: skip
 
 
@@ -239,7 +238,7 @@ def frontier_chart(run: RunResult) -> Chart | None:
     if peak is not None and best is not None:
         places.append(Place(*best))
         turned = f"at the end it is {format_number(peak.gold_end)}: the policy exploits the reward model."
-        caption += f" Diamond: the {best[2]}; {turned if peak.passed else 'it has not turned down since.'}"
+        caption += f" Diamond: the {best[2]}; {turned if peak.passed else 'it has not fallen since.'}"
 
     def draw(axes: Axes) -> None:
         axes.set(xlabel="√KL, nats per response", ylabel="gain")

@@ -1,4 +1,4 @@
-"""Colours and type of all pictures. Told apart without colour vision, and by more than colour."""
+"""Colours and fonts of all pictures. They can be told apart without colour vision, and by more than colour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chart of a sweep over KL targets: what a looser target gains, and where the true score turns."""
+"""The chart of a sweep over KL targets: the score at each target, and where the true score falls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINES = (("scores", "score", "c1"), ("gold", "true score (gold)", "c2"))
 
 
 def target_charts(comparison: Comparison) -> list[Chart]:
-    """Score and gold at the end against the KL target, means over seeds; none where targets do not vary."""
+    """Score and gold at the end against the KL target, means over seeds; none if targets do not vary."""
     variants = comparison.by_target
     curves = [(label, tint, *_curve(variants, name)) for name, label, tint in LINES]
     curves = [curve for curve in curves if len(curve[2]) > 1]
@@ -65,7 +65,7 @@ def _name_sides(axes: Axes, targets: Sequence[float], peak: GoldPeak) -> None:
 
 
 def _curve(variants: Sequence[Variant], name: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Targets, means of a figure over seeds, and those less and plus one standard deviation."""
+    """Targets, means of a figure over seeds, and those minus and plus one standard deviation."""
     points = [
         (variant.config.kl.target_value, mean, variant.sd(name) or 0.0)
         for variant in variants

@@ -22,7 +22,7 @@ ENDS = {
 def test_the_curve_of_the_comparison_is_drawn(grid: Grid) -> None:
     """Gains of sqrt(KL) cubed bend upward: a straight line between the two ends of static would lie above them."""
     chart = frontier_charts(grid(ENDS, seeds=1, gain=lambda x: x**3 / 10))[0]
-    assert "compared with at equal KL" in chart.caption
+    assert "comparison at equal KL" in chart.caption
     axes = Figure().subplots()
     chart.draw(axes)
     (line,) = [line for line in axes.lines if len(line.get_xdata()) > 3]
