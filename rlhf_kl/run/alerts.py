@@ -1,4 +1,4 @@
-"""Alerts: what in a run's figures a person should act on, each raised once when it begins."""
+"""Alerts: conditions in a run's figures that need action, each raised once when it begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLIMB_WINDOWS = (12, 30, 90)
 _STUCK_UPDATES = 5
 _SMOOTH = 5  # updates in a smoothed score
 _TREND_WINDOWS = (10, 25, 60)
-# t statistics of a slope: strict, because every update is one more chance to be fooled by noise.
+# t statistics of a slope: strict, because every update is one more chance for a false alarm.
 _GOLD_FALLS = -5.0
 _SCORE_RISES = 2.0
 _WORSE_PERPLEXITY = 1.5
@@ -29,7 +29,7 @@ _STATE = ("updates", "kls", "settled", "scores", "pairs", "gold_range", "best", 
 
 
 class KLAlerts:
-    """Watches the rows of `metrics.jsonl`; a message where something begins to go wrong.
+    """Reads the rows of `metrics.jsonl`, and returns a message when a problem begins.
 
     Every condition is raised once when it begins and again only after it has cleared with a margin. An alert
     starts with a stable word (`kl-above-target: ...`). Rows may lack any key; None and NaN count as missing.
@@ -49,9 +49,9 @@ class KLAlerts:
     ) -> None:
         """`target` in nats per `unit`; None watches only what needs no target (then per token).
 
-        The mean is over the last `window` updates without the warm-up, a sixth of the run (3 to 20 updates),
-        in which a KL that starts at 0 is still on its way. `kind`: the controller's; `adaptive` is not advised to use
-        adaptive. `min_coef, max_coef`: its bounds. `ceiling`: whether there is one already.
+        The mean is over the last `window` updates without the warm-up, a sixth of the run (3 to 20 updates), in which
+        a KL that starts at 0 still rises. `kind`: the controller's, for the advice. `min_coef, max_coef`: its bounds.
+        `ceiling`: whether the run has one.
         """
         self.target = target
         self.unit = unit if target is not None else "token"
@@ -120,19 +120,19 @@ class KLAlerts:
         target = f"the target {self.target:g}"
         cases = (  # slug, begins, clears, its words
             ("kl-hardly-learning", ratio < 0.1, ratio > 0.12,
-             f"under a tenth of {target}: the policy hardly moves. "
+             f"under a tenth of {target}: the policy hardly changes. "
              "Lower kl.controller.coef or raise ppo.learning_rate"),
             ("kl-below-target", ratio < 0.5, ratio > 0.55,
-             f"{ratio:.2f}x {target}: the budget is not used. Lower kl.controller.coef, or "
+             f"{ratio:.2f}x {target}: the policy uses little of its KL budget. Lower kl.controller.coef, or "
              f"{self._adapt_or('raise ppo.learning_rate')}"),
             ("kl-above-target", ratio > 2, ratio < 1.8,
              f"{ratio:.1f}x {target}. Raise kl.controller.coef, lower ppo.learning_rate, or {self._set_ceiling}"),
             ("kl-drifting", ratio > _DRIFTING, ratio < 1.2,
-             f"{ratio:.2f}x {target}: the policy drifts past its budget. Raise kl.controller.coef, or "
+             f"{ratio:.2f}x {target}: the policy exceeds its KL budget. Raise kl.controller.coef, or "
              f"{self._adapt_or(self._set_ceiling)}"),
         )  # fmt: skip
         alerts = [f"{slug}: {figures}, {words}" for slug, on, off, words in cases if self._begins(slug, on, off)]
-        return alerts[:1]  # the first is the gravest
+        return alerts[:1]  # the first is the most serious
 
     def _spike(self, kl: float) -> list[str]:
         recent = self._kls[-_SPIKE_HISTORY:]
@@ -182,12 +182,12 @@ class KLAlerts:
             if self._begins(slug, self._stuck[slug] >= _STUCK_UPDATES, not at_bound, hold=_STUCK_UPDATES):
                 alerts.append(
                     f"{slug}: beta has been at its bound {bound:g} for {_STUCK_UPDATES} updates, so the "
-                    f"controller can do no more: {advice}"
+                    f"controller cannot go further: {advice}"
                 )
         return alerts
 
     def _sampler(self, row: Mapping[str, Any]) -> list[str]:
-        """Sampled tokens that are not what the policy's own distributions give; once in a run, since sums remember."""
+        """Sampled tokens that do not follow the policy's distributions; once in a run, since sums keep the past."""
         words = []
         for key, says in sampling_gap.FIGURES.items():
             total = GapSum(*self._gaps.get(key, ())).add(row, key)
@@ -216,7 +216,7 @@ class KLAlerts:
         self._pairs = [*self._pairs, [score, gold]][-_TREND_WINDOWS[-1] :]
         low, high = self._gold_range or (gold, gold)
         self._gold_range = [min(low, gold), max(high, gold)]
-        least = 0.1 * (self._gold_range[1] - self._gold_range[0])  # smaller falls matter to nobody
+        least = 0.1 * (self._gold_range[1] - self._gold_range[0])  # smaller falls do not count
         fall_seen = None
         for window in [window for window in _TREND_WINDOWS if window <= len(self._pairs)]:
             scores, golds = zip(*self._pairs[-window:], strict=True)

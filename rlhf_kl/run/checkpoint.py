@@ -1,7 +1,7 @@
-"""Checkpoints: safetensors and JSON, whole or not there at all (`run.folders`).
+"""Checkpoints: safetensors and JSON, complete or absent (`run.folders`).
 
-A folder named step-000010 was complete when it got its name, whatever happened to the process; checksums tell
-whether it still is.
+A folder named step-000010 was complete when it got its name, even if the process was killed; checksums show whether
+it still is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_kl.run.contents import checkpoint_folders
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
 from rlhf_kl.sharding import load_slots, load_tensors
 
-FORMAT = 6  # of the state; raised whenever a run cannot go on from a checkpoint of before
+FORMAT = 6  # of the state; raised when older checkpoints cannot be resumed any more
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,29 @@ class Checkpoint:
         return int(self.path.name.removeprefix("step-"))
 
     def state(self) -> dict[str, Any]:
-        """The JSON part, with what variables of the config hold now.
+        """The JSON part, with the current values of the config's variables.
 
-        Errors: InputError where another version of this program wrote it.
+        Errors: InputError if another version of this program wrote it.
         """
         state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
         if state.get("format") != FORMAT:
             raise InputError(
                 f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
-                "--overwrite starts anew, --output-dir leaves it where it is"
+                "--overwrite starts anew, another --output-dir keeps it"
             )
         whole: dict[str, Any] = restored(state)
         return whole
 
     def load_model(self, model: nn.Module) -> None:
-        """Weights into a module of the same shape, tied tensors included."""
+        """Load the weights into a module of the same shape, with tied tensors."""
         load_tensors(model, load_file(self.path / "model.safetensors"))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's state; its parameter groups stay as they were built."""
+        """Load the optimizer's state; its parameter groups stay unchanged."""
         load_slots(optimizer, load_file(self.path / "optimizer.safetensors"))
 
     def damage(self) -> str | None:
-        """What is wrong with its files; None where all are as they were written."""
+        """The damage to its files; None if they are unchanged."""
         return damage(self.path)
 
 
@@ -75,7 +75,7 @@ def save_checkpoint(
     every: int = 1,
     spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Write checkpoint `step` into `folder`, then `prune`. Errors: OSError where the disk is full or fails.
+    """Write checkpoint `step` into `folder`, then `prune`. Errors: OSError if the disk is full or fails.
 
     `model` and `optimizer`: their tensors, as `tensors_of` and `slots_of` give them.
     """
@@ -95,8 +95,8 @@ def save_checkpoint(
 def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = ()) -> None:
     """Drop old checkpoints.
 
-    Kept are the newest one, the newest `keep` of those at a multiple of `every` (one that a signal made in
-    between displaces none of them, so an interrupted run keeps what the uninterrupted one would), and `spared`.
+    It keeps the newest one, the newest `keep` of those at a multiple of `every`, and `spared`. One that a signal made
+    in between replaces none of them, so an interrupted run keeps the same ones as an uninterrupted run.
     """
     present = checkpoints(folder)
     steps = [checkpoint.step for checkpoint in present]
@@ -113,7 +113,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose files are as they were written, and what is wrong with newer ones."""
+    """The newest undamaged checkpoint, and the damage of newer ones."""
     problems: list[str] = []
     for checkpoint in reversed(checkpoints(folder)):
         problem = checkpoint.damage()
@@ -124,7 +124,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def set_aside(checkpoint: Checkpoint) -> None:
-    """A damaged checkpoint under a name that is no checkpoint's, until its step is written anew."""
+    """Rename a damaged checkpoint, so that it does not count, until its step is written anew."""
     aside = _damaged(checkpoint.path)
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.path.rename(aside)

@@ -1,4 +1,4 @@
-"""Seconds that the parts of an update take, measured around them; rates, and peak memory."""
+"""Seconds of the parts of an update; rates, and peak memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Clock:
-    """Wraps functions, and adds up the seconds that each takes until they are read."""
+    """Wraps functions, and sums the seconds of each until they are read."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

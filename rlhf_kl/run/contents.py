@@ -1,4 +1,4 @@
-"""What the program writes into a run folder: its names, none of them a link, and how they are removed."""
+"""The files of a run folder: their names, checks for links, and their removal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CLAIMS = ".rlhf-kl.files"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FILES = ("config.yaml", METRICS, SAMPLES, "summary.json", "report.html")
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # a user's files in them stay
-MODELS = ("final", "merged")  # these are the program's as a whole
+MODELS = ("final", "merged")  # folders that belong to the program
 TRACKED = "wandb"  # the folder that this tracker makes
-IN_PLACE = (LOCK, METRICS, SAMPLES)  # all others are made under another name and renamed
+IN_PLACE = (LOCK, METRICS, SAMPLES)  # the others are written under a temporary name and renamed
 CHECKPOINT = re.compile(r"step-\d{6,}")
-_ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # those under a temporary name too
+_ANY_CHECKPOINT = re.compile(r"\.?(tmp-)?step-\d{6,}([.-]\w+)*")  # with those under a temporary name
 _EVENTS = re.compile(r"events\.out\.tfevents\..*", re.DOTALL)
 
 
@@ -36,7 +36,7 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
 def claims(folder: Path) -> list[str]:
     """Further files of the program's own, by name: copied plugins, pictures.
 
-    Plain names only: a line that somebody edited must not lead out of the folder.
+    Plain names only: an edited line must not lead out of the folder.
     """
     try:
         lines = (folder / CLAIMS).read_text(encoding="utf-8").splitlines()
@@ -46,7 +46,7 @@ def claims(folder: Path) -> list[str]:
 
 
 def claim(folder: Path, name: str) -> Path:
-    """The path of a further file, directly inside, which `remove_run` will know as the program's."""
+    """The path of a further file, directly inside, that `remove_run` may remove."""
     if not is_plain(name):
         raise ValueError(f"{name!r} is not a plain file name")
     claimed = claims(folder)
@@ -64,9 +64,9 @@ def is_plain(name: str) -> bool:
 
 
 def link_problems(paths: Iterable[Path]) -> list[str]:
-    """A line for each that is a symbolic link: what is written there would land somewhere else."""
+    """A line for each symbolic link: writing to it would change a file elsewhere."""
     return [
-        f"{path} is a link: the program writes no further than its own folder, which may be a link as a whole"
+        f"{path} is a link: the program writes only inside its folder (the folder itself may be a link)"
         for path in paths
         if path.is_symlink()
     ]
@@ -80,7 +80,7 @@ def run_link_problems(folder: Path) -> list[str]:
         if not place.is_symlink():
             paths += _matching(place, pattern)
     return link_problems(paths) + [
-        f"{path} has a second name (a hard link), and writing would change that file too: put a copy here instead"
+        f"{path} has a second name (a hard link), and writing would change that file too: replace it by a copy"
         for path in (folder / name for name in IN_PLACE)
         if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1
     ]
@@ -90,7 +90,7 @@ def run_link_problems(folder: Path) -> list[str]:
 
 
 def remove_run(folder: Path) -> None:
-    """Removes what this program writes and nothing else; the config last, so that a crash leaves a run."""
+    """Removes only files of this program; the config last, so that the folder still is a run after a crash."""
     checkpoints, tensorboard = folder / CHECKPOINTS, folder / TENSORBOARD
     models = [folder / name for name in (*MODELS, TRACKED)]
     for path in [*_matching(checkpoints, _ANY_CHECKPOINT), *models, *event_files(tensorboard)]:

@@ -1,4 +1,4 @@
-"""What a person sees of a command: messages, progress, the live view of a training run, its summary.
+"""The output of a command for people: messages, progress, the live view of a training run, its summary.
 
 Everything goes to stderr: results on stdout stay clean. Without a terminal plain lines replace the live view.
 """
@@ -34,7 +34,7 @@ class Advance(Protocol):
 
 
 class TrainingDisplay:
-    """Context manager for all that a command shows while it works.
+    """Context manager for the output of a running command.
 
     Any text may come from outside (prompts, file names): markup and control characters are shown as text.
     """
@@ -47,7 +47,7 @@ class TrainingDisplay:
         unit: Unit = "token",
         console: Console | None = None,
     ) -> None:
-        """`quiet` leaves alerts and errors. `target`: KL target in nats per `unit`, None without one."""
+        """`quiet` shows only alerts and errors. `target`: KL target in nats per `unit`, None without one."""
         if console is None:
             console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
         self._console = console
@@ -68,25 +68,25 @@ class TrainingDisplay:
     # ---- words
 
     def message(self, text: str) -> None:
-        """One thing to know."""
+        """Show a message."""
         if not self._quiet:
             self._print(Text(safe_text(text, keep_newlines=True)), soft_wrap=not self._terminal)
 
     def alert(self, text: str) -> None:
-        """Something to act on; shown with `quiet` too."""
+        """Show an alert, a message that needs action; also with `quiet`."""
         self._marked("alert", "yellow", text)
 
     def error(self, text: str) -> None:
-        """What went wrong; shown with `quiet` too."""
+        """Show an error; also with `quiet`."""
         self._marked("error", "bold red", text)
 
     def counts_table(self, counts: Mapping[str, object]) -> None:
-        """What the run will do, in numbers, before it starts."""
+        """Show the sizes of the run before it starts."""
         if not self._quiet:
             self._pairs(counts)
 
     def summary(self, figures: Mapping[str, object], next_steps: Sequence[str] = ()) -> None:
-        """The last figures of the run and where to look next (a command or a path each)."""
+        """Show the last figures of the run, and next steps (commands or paths)."""
         self._stop_live()
         if self._quiet:
             return
@@ -102,7 +102,7 @@ class TrainingDisplay:
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int | None = None) -> Iterator[Advance]:
-        """A bar over `total` steps (None: unknown) while the block runs; nested ones stand below it."""
+        """Show a bar over `total` steps (None: unknown) while the block runs; nested bars are below it."""
         began = time.monotonic()
         if self._quiet:
             yield _ignore
@@ -158,7 +158,7 @@ class TrainingDisplay:
             self._start_live().refresh()
 
     def remember(self, row: Mapping[str, Any]) -> None:
-        """Take a row that an earlier part of a resumed run has shown."""
+        """Take a row of an earlier part of a resumed run."""
         self._status.remember(row)
 
     def update(self, row: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class TrainingDisplay:
                 console=self._console,
                 get_renderable=self._view,
                 refresh_per_second=4,
-                redirect_stdout=sys.stdout.isatty(),  # a piped stdout holds results: not ours to move
+                redirect_stdout=sys.stdout.isatty(),  # a piped stdout holds results
                 redirect_stderr=True,
             )
             self._live.start()

@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, whatever happens in between."""
+"""Writes files atomically: after a crash a file is either the old one or the new one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """For what takes long to make. Errors: OSError where `write_atomic` could not write `path`; it stays as it is."""
+    """Errors: OSError if `write_atomic` could not write `path`, which stays unchanged. For results of long work."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = _temporary(path)

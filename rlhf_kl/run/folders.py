@@ -1,4 +1,4 @@
-"""Folders that are whole or not there at all, whatever happens to the process that writes them."""
+"""Writes folders atomically: after a crash a folder is complete or absent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LEFTOVER = re.compile(r"\.(.+)\.(\d+\.tmp|removed|replaced)")
 
 
 def write_folder(target: Path, write: Callable[[Path], None], *, checksums: bool = False) -> None:
-    """Make `target` with what `write(temporary)` puts there: afterwards it is whole, or as it was before.
+    """Make `target` with the files that `write(temporary)` makes: afterwards it is complete, or unchanged.
 
     checksums: add the file that `damage` compares with (for folders without subfolders).
-    Errors: OSError where the disk is full or fails.
+    Errors: OSError if the disk is full or fails.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
@@ -45,7 +45,7 @@ def write_folder(target: Path, write: Callable[[Path], None], *, checksums: bool
 
 
 def _replace(target: Path, temporary: Path) -> None:
-    """The old folder goes only after the new one has its name on the disk; `sweep` mends a crash in between."""
+    """Remove the old folder only after the new one has its name on the disk; `sweep` repairs a crash in between."""
     old = _aside(target, "replaced")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -61,7 +61,7 @@ def _replace(target: Path, temporary: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename aside, then remove: the name never stands for half a folder."""
+    """Rename, then remove: no folder with this name is ever incomplete."""
     if not folder.exists():
         return
     aside = _aside(folder, "removed")
@@ -72,7 +72,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path, names: re.Pattern[str]) -> None:
-    """Clears up what killed processes left of the named folders inside; nobody may be writing there."""
+    """Removes what killed processes left of the named folders; no process may be writing there."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
         if match is None or not names.fullmatch(match[1]) or not path.is_dir() or path.is_symlink():
@@ -99,7 +99,7 @@ def _as_os_error(error: SafetensorError, target: Path) -> OSError:
 
 
 def damage(folder: Path) -> str | None:
-    """How the files of a folder written with checksums differ from what was written; None where they do not."""
+    """The first change to a folder that was written with checksums; None if it is unchanged."""
     try:
         written = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         expected = {str(name): str(digest) for name, digest in written.items()}
@@ -110,7 +110,7 @@ def damage(folder: Path) -> str | None:
             if name not in expected:
                 return f"{name} is not listed in {CHECKSUMS}"
             if _sha256(folder / name) != expected[name]:
-                return f"{name} is not as it was written (checksum)"
+                return f"{name} has changed since it was written (checksum)"
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except OSError as error:

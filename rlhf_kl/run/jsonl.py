@@ -41,18 +41,18 @@ class JsonlWriter:
     """Appends one JSON object per line; each line reaches the operating system before `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Opens `path` for appending, after mending a last line that a crash left unfinished."""
+        """Opens `path` for appending, after repairing a last line that a crash left incomplete."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _mend_tail(path)
-        self._file = path.open("ab", buffering=0)  # what fails to be written must not be tried again at the end
+        self._file = path.open("ab", buffering=0)  # a failed write must not be repeated at the end
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends a row. Errors: OSError (disk full), and then nothing of the row is left behind."""
+        """Appends a row. Errors: OSError (disk full); then no part of the row stays."""
         line = memoryview(encode_json(row) + b"\n")
         before = self.size
         try:
-            while line:  # mostly one write: a crash tears at most the last line
+            while line:  # mostly one write, so a crash damages at most the last line
                 line = line[self._file.write(line) :]
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ class JsonlWriter:
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
-        """Puts all rows on the disk: call before committing a checkpoint that relies on them."""
+        """Puts all rows on the disk: call it before a checkpoint that relies on them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All rows of `path`; a torn last line is left out, a missing file has none.
+    """All rows of `path`, without an incomplete last line; empty without a file.
 
     Raises `InputError` for a damaged line before the last.
     """
@@ -87,7 +87,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drops the rows with a `step` above the given one and a torn last line, atomically.
+    """Drops the rows with a `step` above the given one and an incomplete last line, atomically.
 
     For resuming: rows written after the checkpoint are computed again. No `JsonlWriter` may be open on it.
     """
@@ -101,7 +101,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def truncate_at(path: Path, length: int) -> bool:
-    """Cuts the file to its first `length` bytes, which end with a row; False (and no cut) where they do not."""
+    """Cuts the file to its first `length` bytes; returns False, without a cut, if they do not end with a row."""
     if not path.exists():
         return length == 0
     with path.open("r+b") as file:
@@ -138,7 +138,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _mend_tail(path: Path) -> None:
-    """Without this a new row would be glued to a torn one, and both lost."""
+    """Repair an incomplete last line. Else a new row would be appended to it, and both lost."""
     if not path.exists():
         return
     data = path.read_bytes()

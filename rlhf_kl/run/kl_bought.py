@@ -1,4 +1,4 @@
-"""Whether KL is bought with score: its share that the score accounts for, and an alert where that is little."""
+"""Whether KL brings score: the share of the KL that the gain in score needs, and an alert if it is small."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_kl.run.figures import format_number, read_number
 WINDOW = 8  # updates
 LITTLE = 0.1  # of the KL: by the Gaussian law a third of the score that it could have bought
 CLEARED = 1.5  # times that
-THERE = 0.5  # of the target: a KL below it is still on its way
+THERE = 0.5  # of the target: a KL below it may still rise
 NO_TARGET = 0.1  # nats per token, in place of a target
 SURE = 2.0  # standard errors of the score
 
@@ -29,9 +29,9 @@ class _Measured(NamedTuple):
 class KLBought:
     """`share` is the figure `kl/bought` of a row; called with the rows of `metrics.jsonl` in order, it alerts.
 
-    A gain in score has its price: the least KL of any policy with that gain, from the reference's samples. KL
-    beyond it bought nothing, as that of a policy that follows the noise of its gradient. The alert is raised when it
-    begins, and again only after it has cleared.
+    A gain in score needs some KL: the least KL of any policy with that gain, from the reference's samples. KL beyond
+    it brought no score, as in a policy that follows the noise of its gradient. The alert is raised when it begins, and
+    again only after it has cleared.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class KLBought:
     ) -> None:
         """`curve`: the tilt of the reference's samples, empty where unknown; the others describe its shaped scores.
 
-        `target` in nats per `kl.unit`, None without one. `warns`: False where the policy is not the reference at
-        the start, since then it begins with a KL that was not bought.
+        `target` in nats per `kl.unit`, None without one. `warns`: False if the policy is not the reference at the
+        start, since then it begins with a KL.
         """
         self._config, self._curve, self._learning_rate = config, curve, learning_rate
         self._mean, self._mean_stderr, self._spread = mean, mean_stderr, spread
@@ -59,9 +59,9 @@ class KLBought:
         self._warns, self._raised = warns, False
 
     def share(self, row: Mapping[str, Any]) -> float | None:
-        """Share of an update's KL that its score accounts for, in [0, 1]; at least that where the samples end.
+        """Share of an update's KL that its gain in score needs, in [0, 1]; a lower bound beyond the samples.
 
-        None without samples or measurements, and where so small a KL could be the price of the score's noise.
+        None without samples or measurements, and if the noise of the score could explain so small a KL.
         """
         measured = self._measured(row)
         if measured is None or measured.kl <= least_kl(self._curve, SURE * self._stderr(1)):
@@ -79,14 +79,14 @@ class KLBought:
         kl, gain = (fmean(getattr(update, name) for update in self._recent) for name in ("kl", "gain"))
         if least_kl(self._curve, gain) > CLEARED * LITTLE * kl:
             self._raised = False
-        most = gain + SURE * self._stderr(WINDOW)  # unlucky batches are no reason to warn
+        most = gain + SURE * self._stderr(WINDOW)  # noise of the batches is no reason to warn
         share, known = least_kl(self._curve, most) / kl, most <= self._curve[-1]["gain"]
         if self._raised or not known or share >= LITTLE:
             return []
         self._raised = True
         return [
-            f"kl-not-bought: over the last {WINDOW} updates the score accounts for at most {share:.0%} of the KL "
-            f"({kl:.3g} nats per response): the rest bought nothing, the policy follows noise. {self._mend(row)}"
+            f"kl-not-bought: over the last {WINDOW} updates the gain in score needs at most {share:.0%} of the KL "
+            f"({kl:.3g} nats per response); the rest brought no score: the policy follows noise. {self._mend(row)}"
         ]
 
     def _measured(self, row: Mapping[str, Any]) -> _Measured | None:
@@ -99,18 +99,18 @@ class KLBought:
     def _stderr(self, updates: int) -> float:
         """Standard error of the gain over some updates: that of their batches, and that of the reference's mean.
 
-        Prompts are the independent draws, several responses to one count as one.
+        Prompts are the independent draws: several responses to one prompt count once.
         """
         rollout = self._config.rollout
         draws = updates * rollout.batch_size / rollout.samples_per_prompt
         return math.hypot(self._spread / math.sqrt(draws), self._mean_stderr)
 
     def _mend(self, row: Mapping[str, Any]) -> str:
-        """What to change, by where the noise comes from."""
+        """Advice, by the source of the noise."""
         rate, batch = self._learning_rate, self._config.rollout.batch_size
         less_noise = (
             f"lower ppo.learning_rate ({rate:.3g}, say to {rate / 3:.1g}) or raise rollout.batch_size ({batch}, "
-            f"say to {4 * batch}); if neither helps, the reward may hold nothing that the policy can learn"
+            f"say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
         )
         penalty = self._penalty_spread(row)
         if penalty <= self._spread:

@@ -92,7 +92,7 @@ def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors["policy.transformer.ln_f.weight"]
     save_file(tensors, path)
-    assert "model.safetensors is not as it was written" in problem(run=copy, checkpoint=2)
+    assert "model.safetensors has changed since it was written" in problem(run=copy, checkpoint=2)
     sums = path.with_name("checksums.json")
     sums.write_text(json.dumps(json.loads(sums.read_text()) | {path.name: sha256(path.read_bytes()).hexdigest()}))
     assert "does not fit the policy: tensors are missing" in problem(run=copy, checkpoint=2)

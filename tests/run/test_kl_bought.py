@@ -118,7 +118,7 @@ def test_noise_is_named_soon_after_the_kl_is_there_and_once(seed: int, share: fl
     rows = _rows(share, seed, lambda step: 3.0 * min(1.0, step / 12))  # half of the target in update 6
     [(step, alert)] = _run(_watch(), rows, 100)
     assert 13 <= step <= 16
-    assert alert.startswith("kl-not-bought: over the last 8 updates the score accounts for at most ")
+    assert alert.startswith("kl-not-bought: over the last 8 updates the gain in score needs at most ")
     assert "\n" not in alert
 
 
