@@ -1,4 +1,4 @@
-"""Where things are kept that are made once for a machine and its user."""
+"""The folder for files that are made once for each user of a machine."""
 
 from __future__ import annotations
 

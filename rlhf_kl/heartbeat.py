@@ -1,4 +1,4 @@
-"""Notices that another process of the group has died or stands still; a collective would wait for it."""
+"""Detects a dead or blocked process of the group: a collective operation would wait for it forever."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 EVERY = 2.0  # seconds between two beats
-SILENCE = 40.0  # seconds without one, after which a process counts as gone; a call may hold Python's lock so long
+SILENCE = 40.0  # seconds without a beat after which a process counts as dead; a call may hold Python's lock this long
 
 
 class Heartbeat:
-    """A thread that beats in a store all processes see, and ends this process where another one cannot go on.
+    """A thread that beats in a shared store, and ends this process if another one cannot go on.
 
-    A reward function may take as long as it wants: the thread beats beside it. Silence is counted in this thread's own
-    beats, so that a group that is paused as a whole, and goes on, has missed nothing.
+    A reward function may take any time: the thread beats during it. Silence is counted in this thread's own beats, so a
+    pause of the whole group does not count.
     """
 
     def __init__(self, store: Any, index: int, count: int, end: Callable[[str], None] | None = None) -> None:
@@ -26,30 +26,30 @@ class Heartbeat:
         self.store, self.index, self.count = store, index, count
         self.end = end or _end
         self.stopped = threading.Event()
-        self.answered = False  # by the store, since `_watch_store` looked
+        self.answered = False  # by the store, since the last check of `_watch_store`
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the threads."""
         for work in (self._watch, self._watch_store):
             threading.Thread(target=work, daemon=True, name="heartbeat").start()
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this process cannot go on, and why; they have time to read it before it is gone."""
+        """Report to the other processes why this one cannot go on, and wait until they have read it."""
         self._say(f"failed/{self.index}", reason)
         time.sleep(1.5 * EVERY)
 
     def leave(self) -> None:
-        """This process has come to its end; nobody waits for it."""
+        """Report that this process has finished, so the others do not wait for it."""
         self._say(f"left/{self.index}", "1")
 
     def _say(self, key: str, words: str) -> None:
         self.stopped.set()
 
         def say() -> None:
-            with contextlib.suppress(Exception):  # the process that holds the store may have gone before
+            with contextlib.suppress(Exception):  # the process with the store may have ended before
                 self.store.set(key, words)
 
-        speaker = threading.Thread(target=say, daemon=True)  # a store whose process stands still never answers
+        speaker = threading.Thread(target=say, daemon=True)  # the store of a blocked process never answers
         speaker.start()
         speaker.join(EVERY)
 
@@ -65,22 +65,22 @@ class Heartbeat:
                     if reason := self._look(other, beats):
                         return self.end(reason)
                 self.answered = True
-            except Exception:  # the process that holds the store is gone: see `_watch_store`
+            except Exception:  # the process with the store has ended: see `_watch_store`
                 continue
         return None
 
     def _watch_store(self) -> None:
-        """A store whose process is gone raises; one whose process stands still answers nothing at all."""
+        """The store of a dead process raises; that of a blocked process never answers."""
         missed = 0
         while not self.stopped.wait(EVERY):
             missed = 0 if self.answered else missed + 1
             self.answered = False
             if missed * EVERY > SILENCE:
-                return self.end(f"the first process of the group has given no sign for {SILENCE:.0f} s")
+                return self.end(f"the first process of the group has not answered for {SILENCE:.0f} s")
         return None
 
     def _look(self, other: int, beats: dict[int, tuple[str, int]]) -> str | None:
-        """Why process `other` cannot go on; None where it can, or has come to its end."""
+        """Why process `other` cannot go on; None if it can, or has finished."""
         if self._read(f"left/{other}"):
             return None
         if reason := self._read(f"failed/{other}"):
@@ -88,7 +88,7 @@ class Heartbeat:
         beat, (last, missed) = self._read(f"beat/{other}"), beats[other]
         beats[other] = (beat, missed + 1 if beat == last else 0)
         if beats[other][1] * EVERY > SILENCE:
-            return f"process {other} has given no sign for {SILENCE:.0f} s"
+            return f"process {other} has not answered for {SILENCE:.0f} s"
         return None
 
     def _read(self, key: str) -> str:

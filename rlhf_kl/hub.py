@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub, and models of it as local folders."""
+"""Names on the Hugging Face hub, and its models as local folders."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class HubName(NamedTuple):
 
 
 def hub_name(ref: str) -> HubName | None:
-    """The parts of a hub id, None where `ref` cannot be one."""
+    """The parts of a hub id; None if `ref` cannot be one."""
     match = _ID.fullmatch(ref)
     return HubName(match["name"], match["subset"], match["revision"]) if match else None
 
 
 def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
-    """The folder of a model: a local one as it is, a hub id (`owner/name[@revision]`) downloaded or from the cache.
+    """The folder of a model: a local folder itself; a hub id (`owner/name[@revision]`) downloaded or from the cache.
 
-    Code that loads from it reads local files only. Errors: InputError where there is no such model or revision.
+    Loading from it reads only local files. Errors: InputError if there is no such model or revision.
     """
     if Path(ref).is_dir():
         return ref
@@ -56,7 +56,7 @@ def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
         )
 
     pinned = hub.revision is not None and _COMMIT.fullmatch(hub.revision) is not None
-    if pinned:  # a commit never changes: its files in the cache are good without the hub
+    if pinned:  # a commit never changes, so cached files need no check on the hub
         try:
             folder = snapshot(local=True)
             if any(Path(folder).glob("*.safetensors")):
@@ -70,14 +70,14 @@ def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
         raise InputError(
             f"{key}: {ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
         ) from error
-    except Exception as error:  # the clients of the hub raise a dozen kinds
+    except Exception as error:  # the hub's clients raise many types
         raise InputError(f"{key}: {ref}: cannot be downloaded: {first_line(error)}") from error
 
 
 def probe(name: str, revision: str | None, kind: str, where: str) -> bool:
-    """Whether the hub can be reached: one short request, so that a mistyped id does not retry for minutes.
+    """Whether the hub can be reached, by one short request: downloads with a mistyped id would retry for minutes.
 
-    Errors: InputError where the hub has no such repository or revision.
+    Errors: InputError if the hub has no such repository or revision.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -89,12 +89,14 @@ def probe(name: str, revision: str | None, kind: str, where: str) -> bool:
     except GatedRepoError as error:
         raise InputError(f"{where}: is gated: accept its terms on the hub and log in (`hf auth login`)") from error
     except RepositoryNotFoundError as error:
-        raise InputError(f"{where}: nothing of that name here, and the hub has no {kind} of that name") from error
+        raise InputError(
+            f"{where}: no local folder or file has this name, and the hub has no {kind} with it"
+        ) from error
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code < 500:
             raise InputError(f"{where}: {first_line(error)}") from error
         return False
-    except Exception:  # no network: the client raises many kinds
+    except Exception:  # no network: the client raises many types
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""The processes that train one policy together; by default this one alone."""
+"""The processes that train one policy together; by default only this one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rlhf_kl.sharding import is_spread, part_of
 
 T = TypeVar("T")
 Failure = TypeVar("Failure", bound=RlhfKlError)
-BUCKET = 1 << 24  # numbers that travel at once: 64 MiB of float32
+BUCKET = 1 << 24  # numbers in one transfer: 64 MiB of float32
 
 
 @dataclass(frozen=True)
 class Processes:
-    """One process of a group. Everything that crosses processes goes through here.
+    """One process of a group. All communication between processes uses its methods.
 
-    Every process calls the same methods in the same order, whatever its own samples are like.
+    Every process calls the same methods in the same order, independent of its samples.
     """
 
     count: int = 1
@@ -37,7 +37,7 @@ class Processes:
         return self.index == 0
 
     def rows(self, total: int) -> slice:
-        """Rows of a global batch of `total` that belong to this process; as many for each where that divides."""
+        """This process's rows of a global batch of `total`; equal numbers if `total` is divisible."""
         return slice(total * self.index // self.count, total * (self.index + 1) // self.count)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -49,15 +49,15 @@ class Processes:
         return x
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], figure: float = 0.0) -> float:
-        """Give every parameter the sum of its gradients; one that has none on any process keeps none.
+        """Give every parameter the sum of its gradients over all processes; without any gradient it keeps none.
 
-        Returns the sum of `figure`, which travels along.
+        Returns the sum of `figure` over all processes.
         """
         del parameters
         return figure
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], most: float) -> float:
-        """The norm of all gradients together, which are made smaller where it is more than `most`."""
+        """Scale all gradients down if their joint norm is above `most`; returns the norm before."""
         return float(torch.nn.utils.clip_grad_norm_(parameters, most))
 
     def all(self, value: T) -> list[T]:
@@ -69,9 +69,9 @@ class Processes:
         return value
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work()` returns; where it fails on one process, all learn of it before they go on.
+        """What `work()` returns; if it fails on one process, all processes raise.
 
-        Errors: that of `work` where it failed; elsewhere InputError with the same words, or OtherProcessFailed.
+        Errors: that of `work` where it failed; on others InputError with the same text, or OtherProcessFailed.
         """
         return work()
 
@@ -80,11 +80,11 @@ class Processes:
         return [work()]
 
     def parts(self, total: int, work: Callable[[slice], T]) -> list[T]:
-        """What `work` makes of each process's part of `total` rows, in their order. Errors: as of `together`."""
+        """The results of `work` on each process's part of `total` rows, in their order. Errors: as of `together`."""
         return self.results(lambda: work(self.rows(total)))
 
     def first_before_others(self, work: Callable[[], T]) -> T:
-        """What `work()` returns; the first process does it alone, so that caches are filled for the others."""
+        """What `work()` returns; the first process runs it first, to fill caches for the others."""
         if self.writes:
             result = self.together(work)
             self.together(lambda: None)
@@ -93,7 +93,7 @@ class Processes:
         return self.together(work)
 
     def shared(self, error: Failure) -> Failure:
-        """An error that every process raises; the first one tells the user."""
+        """An error that every process raises; the first process reports it."""
         error.shared, error.told = True, not self.writes
         return error
 
@@ -105,8 +105,8 @@ class Processes:
 class Group(Processes):
     """Several processes, through torch.distributed.
 
-    Figures and decisions travel through gloo, which waits as long as a reward function takes; gradients through the
-    backend of their device.
+    Figures and decisions use gloo, with a long timeout for slow reward functions; gradients use the backend of their
+    device.
     """
 
     def __init__(self, control: Any) -> None:
@@ -134,7 +134,7 @@ class Group(Processes):
                 parameter.grad.mul_(self.count)  # FSDP took the mean
         if not every:
             return float(self.sum(torch.tensor(figure, dtype=torch.float64)))
-        # Which gradients there are travels behind them; of one that is nowhere, zeros travel.
+        # A flag for each gradient is sent behind them; a missing gradient is sent as zeros.
         tail = torch.tensor([*(float(p.grad is not None) for p in every), figure]).to(every[-1])
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in every]
         for bucket in _buckets([*gradients, tail]):
@@ -193,9 +193,9 @@ class Group(Processes):
 
 
 def join_group() -> tuple[Group, Heartbeat]:
-    """The group of all processes, and the thread that watches over it, which has begun."""
+    """The group of all processes, and its heartbeat, which is running."""
     group = Group(dist.new_group(backend="gloo", timeout=timedelta(days=30)))
-    # A store of its own: a connection that a collective waits in would hold up the heartbeat.
+    # A store of its own: a waiting collective would block a shared connection.
     host, store = os.environ["MASTER_ADDR"], None
     if group.writes:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ def join_group() -> tuple[Group, Heartbeat]:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one type that travel together."""
+    """Neighbours of one type, for one transfer."""
     buckets: list[list[Tensor]] = []
     for tensor in tensors:
         last = buckets[-1] if buckets else []

@@ -1,8 +1,8 @@
-"""Weights that are spread over the processes of a group, by FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""Weights that are sharded over the processes of a group, by FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Every process keeps a part of each tensor, of its gradient and of Adam's moments. A training pass through the module
-that was spread gathers one layer at a time; all processes make as many passes. Everything without gradients happens
-inside `whole`, where each process has all weights and may make as many passes as it needs.
+Every process keeps a part of each tensor, of its gradient and of Adam's moments. A training pass gathers one layer at a
+time; all processes make the same number of passes. Passes without gradients happen inside `whole`: there each process
+has all weights, and may make any number of passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def can_spread() -> bool:
 
 
 def spread(layers: Iterable[nn.Module], root: nn.Module | None, device: torch.device) -> None:
-    """Spread the tensors of layers, each gathered by itself, and of the rest of `root`, which is called for a pass.
+    """Shard the tensors of `layers`, each gathered separately, and the rest of `root`, the module of a pass.
 
     Without a root the rest stays whole.
     """
@@ -40,9 +40,9 @@ def spread(layers: Iterable[nn.Module], root: nn.Module | None, device: torch.de
 
 @contextlib.contextmanager
 def whole(*roots: nn.Module) -> Iterator[None]:
-    """Inside, these modules have all their weights: reading and decoding exchange nothing. Not for gradients.
+    """Inside, these modules have all their weights: reading and decoding need no communication. Not for gradients.
 
-    Nothing changes for modules that are not spread. All processes enter together.
+    It changes nothing for modules that are not sharded. All processes enter together.
     """
     parts = {id(part): part for root in roots for part in _spread_parts(root)}
     for part in parts.values():
@@ -54,12 +54,12 @@ def whole(*roots: nn.Module) -> Iterator[None]:
         for part in parts.values():
             _forget_passes(part)
             part.reshard()
-            # A root is wanted again at once, by the backward pass.
+            # The backward pass needs the root again at once.
             part.set_reshard_after_forward(part not in roots, recurse=False)
 
 
 def _forget_passes(part: Any) -> None:
-    """FSDP notes every pass for a backward pass, which these have not: the notes would grow for a whole run."""
+    """Clear FSDP's list of passes: passes without a backward pass would let it grow for the whole run."""
     group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
     for notes in (getattr(group, "_post_forward_indices", None), _order_of(group)):
         if notes is not None:
@@ -71,37 +71,37 @@ def _order_of(group: Any) -> Any:
 
 
 def _spread_parts(root: nn.Module) -> Iterator[Any]:
-    # An import of FSDP takes most of a second, so a module that has its methods is taken for one.
+    # Importing FSDP takes most of a second, so its modules are recognised by a method.
     return (module for module in root.modules() if hasattr(module, "set_reshard_after_forward"))
 
 
 def is_spread(tensor: Tensor) -> bool:
-    """Whether this process has only a part of it."""
+    """Whether the tensor is sharded: this process has only a part of it."""
     return hasattr(tensor, "full_tensor")
 
 
 def part_of(tensor: Any) -> Tensor:
-    """The part of a tensor that this process has, sharing its memory: all of one that is not spread."""
+    """This process's part of a tensor, sharing its memory; the tensor itself if it is not sharded."""
     part: Tensor = tensor.to_local() if is_spread(tensor) else tensor
     return part
 
 
 def held_share(tensors: Iterable[Tensor]) -> float:
-    """Numbers that this process holds, over all: 1 where nothing is spread."""
+    """The share of all numbers that this process holds: 1 if nothing is sharded."""
     sizes = [(part_of(tensor).numel(), tensor.numel()) for tensor in tensors]
     return sum(part for part, _ in sizes) / max(1, sum(size for _, size in sizes))
 
 
 def all_of(tensor: Any) -> Tensor:
-    """The whole tensor; all processes ask for it together."""
+    """The whole tensor; all processes call this together."""
     whole_tensor: Tensor = tensor.full_tensor() if is_spread(tensor) else tensor
     return whole_tensor
 
 
 def part_like(value: Tensor, like: Any) -> Tensor:
-    """The part of `value` that this process has where it is spread as `like` is; it shares the memory of `value`.
+    """This process's part of `value`, sharded as `like` is; it shares the memory of `value`.
 
-    A spread value whose like is whole is gathered: all processes come here together.
+    If `value` is sharded and `like` is not, `value` is gathered: all processes call this together.
     """
     if not is_spread(like):
         return all_of(value)
@@ -114,7 +114,7 @@ def part_like(value: Tensor, like: Any) -> Tensor:
 
 
 def _spread_like(value: Tensor, like: Any) -> Tensor:
-    """A whole `value` spread as `like` is; `value` itself where that is whole."""
+    """A whole `value` sharded as `like` is; `value` itself if `like` is not sharded."""
     if not is_spread(like):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -123,9 +123,9 @@ def _spread_like(value: Tensor, like: Any) -> Tensor:
 
 
 def tensors_of(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, whole; of tied ones the first name.
+    """Parameters and saved buffers by name, whole; tied ones by their first name.
 
-    All processes ask together; one that has nothing to `keep` gets {}.
+    All processes call this together; one without `keep` gets {}.
     """
     saved, found = module.state_dict(), {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -138,9 +138,9 @@ def tensors_of(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Take over what `tensors_of` gave, or another that names tied tensors otherwise; more may be there.
+    """Load the tensors of `tensors_of`; tied tensors may have any of their names, and further tensors are ignored.
 
-    Errors: InputError, before anything has changed, for tensors that are missing or of another shape.
+    Errors: InputError, before any change, for tensors that are missing or of another shape.
     """
     saved = module.state_dict()
     names: dict[int, tuple[Tensor, list[str]]] = {}
@@ -177,7 +177,7 @@ def slots_of(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str
 
 
 def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Take over what `slots_of` gave; the parameter groups stay as they were built."""
+    """Load the state of `slots_of`; the parameter groups stay unchanged."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     slots: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():

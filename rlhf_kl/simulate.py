@@ -1,4 +1,4 @@
-"""A controller against a given KL sequence or against a plant: no model, no torch, seconds."""
+"""Runs a controller on a given KL sequence or on a simulated policy (a plant): no model, no torch, in seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.tilt import tilted
 from rlhf_kl.report.control import tail_error as tail_error_of
 
-# The least beta of a law, over the scores' spread. Below it, and at 0, where nothing holds the KL back,
-# the plant goes on to where this one leads.
+# The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
 LEAST_COEF = math.exp(-7.0)
 
 
@@ -28,7 +27,7 @@ class SimulatedUpdate(NamedTuple):
 
 
 def gaussian_law(sigma: float) -> Callable[[float], float]:
-    """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores; stays below the least beta."""
+    """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores; constant below the least beta."""
     least = sigma * LEAST_COEF
 
     def law(coef: float) -> float:
@@ -41,7 +40,7 @@ def gaussian_law(sigma: float) -> Callable[[float], float]:
 def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
     """beta -> KL per sequence of the tilt of these reference scores; saturates at log(their number).
 
-    Tabulated over log(beta) once: a benchmark reads it thousands of times.
+    Tabulated over log(beta) once, since a benchmark evaluates it thousands of times.
     """
     spread = math.sqrt(math.fsum((s - math.fsum(scores) / len(scores)) ** 2 for s in scores) / len(scores))
     least, width = spread * LEAST_COEF, 0.1
@@ -58,7 +57,7 @@ def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
 def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
     """beta -> KL per sequence through points (beta, KL) of a tilt that was measured, as `summary.json` keeps them.
 
-    Straight in both logarithms between the points; below the smallest beta the KL stays (nothing is known there),
+    Linear in both logarithms between the points; below the smallest beta the KL is constant (it is unknown there),
     above the largest it falls with beta^2 (the Gaussian law, the limit of every tilt).
     """
     points = sorted((math.log(coef), math.log(kl)) for coef, kl in curve if coef > 0.0 and kl > 0.0)
@@ -77,7 +76,7 @@ def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], floa
 
 
 def example_scores(sigma: float = 1.0, number: int = 1024, seed: int = 0) -> list[float]:
-    """Scores as a reward model gives them: two kinds of responses and a cap that many can reach."""
+    """Scores like those of a reward model: two kinds of responses, and an upper limit that many can reach."""
     rng = random.Random(seed)
     raw = [rng.gauss(0.9, 0.6) if rng.random() < 0.4 else rng.gauss(-0.6, 0.8) for _ in range(number)]
     return [sigma * min(score, 1.6) for score in raw]
@@ -89,7 +88,7 @@ class Plant:
 
     sqrt(KL) approaches the square root of `law(beta)` by a share `speed` per update, at most by `climb`
     per update on the way up (a clipped policy update goes only so far). Beyond `sticky_kl` the way down
-    slows in proportion: beta hardly brings back a policy that has drifted far. `inertia` is the
+    slows in proportion: beta hardly brings back a policy that is far away. `inertia` is the
     share of the last step that carries over (Adam's momentum, a value model that lags). All in nats per
     sequence; `measure` divides by `length` for a per-token KL and adds relative noise.
     """
@@ -104,7 +103,7 @@ class Plant:
     seed: int = 0
     root_kl: float = 0.0
     last_step: float = 0.0
-    uncut_root_kl: float = 0.0  # where the last update would have led without a ceiling
+    uncut_root_kl: float = 0.0  # the result of the last update without a ceiling
     _rng: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -121,7 +120,7 @@ class Plant:
 
     @property
     def kl(self) -> float:
-        """The true KL, in the unit that is measured."""
+        """The true KL, in the unit of the measurements."""
         return self.root_kl**2 / self.length
 
     def measure(self) -> float:
@@ -170,7 +169,7 @@ def simulate_plant(
     for step in range(1, updates + 1):
         kl, before, coef = plant.measure(), plant.root_kl, guarded.coef
         plant.advance(coef, ceiling)
-        # At the same states, so with the same noise: both readings are off by the factor that `kl` is.
+        # Measured at the same states: both values have the same noise factor as `kl`.
         scale = kl / before**2 if before else 1.0 / plant.length
         guarded.observe_update(kl, scale * plant.root_kl**2, scale * plant.uncut_root_kl**2)
         guarded.update(kl, episodes)

@@ -13,7 +13,7 @@ from rlhf_kl.errors import InputError
 def template_fields(template: str) -> list[str]:
     """Columns in a template such as "{title}: {post}".
 
-    Errors: ValueError for a lone brace, a template without columns, and anything but names in the braces.
+    Errors: ValueError for a single brace, a template without columns, and braces with more than a name.
     """
     try:
         parts = list(string.Formatter().parse(template))
@@ -22,7 +22,7 @@ def template_fields(template: str) -> list[str]:
     fields = [name for _, name, _, _ in parts if name is not None]
     for _, name, form, conversion in parts:
         if name is not None and (not name or form or conversion or any(c in name for c in ".[]")):
-            raise ValueError(f"is no template: a column stands in braces by its name alone: {name or '{}'}")
+            raise ValueError(f"is no template: braces may contain only a column's name: {name or '{}'}")
     if not fields:
         raise ValueError("names no column: write one in braces, such as {prompt}")
     return list(dict.fromkeys(fields))
@@ -41,7 +41,7 @@ def fill(template: str, row: Mapping[str, Any], where: str) -> str:
 
 
 def column(row: Mapping[str, Any], name: str, where: str) -> Any:
-    """A column of a row. Errors: InputError that names the nearest column there is."""
+    """A column of a row. Errors: InputError with the most similar column."""
     if name not in row:
         names = [str(key) for key in row]
         close = nearest(name, names)

@@ -71,7 +71,7 @@ def test_nothing_ends_while_the_other_beats(store: Store) -> None:
 
 
 def test_a_process_that_gives_no_sign(store: Store) -> None:
-    assert watch(store, 5.0, other=False) == "process 1 has given no sign for 0 s"
+    assert watch(store, 5.0, other=False) == "process 1 has not answered for 0 s"
 
 
 def test_a_process_that_says_why_it_failed(store: Store) -> None:
@@ -90,7 +90,7 @@ def test_a_store_that_does_not_answer(store: Store, how: str) -> None:
         store.gone = True
     else:
         store.standing.set()
-    assert watch(store, 5.0) == "the first process of the group has given no sign for 0 s"
+    assert watch(store, 5.0) == "the first process of the group has not answered for 0 s"
     began = time.monotonic()
     Heartbeat(store, 0, 2).fail("told to nobody")
     assert time.monotonic() - began < 1.0

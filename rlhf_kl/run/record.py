@@ -1,4 +1,4 @@
-"""What a training run leaves behind: rows, samples, TensorBoard, trackers, checkpoints, summary."""
+"""Writes a run's records: rows, samples, TensorBoard, trackers, checkpoints, summary."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Recorder:
         fingerprints: Mapping[str, str],
         processes: Processes | None = None,
     ) -> None:
-        """`fingerprints`: of what the config's keys name on disk, by key. Of several `processes` the first writes.
+        """`fingerprints`: of files that the config names, by key. Of several `processes` the first writes.
 
-        Errors: InputError where a checkpoint is there but this is not its run any more.
+        Errors: InputError if there is a checkpoint, but the run has changed since.
         """
         self.folder, self.config, self.display = folder, config, display
         self.kind, self.fingerprints = kind, dict(fingerprints)
@@ -81,9 +81,9 @@ class Recorder:
         return last_checkpoint(self.folder, self.config, self.display)
 
     def begin(self) -> None:
-        """Open the files. Before this the folder stays free: a run that cannot start does not occupy it.
+        """Open the files. Nothing is written before, so a run that cannot start leaves the folder free.
 
-        Errors: InputError where the place of a plugin's copy is a link.
+        Errors: InputError if the path of a plugin's copy is a link.
         """
         self.processes.together(self._open_files)
         if self.checkpoint:
@@ -131,18 +131,18 @@ class Recorder:
         return last - self.folder.summary.is_file()
 
     def _sweep(self) -> None:
-        """Remove what processes that were killed left half written."""
+        """Remove incomplete folders of killed processes."""
         sweep(self.folder.checkpoints, CHECKPOINT)
         sweep(self.folder.path, re.compile("|".join(MODELS)))
 
     def _truncate(self, path: Path) -> None:
-        """Back to what the checkpoint has seen: the rows after it are computed again."""
+        """Remove the rows after the checkpoint: they are computed again."""
         if self.checkpoint is None:
             truncate_at(path, 0)
         elif not truncate_at(path, self.state["lengths"].get(path.name, 0)):
             self.display.alert(
-                f"resume: {path} is not what the checkpoint knows: rows are missing or were changed; "
-                f"those up to step {self.checkpoint.step} are kept as they are"
+                f"resume: {path} does not fit the checkpoint: rows are missing or were changed; "
+                f"rows up to step {self.checkpoint.step} are kept"
             )
             truncate_after(path, self.checkpoint.step)
 
@@ -152,7 +152,7 @@ class Recorder:
         return self.spent + time.time() - self.started
 
     def row(self, row: dict[str, Any]) -> None:
-        """One row of metrics, everywhere it belongs."""
+        """Write one row of metrics to all records."""
         if not self.processes.writes:
             return
         assert self.rows is not None, "begin() opens the files"
@@ -169,15 +169,15 @@ class Recorder:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
     ) -> None:
-        """Checkpoint `step`: the model, the optimizer, `state`, and all that is the same for every command.
+        """Write checkpoint `step`: the model, the optimizer, `state`, and the state of libraries and files.
 
-        `state["spared"]`, where it is there: steps of checkpoints that must stay.
+        `state["spared"]`, if present: steps of checkpoints that must stay.
         """
         libraries, *others = self.processes.all(library_state())
         state = {**state, "libraries": libraries, "other_libraries": others}
         keep = self.processes.writes
         tensors, slots = tensors_of(model, keep=keep), slots_of(optimizer, keep=keep)
-        self.processes.together(lambda: self._write(step, tensors, slots, state))  # all wait until it is whole
+        self.processes.together(lambda: self._write(step, tensors, slots, state))  # all wait until it is complete
 
     def _write(
         self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
@@ -209,7 +209,7 @@ class Recorder:
         )
 
     def sample(self, sample: dict[str, Any]) -> None:
-        """One sampled response."""
+        """Write one sampled response."""
         if not self.processes.writes:
             return
         assert self.samples is not None
@@ -217,17 +217,17 @@ class Recorder:
         self._show(lambda tensorboard: tensorboard.sample(sample))
 
     def _show(self, show: Callable[[TensorBoardWriter], None]) -> None:
-        """TensorBoard is a view of the rows: where it cannot be written, the run goes on without it."""
+        """TensorBoard only shows the rows: if it cannot be written, the run goes on without it."""
         if self.tensorboard is None:
             return
         try:
             show(self.tensorboard)
         except OSError as error:
             self.tensorboard = None
-            self.display.alert(f"tensorboard: {error.strerror or error}: switched off; --resume makes it anew")
+            self.display.alert(f"tensorboard: {error.strerror or error}: switched off; --resume rebuilds it")
 
     def summary(self, **figures: Any) -> dict[str, Any]:
-        """Write summary.json: these figures and what made them."""
+        """Write summary.json: these figures, with config, versions and git revision."""
         summary = {
             "run": self.config.run.name,
             "config": self.config.model_dump(mode="json"),
@@ -245,15 +245,15 @@ class Recorder:
         return summary
 
     def mention_checkpoint(self) -> None:
-        """After an error in the middle of the run that the user can mend, as in a reward function."""
+        """Name the checkpoint after an error that the user can fix, as in a reward function."""
         present = checkpoints(self.folder.checkpoints)
         if self.rows is not None and present:
             self.display.alert(
-                f"the checkpoint of step {present[-1].step} is whole: once mended, --resume goes on from it"
+                f"the checkpoint of step {present[-1].step} is complete: fix the error, then --resume goes on from it"
             )
 
     def close(self) -> None:
-        """The files are given back; whatever had to be on the disk is there by now."""
+        """Close the files; all data that must be on the disk is there already."""
         for file in (self.rows, self.samples, self.tensorboard):
             if file is not None:
                 with contextlib.suppress(OSError):  # a full disk has been reported already

@@ -1,4 +1,4 @@
-"""Where a run goes on: its newest whole checkpoint, and the checks that it is still the same run."""
+"""The start of a resumed run: its newest undamaged checkpoint, and checks that it is still the same run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.versions import versions
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
-# Free too, but the sums come out in another order.
+# Free too, but sums are taken in another order.
 ROUNDING_ONLY = (
     *("ppo.microbatch_size", "sft.microbatch_size", "reward_model.microbatch_size"),
     *("policy.shard", "reference.shard"),
@@ -34,9 +34,9 @@ def kind_of(config: AnyConfig) -> Kind:
 
 
 def check_resumed(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> dict[str, Any] | None:
-    """A message on what --resume comes upon; the summary of a run that is finished, and None where one is to run.
+    """Show a message on the state of the folder; return the summary of a finished run, None for one that must run.
 
-    Errors: InputError where the config is not that of the run in the folder, or another version wrote it.
+    Errors: InputError if the folder's run has another config, or another version wrote it.
     """
     finished = finished_summary(folder)
     further = finished is not None and isinstance(config, TrainConfig) and config.updates > finished["steps"]
@@ -55,10 +55,10 @@ def check_resumed(folder: RunFolder, config: AnyConfig, display: TrainingDisplay
 
 
 def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> Checkpoint | None:
-    """The checkpoint to go on from; None where there is none yet.
+    """The checkpoint to resume from; None if there is none yet.
 
-    A damaged one is set aside, with an alert, and the one before it taken.
-    Errors: InputError where the config changed in a way that matters, or no checkpoint is whole.
+    A damaged one is renamed, with an alert, and the previous one is used.
+    Errors: InputError if the config changed in a way that matters, or every checkpoint is damaged.
     """
     if not checkpoints(folder.checkpoints):
         return None
@@ -67,8 +67,8 @@ def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDispl
     newest, problems = newest_whole(folder.checkpoints)
     if newest is None:
         raise InputError(
-            *(f"{folder.checkpoints}: no checkpoint is whole: {problem}" for problem in problems),
-            f"{folder.path}: nothing to go on from; --overwrite starts anew",
+            *(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems),
+            f"{folder.path}: --resume has no checkpoint to start from; --overwrite starts anew",
         )
     for checkpoint in checkpoints(folder.checkpoints):
         if checkpoint.step > newest.step:
@@ -79,7 +79,7 @@ def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDispl
 
 
 def _check_format(folder: RunFolder) -> None:
-    """Errors: InputError where another version of this program wrote the checkpoint to go on from."""
+    """Errors: InputError if another version of this program wrote the checkpoint."""
     for checkpoint in reversed(checkpoints(folder.checkpoints)):
         try:
             checkpoint.state()
@@ -87,13 +87,13 @@ def _check_format(folder: RunFolder) -> None:
             if checkpoint.damage() is None:
                 raise
         except (OSError, ValueError, AttributeError):
-            pass  # damaged: the one before it is taken
+            pass  # damaged: the previous one is used
         else:
             return
 
 
 def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
-    """Changes since the run began that touch its rounding only.
+    """Changes since the run began that change only rounding.
 
     Errors: InputError with the list of the changes that matter.
     """
@@ -112,7 +112,7 @@ def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
 
 
 def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
-    """More episodes, where neither the learning rate nor the controller depends on their number."""
+    """Whether more episodes are the change, and neither learning rate nor controller depends on their number."""
     if not isinstance(before, TrainConfig) or not isinstance(now, TrainConfig):
         return False
     grows = now.ppo.total_episodes > before.ppo.total_episodes
@@ -120,7 +120,7 @@ def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
 
 
 def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
-    """Whether the controller depends on the number of episodes: of a plugin that takes it, nobody knows."""
+    """Whether the controller depends on the number of episodes; a plugin that takes this number counts as one."""
     kind = before.kl.controller.kind
     if kind not in CONTROLLERS:
         return by_source(kind).takes("total_episodes") is not False
@@ -129,21 +129,21 @@ def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
 
 
 def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
-    """The summary of a run that came to its end, or None."""
+    """The summary of a finished run, else None."""
     if not folder.summary.is_file() or not folder.final.is_dir():
         return None
     try:
         summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
         return summary if summary["stopped_by"] is None else None
-    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint holds what makes it anew
+    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint can rebuild it
         return None
 
 
-# ---- what the figures depend on beside the config ----
+# ---- influences on the figures beside the config ----
 
 
 def environment(device: torch.device, processes: int = 1) -> dict[str, str]:
-    """Library versions, processes, threads and hardware: where one differs, last digits may."""
+    """Library versions, processes, threads and hardware: if one differs, last digits may differ."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         **versions(),
@@ -155,7 +155,7 @@ def environment(device: torch.device, processes: int = 1) -> dict[str, str]:
 
 
 def report_differences(before: Mapping[str, str], now: Mapping[str, str], display: TrainingDisplay) -> None:
-    """An alert on what is not as it was when the checkpoint was written."""
+    """Show an alert about changes since the checkpoint was written."""
     changed = [
         f"{key} {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in dict.fromkeys([*before, *now])
@@ -168,7 +168,7 @@ def report_differences(before: Mapping[str, str], now: Mapping[str, str], displa
 
 
 def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
-    """Errors: InputError with the config keys whose content is another than when the run in `where` began."""
+    """Errors: InputError with the config keys whose content has changed since the run in `where` began."""
     problems = [
         f"{key}: holds something else than when the run in {where} began; --resume needs it back"
         for key in now

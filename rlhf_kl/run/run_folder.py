@@ -1,4 +1,4 @@
-"""The folder of one run: its paths, who may write into it, and what `--overwrite` may remove."""
+"""The folder of one run: its paths, its lock, and what `--overwrite` may remove."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class RunFolder:
-    """Paths of a run folder. Made directly it only reads; `open_run_folder` gives the right to write."""
+    """Paths of a run folder, for reading; `open_run_folder` returns one that may be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -43,7 +43,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._key = self.path.resolve()  # now: the working directory may change later
         self.locked = False
-        self.replaces = False  # it holds a run that `clear` removes, once the new one is sure to start
+        self.replaces = False  # it holds a run that `clear` removes when the new one starts
 
     @property
     def holds_run(self) -> bool:
@@ -57,15 +57,15 @@ class RunFolder:
         return contents.claim(self.path, name)
 
     def clear(self) -> None:
-        """Remove the run that `--overwrite` replaces; nothing where there is none."""
+        """Remove the run that `--overwrite` replaces, if there is one."""
         if self.replaces:
             contents.remove_run(self.path)
             self.replaces = False
 
     def check_there(self) -> None:
-        """Errors: FileNotFoundError where the folder was removed or replaced since it was opened for writing.
+        """Errors: FileNotFoundError if the folder was removed or replaced since it was opened for writing.
 
-        Without this a run would go on into files that have no name any more.
+        Without this check a run would write to deleted files.
         """
         if self._lock is None:
             return
@@ -94,10 +94,10 @@ class RunFolder:
 def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """Makes or reopens the run folder at `path` and locks it for this process.
 
-    With `overwrite` the run in it stays until `RunFolder.clear`: what cannot start costs nothing.
-    Raises `InputError` where the folder holds a run and neither `resume` nor `overwrite` is set, where it
-    holds something that is not a run (then with either option too), where something that the run writes is a
-    link, where another run is using it, and where it cannot be written. The folder itself may be a link.
+    With `overwrite` the run in it stays until `RunFolder.clear`: a run that cannot start removes nothing.
+    Errors: InputError if the folder holds a run and neither `resume` nor `overwrite` is set, if it holds files that
+    are not a run (with either option too), if a file of the run is a link, if another run is using the folder, and if
+    it cannot be written. The folder itself may be a link.
     """
     folder = RunFolder(path)
     if resume and overwrite:
@@ -121,9 +121,9 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
 
 
 def newest_run(*, finished: bool = False) -> Path:
-    """The run below runs/ whose metrics were written to last, with `finished` among those with a final model.
+    """The run in runs/ with the newest metrics; `finished`: only runs with a final model.
 
-    Errors: InputError where there is none.
+    Errors: InputError if there is none.
     """
     written = []
     for config in RUNS.glob("*/config.yaml"):
@@ -134,7 +134,7 @@ def newest_run(*, finished: bool = False) -> Path:
     if not written and finished:
         raise InputError(f"no finished run under {RUNS}/: name one with --run, or a model with --model")
     if not written:
-        raise InputError(f"no run under {RUNS}/: name one")
+        raise InputError(f"no run under {RUNS}/: name a run folder")
     return max(written)[1]
 
 

@@ -1,7 +1,7 @@
-"""Whether tokens were drawn from the policy that the trainer computes: a test that goes on for the whole run.
+"""A test over the whole run: were tokens sampled from the policy that the trainer computes?
 
-A sampled token's log-prob less its mean over the vocabulary (minus the entropy) is 0 on average, whatever came before
-it; so is its log-ratio to the reference less the exact KL. Their sums over a run are martingales. Sampling at another
+A sampled token's log-prob plus the entropy is 0 on average, whatever came before it; so is its log-ratio to the
+reference minus the exact KL. Their sums over a run are martingales. Sampling at another
 temperature or from a cut-off distribution (top-k, top-p) shifts the first from the first update on; sampling from other
 weights, such as an older policy's, shifts the second as the policy leaves its reference.
 """
@@ -14,26 +14,26 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.run.figures import read_number
 
-FALSE_ALARM = 5e-4  # at most, of each of the two sums in a run of any length
-SETTLING = 100.0  # nats squared: the bound is tightest, against the noise, where that much variance has come together
-ROUNDING = 1e-3  # nats of a token: what two passes over one text differ by at most
-NEGLIGIBLE = 0.01  # of a token's standard deviation: a shift that is not worth an alarm, as bfloat16 may make
+FALSE_ALARM = 5e-4  # at most, for each of the two sums, in a run of any length
+SETTLING = 100.0  # nats squared: at this variance the bound is tightest, relative to the noise
+ROUNDING = 1e-3  # nats per token: largest difference of two passes over one text
+NEGLIGIBLE = 0.01  # of a token's standard deviation: a shift without an alarm, as from bfloat16
 
 FIGURES = {
-    "policy/logprob_gap": "their log-prob is {gap:+.3g} nats off what the policy's own distribution gives",
+    "policy/logprob_gap": "their log-prob is {gap:+.3g} nats off the policy's distribution",
     "kl/k1_gap": "their log-ratio to the reference is {gap:+.3g} nats off the exact KL",
 }
 
 
 class GapSum(NamedTuple):
-    """Of one figure, over all updates so far."""
+    """Sums of one figure over all updates so far."""
 
     total: float = 0.0  # nats
     variance: float = 0.0  # nats squared
     tokens: float = 0.0
 
     def add(self, row: Mapping[str, Any], key: str) -> GapSum:
-        """The sum with this row's tokens; the same where the row lacks a figure."""
+        """The sum with this row's tokens; unchanged if the row lacks a figure."""
         gap, stderr, tokens = (read_number(row, name) for name in (key, f"{key}_stderr", "rollout/tokens"))
         if gap is None or stderr is None or tokens is None:
             return self
@@ -51,7 +51,7 @@ class GapSum(NamedTuple):
 
     @property
     def shifted(self) -> bool:
-        """Whether the sum is beyond what honest sampling reaches at any time of a run.
+        """Whether the sum is larger than sampling from the policy itself would ever give in a run.
 
         The normal mixture bound holds for all updates at once (Robbins 1970; Howard et al. 2021, 1810.08240).
         """

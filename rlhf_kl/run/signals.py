@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: finish the update where that fits the grace period, else end at once."""
+"""SIGINT and SIGTERM: finish the update within the grace period, else end at once."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """The signal that has come, if any, and what follows from it."""
+    """A received signal, if any, and its handling."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace  # seconds
         self.signal: int | None = None
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler: a second signal, or the end of the grace period, interrupts whatever runs."""
+        """The signal handler: a second signal, or the end of the grace period, interrupts the work."""
         if self.signal is not None:
             raise Interrupted(self.signal)
         self.signal = number
         signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
 
     def check(self, agreed: int) -> None:
-        """Errors: Interrupted where a signal has come to any process of the group: its number, else 0."""
+        """Errors: Interrupted if any process of the group got a signal. `agreed`: its number, else 0."""
         if agreed:
             interrupted = Interrupted(agreed)
             interrupted.shared = True
@@ -37,7 +37,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
-    """The block calls `check` after each update; what takes longer than `grace` seconds is cut short."""
+    """The block calls `check` after each update; an update that takes longer than `grace` seconds is interrupted."""
     request = StopRequest(grace)
     with _handling(dict.fromkeys((*STOPPING, signal.SIGALRM), request.receive)):
         try:
@@ -49,7 +49,7 @@ def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Outside of the loop SIGTERM ends the command as Ctrl-C does: at once, cleaning up on the way."""
+    """Outside of the loop SIGTERM ends the command as Ctrl-C does: at once, with cleanup."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(number)

@@ -1,4 +1,4 @@
-"""How far a training run is and how it does: a table for the live view, a line for a log."""
+"""The state of a training run: a table for the live view, a line for a log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASCII = str.maketrans(
 
 
 class RunStatus:
-    """The newest row of a run, and the few figures of earlier ones that it is shown beside."""
+    """The newest row of a run, and figures of earlier rows to compare with."""
 
     def __init__(self, total: int, target: float | None, unit: Unit) -> None:
         """`total`: updates of the run, 0 where unknown; `target` in nats per `unit`."""
@@ -46,7 +46,7 @@ class RunStatus:
             self._seconds.append(seconds)
 
     def remember(self, row: Mapping[str, Any]) -> None:
-        """Take from a row what later ones are shown beside; of a resumed run the earlier rows come here only."""
+        """Keep the figures that later rows are compared with; earlier rows of a resumed run come only here."""
         for key in COMPARED:
             if (value := read_number(row, key)) is not None:
                 self._first.setdefault(key, value)
@@ -97,7 +97,7 @@ class RunStatus:
     # ---- the live view
 
     def table(self, *, unicode: bool) -> Table:
-        """The row as a small table; what it lacks is left out."""
+        """The row as a small table, without missing figures."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
@@ -125,7 +125,7 @@ class RunStatus:
         return pieces
 
     def _change(self, label: str, key: str) -> Pieces:
-        """A figure with its change since the start, arrow and sign: never by colour alone."""
+        """A figure with its change since the start: with arrow and sign, never only by colour."""
         value = self._number(key)
         if value is None:
             return []
@@ -201,7 +201,7 @@ def _whole(value: float | None) -> str:
 
 
 def _columns(cells: Sequence[str]) -> str:
-    """Cells to the right of their columns; one that is too wide for its column keeps a space before it."""
+    """Right-aligned cells; a cell that is too wide for its column keeps a space before it."""
     return "".join(
         f"{cell:>{width}}" if len(cell) < width else f" {cell}" for cell, width in zip(cells, WIDTHS, strict=True)
     )

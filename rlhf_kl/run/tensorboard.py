@@ -95,7 +95,7 @@ class TensorBoardWriter:
 
 
 def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
-    """The charts of the CUSTOM SCALARS tab: what belongs together in one picture."""
+    """The charts of the CUSTOM SCALARS tab, with related curves in one picture."""
 
     def together(*tags: str) -> list[Any]:
         return ["Multiline", [f"^{tag}$" for tag in tags]]
@@ -112,19 +112,19 @@ def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
         },
         "What it costs": {
             "held-out perplexity": together("eval/perplexity"),
-            "share of the KL that the score accounts for": together("kl/bought"),
+            "share of the KL that the gain in score needs": together("kl/bought"),
             "responses": together("rollout/eos_rate", "eval/distinct_2", "rollout/score_length_corr"),
         },
     }
 
 
 def _parameter(value: Any) -> float | str:
-    """A value as the HPARAMS tab takes it: what is no number and no text as JSON."""
+    """A value as the HPARAMS tab takes it: other than numbers and text as JSON."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     return safe_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _verbatim(text: str) -> str:
-    """Markdown that shows `text` as it is: inside an indented block no markup and no HTML counts."""
+    """Markdown that shows `text` as it is: an indented block shows markup and HTML as text."""
     return "\n".join(f"    {safe_text(line)}" for line in text.split("\n"))

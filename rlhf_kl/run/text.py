@@ -1,4 +1,4 @@
-"""Text for the terminal: untrusted text made safe to show (prompts, responses, file names), long text broken."""
+"""Text for the terminal: safe versions of untrusted text (prompts, responses, file names), and line breaks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def safe_text(text: str, *, keep_newlines: bool = False) -> str:
     r"""`text` with control characters shown as text, as in ``\x1b[2J`` or ``\u202e``.
 
     Newlines become ``\n`` unless `keep_newlines`. Printable text is returned unchanged, markup too:
-    showing it without interpreting markup is the caller's part.
+    the caller must show it without interpreting markup.
     """
     return "".join(char if not _is_unsafe(char) or (keep_newlines and char == "\n") else _name(char) for char in text)
 
 
 def stdout_width() -> int | None:
-    """Columns of the terminal that stdout is; None where it is none and lines stay whole."""
+    """Columns of the terminal on stdout; None if stdout is no terminal, and lines stay whole."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def hanging(text: str, width: int | None, indent: int) -> str:
     """`text` broken between words to `width` columns, every line after the first with `indent` spaces in front.
 
-    The first line has room for as much to its left. Paths and commands stay whole; None breaks nothing.
+    The first line leaves as much room on its left. No word is broken; with width None no line is.
     """
     if width is None:
         return text

@@ -23,11 +23,11 @@ QUIET = {  # variables that are set where the user has not: few lines, and no mi
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-IDS = "trackers.json"  # of the run at each tracker, so that a resumed run goes on there
+IDS = "trackers.json"  # the run's id at each tracker, for a resumed run
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Errors: InputError for each tracker that is not there, before any time is spent on the run."""
+    """Errors: InputError for each tracker that is not installed; called before the run."""
     # Without an origin it is any folder of that name, such as wandb's own in the working directory.
     if missing := [name for name in names if (spec := find_spec(name)) is None or spec.origin is None]:
         raise InputError(*(f"tracking.trackers: {name} is not installed: pip install {name}" for name in missing))
@@ -138,5 +138,5 @@ START: dict[str, Callable[[str, RunFolder, str | None], Started]] = {
 
 
 def _plain(value: Any) -> Any:
-    """A value as every tracker takes it."""
+    """A value in a type that every tracker accepts."""
     return value if isinstance(value, bool | int | float | str) or value is None else json.dumps(value)

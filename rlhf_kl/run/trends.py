@@ -1,4 +1,4 @@
-"""Whether a noisy series rises or falls: what the alerts need of statistics."""
+"""Statistics of the alerts: does a noisy series rise or fall?"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
     slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
     residual = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
     error = math.sqrt(residual / (size - 2) / spread)
-    noiseless = 1e-9 * (abs(mean) + abs(slope))  # no infinite certainty from figures without noise
+    noiseless = 1e-9 * (abs(mean) + abs(slope))  # figures without noise must not give an infinite t
     return slope * (size - 1), slope / max(error, noiseless, 1e-12)
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float, float]:
-    """Medians, the last a low one, so that a spike of an update or two is no climb."""
+    """Medians of each third, the last one low, so that a spike of one or two updates does not count as a rise."""
     size = len(values) // 3
     return median(values[:size]), median(values[size : 2 * size]), median_low(values[2 * size :])
 

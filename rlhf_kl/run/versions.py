@@ -1,4 +1,4 @@
-"""What a run was made with: package versions and the git revision of the working directory."""
+"""Package versions, and the git revision of the working directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that shape a result; imports none of them."""
+    """Versions of Python and of the installed packages that influence a result; imports none of them."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision(path: Path) -> str | None:
-    """Commit of the repository around `path`, with `-dirty` where tracked files differ; None without one."""
+    """Commit of the repository around `path`, with `-dirty` if tracked files differ; None without a repository."""
     commit = _git(path, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None

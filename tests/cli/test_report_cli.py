@@ -62,7 +62,7 @@ def test_a_link_where_a_report_goes_is_refused(
 
 def test_no_run_is_one_line_and_exit_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf_kl: Cli) -> None:
     monkeypatch.chdir(tmp_path)
-    assert rlhf_kl("report") == (2, "", "error: no run under runs/: name one\n")
+    assert rlhf_kl("report") == (2, "", "error: no run under runs/: name a run folder\n")
     assert rlhf_kl("report", "nowhere") == (2, "", "error: nowhere: holds no run (no config.yaml)\n")
 
 

@@ -222,7 +222,7 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(train: Train, tiny_ru
     for checkpoint in checkpoints(crashed / "checkpoints"):
         (checkpoint.path / "optimizer.safetensors").write_bytes(b"")
     before = {path: path.read_bytes() for path in crashed.rglob("*") if path.is_file() and ".lock" not in path.name}
-    with pytest.raises(InputError, match="no checkpoint is whole") as caught:
+    with pytest.raises(InputError, match="every checkpoint is damaged") as caught:
         train(crashed, resume=True)
     assert len(caught.value.problems) == 3  # both checkpoints, and what to do
     assert {path: path.read_bytes() for path in before} == before
