@@ -1,5 +1,5 @@
-# `make help` lists the targets. PYTHON=/path/to/python uses an environment that exists (GPU boxes) and its torch,
-# without the pins; otherwise everything goes into .venv with the versions of .ci/constraints.txt.
+# `make help` lists the targets. PYTHON=/path/to/python uses an existing environment (GPU boxes) with its torch, without
+# the pins; otherwise everything goes into .venv with the versions of .ci/constraints.txt.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 BASE_PYTHON ?= python3
@@ -21,12 +21,12 @@ endif
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed; name one with BASE_PYTHON=python3.12"; exit 2; }
 	$(BASE_PYTHON) -m venv .venv
-	@# torch first and by itself: a range that is asked for before it is installed would bring CUDA packages
+	@# torch first and alone: else pip would install the CUDA packages
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
 	@touch $@
 
-# TRL in an environment of its own: the project runs and is tested without it.
+# TRL in a separate environment: the project runs and is tested without it.
 .venv-integrations/.ready: pyproject.toml .ci/constraints.txt .ci/constraints-integrations.txt
 	$(BASE_PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-integrations.txt torch
@@ -45,9 +45,9 @@ check-dev-environment:
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-install: $(INSTALLED)  ## make the environment; with PYTHON= add to one what it lacks, but for its torch
+install: $(INSTALLED)  ## make the environment; with PYTHON= add missing packages to one, but not torch
 
-train: $(READY)  ## train on the built-in model (FRESH=1 starts over, CONFIG=name.yaml, GPUS=4 on so many)
+train: $(READY)  ## train on the built-in model (FRESH=1 starts anew, CONFIG=name.yaml, GPUS=4 uses 4 GPUs)
 	$(PY) $(if $(GPUS),-m accelerate.commands.launch --multi_gpu --num_processes $(GPUS)) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
 test: $(DEV_READY)  ## the tests that finish in minutes
@@ -56,7 +56,7 @@ test: $(DEV_READY)  ## the tests that finish in minutes
 test-slow: $(DEV_READY)  ## the tests that take longer
 	$(PY) -m pytest -m slow
 
-test-integrations: .venv-integrations/.ready  ## the KL budget in TRL's trainers, TRL pinned (minutes)
+test-integrations: .venv-integrations/.ready  ## the controller in TRL's trainers, TRL pinned (minutes)
 	.venv-integrations/bin/python -m pytest tests/integrations
 
 lint: $(DEV_READY)  ## ruff: style and formatting
@@ -89,14 +89,14 @@ gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)
 	$(PY) -m rlhf_kl doctor --config $*_ppo.yaml
 	$(PY) -m rlhf_kl train --config $*_ppo.yaml --resume
 
-gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (a GPU and the hub; PYTHON= for an environment that exists)
+gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (needs a GPU and the hub; PYTHON= for an existing environment)
 gpu-tldr:  ## Pythia on TL;DR: SFT, reward model, PPO (the same)
 gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO (the same)
 
 gpu-check: $(DEV_READY)  ## the tests of several processes with NCCL on two GPUs, and a bfloat16 run on one
 	RLHF_KL_TEST_DEVICE=cuda $(PY) -m pytest -m "slow or not slow" tests/processes tests/test_gpu.py
 
-gpu-report: $(READY)  ## speed, memory and KL on this machine's GPUs as one JSON, to be pasted into an issue
+gpu-report: $(READY)  ## speed, memory and KL on this machine's GPUs as one JSON, for an issue
 	$(PY) scripts/gpu_report.py
 
 bench: $(READY)  ## speed and memory here (PEER_PYTHON= and PEER_SCRIPT= add the comparison; BENCH='phases --models gpt2')

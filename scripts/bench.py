@@ -8,7 +8,7 @@ phases  samples/s, tokens/s, peak memory, and the seconds of rollout, scoring an
         rate, in float32), and the bytes that decoding reads over the rate at which it copies memory
 growth  time and memory of a small model against batch, response length and vocabulary
 groups  8 responses to each of 2 prompts of 200 tokens beside 16 different prompts of 200 (gpt2 and llama only)
-flat    whether time and memory stay the same over 40 times as many updates
+flat    time and memory over 40 times as many updates: do they stay the same?
 peer    pairs of runs in turn with another trainer: --peer-python is the python of its environment, --peer-script a
         script that takes --policy DIR --reward DIR --prompts FILE ... and prints `RESULT {json}`
 
@@ -138,7 +138,7 @@ def random_world(place: Path, shape: Mapping[str, Any], lengths: Sequence[int], 
 
 
 def make_world(name: str, args: argparse.Namespace, place: Path) -> World:
-    """The world of a model, with the sizes that were asked for."""
+    """The world of a model, with the sizes of the command line."""
     if name in SHAPES:
         lengths = torch.randint(8, 25, (512,), generator=torch.Generator().manual_seed(0)).tolist()
         world = random_world(place, SHAPES[name], lengths)
@@ -208,7 +208,7 @@ def peer_run(world: World, args: argparse.Namespace, place: Path, _: str, dtype:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of one call, the fastest of several: what the machine can do when nobody disturbs."""
+    """Seconds of the fastest of several calls, as without other jobs on the machine."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=0.1).times)
 
@@ -401,14 +401,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"{name}: needs {need}")
     args.parts = args.parts or [part for part in PARTS if not needs.get(part)]
     try:
-        check_writable(args.out)  # now: after the runs their figures would be lost
+        check_writable(args.out)  # before the runs: an error afterwards would lose their figures
     except OSError as error:
         parser.error(f"--out: {args.out}: cannot be written: {error.strerror or error}")
     return args
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the parts that were asked for."""
+    """Run the parts of the command line."""
     args = arguments(words)
     machine = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "load": os.getloadavg()[0]}
     machine |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": version("transformers")}

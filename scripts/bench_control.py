@@ -4,7 +4,7 @@
     python scripts/bench_control.py --rows adaptive   one row: three seeds x three starting betas
     python scripts/bench_control.py --rows stress     settings that nobody tuned `adaptive` for, and a real small model
     python scripts/bench_control.py --rows stress --reach   whether some constant beta holds the target there
-    python scripts/bench_control.py --table-only      what there is so far
+    python scripts/bench_control.py --table-only      the results so far
 
 The rows are comparisons in bench_control.yaml. Their runs are trained as `rlhf-kl compare` does: finished ones
 are used again, an interrupted one goes on. A quick look: --seed 0 --set ppo.total_episodes=640
@@ -47,7 +47,7 @@ from rlhf_kl.run.run_folder import write_json
 
 
 def show(rows: dict[str, list[PlannedRun]], planner: Planner) -> bool:
-    """Tables to stdout, bench_control.json and .png; whether all runs are there."""
+    """Print tables, write bench_control.json and .png; returns whether no run is missing."""
     results, missing = read_results(rows)
     reach, out = read_reach(planner), planner.out
     asked = {row: len(runs) for row, runs in rows.items()}
@@ -88,8 +88,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> Any:
     add("--real", type=Path, default=os.environ.get("RLHF_KL_REAL") or None, metavar="FOLDER",
         help="with models/TinyStories-656K and data/tinystories-1000; default: RLHF_KL_REAL, else the hub")  # fmt: skip
     add("--reach", action="store_true",
-        help="search a constant beta that holds each row's target, and keep in reach.json what there is")  # fmt: skip
-    add("--table-only", action="store_true", help="run nothing, show what there is")
+        help="search a constant beta that holds each row's target, and keep the results in reach.json")  # fmt: skip
+    add("--table-only", action="store_true", help="run nothing, show the results so far")
     return parser.parse_args(arguments)
 
 

@@ -77,7 +77,7 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as it is written in a YAML."""
+    """A value in YAML syntax."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 

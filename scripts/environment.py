@@ -1,4 +1,4 @@
-"""`make install PYTHON=...`: adds what is missing to an environment that exists, and leaves its torch as it is.
+"""`make install PYTHON=...`: adds missing packages to an existing environment, and does not change its torch.
 
 Run by the python of that environment; needs nothing but its pip. `--check` installs nothing and fails where something
 is missing that a run needs, `--check-dev` also where a tool of the tests is. Exit code 2 with a line for what stands in
@@ -65,10 +65,10 @@ def missing(*, dev: bool = True) -> list[str]:
 
 
 def forbidden(lacking: list[str]) -> str | None:
-    """Why pip may not add these here; None where it may."""
+    """Why pip may not install these here; None if it may."""
     for line in lacking:
         if line.startswith("torch") and installed("torch"):
-            return f"{line}, and its torch is left as it is: update torch yourself, or name another environment"
+            return f"{line}, and this command does not change torch: update it yourself, or name another environment"
     marker = Path(sysconfig.get_path("stdlib", sysconfig.get_default_scheme())) / "EXTERNALLY-MANAGED"
     if sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in os.environ:  # PEP 668
         return (
@@ -82,7 +82,7 @@ def install(lacking: list[str]) -> int:
     """pip's exit code."""
     torch = installed("torch")
     print(f"missing: {', '.join(lacking)}")
-    print(f"torch {torch} stays as it is" if torch else "there is no torch here: pip chooses one", flush=True)
+    print(f"torch {torch} stays unchanged" if torch else "torch is missing: pip chooses a version", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text(f"torch=={torch}\n" if torch else "", encoding="utf-8")
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
     if not lacking:
         print("nothing is missing")
     elif install(lacking):
-        print("error: pip could not install what is missing: its reason stands above", file=sys.stderr)
+        print("error: pip could not install the missing packages: see its message above", file=sys.stderr)
         return 2
     described = subprocess.run([sys.executable, "-c", DESCRIBE], check=False, capture_output=True, text=True)
     if described.returncode:

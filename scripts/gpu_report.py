@@ -33,7 +33,7 @@ RANDOM = {"rollout.max_new_tokens": 32, "reward.missing_eos_penalty": 0.0, "ppo.
 
 
 def figures(rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
-    """What is told of a run, from its rows."""
+    """The reported figures of a run, from its rows."""
     steady, tail = rows[WARM_UP:] or rows, rows[len(rows) // 2 :]
     found = {name: median(row[f"perf/{name}"] for row in steady) for name in ("samples_per_s", "tokens_per_s")}
     found |= {f"{part}_s": median(row[f"time/{part}_s"] for row in steady) for part in ("rollout", "score", "update")}
@@ -67,7 +67,7 @@ def runs(args: argparse.Namespace, place: Path) -> Iterator[tuple[dict[str, Any]
 
 
 def run(about: dict[str, Any], words: list[str], folder: Path) -> dict[str, Any]:
-    """A run, and what is told of it."""
+    """A run, and its reported figures."""
     count = about["processes"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
     command = [sys.executable, *launch, "-m", "rlhf_kl", "train", "--config", "ppo_adaptive.yaml", "--quiet"]

@@ -68,12 +68,12 @@ def documents_within_context(model: str, texts: Path, column: str, limit: int | 
 
 
 def ours(model: str, file: Path) -> dict[str, Any]:
-    """What `rlhf-kl eval` says."""
+    """The figures of `rlhf-kl eval`."""
     return _answer([sys.executable, "-m", "rlhf_kl", "eval", "--model", model, "--texts", str(file), "--json"])
 
 
 def theirs(python: str, model: str, file: Path, batch: int) -> dict[str, Any]:
-    """What lm-eval says, as a local task of the same file."""
+    """The figures of lm-eval, as a local task of the same file."""
     task = {**TASK, "dataset_kwargs": {"data_files": {"test": str(file)}}}
     (file.parent / "task.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
     return _answer([python, "-c", PROGRAM, model, str(file.parent), str(batch)])

@@ -16,7 +16,7 @@ TOP_TOKENS = 10
 def sample_rows(
     result: StepResult, tokenizer: Any, columns: Sequence[str] = (), extra: Mapping[str, Sequence[Any]] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The first responses of the batch, then those with the largest KL; `chosen` says which.
+    """The first responses of the batch, then those with the largest KL; `chosen` is the reason.
 
     `columns`: data columns that scorers read; `extra`: values that scorers logged for each response.
     """

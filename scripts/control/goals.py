@@ -1,4 +1,4 @@
-"""What `adaptive` promises, and whether runs keep it."""
+"""The goals of `adaptive`, and whether runs reach them."""
 
 from __future__ import annotations
 

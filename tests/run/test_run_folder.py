@@ -249,7 +249,7 @@ def test_write_json_is_strict(tmp_path: Path) -> None:
 
 def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="no run under runs/: name one"):
+    with pytest.raises(InputError, match="no run under runs/: name a run folder"):
         newest_run()
     for name, age in (("finished", 200), ("older", 300), ("running", 100), ("never-started", 0)):
         folder = tmp_path / "runs" / name

@@ -90,7 +90,7 @@ def test_an_environment_that_has_everything_is_described(environment: Callable[.
 @pytest.mark.parametrize(
     ("changes", "said", "constraint"),
     [
-        ({"peft": None}, "missing: peft>=0.17\ntorch 2.9.0+cu128 stays as it is", "torch==2.9.0+cu128\n"),
+        ({"peft": None}, "missing: peft>=0.17\ntorch 2.9.0+cu128 stays unchanged", "torch==2.9.0+cu128\n"),
         ({"torch": "2.7.0a0+nv25", "rlhf-kl": None}, "missing: rlhf-kl\ntorch 2.7.0a0", "torch==2.7.0a0+nv25\n"),
         ({"transformers": "4.57.1"}, "missing: transformers>=5.1,<6 (4.57.1 is here)", "torch==2.9.0+cu128\n"),
         ({"torch": None}, "missing: torch>=2.6\nthere is no torch here", ""),
@@ -110,7 +110,7 @@ def test_a_torch_that_is_too_old_is_not_replaced(environment: Callable[..., Path
     python = environment(torch="2.5.1")
     done = make("install", f"PYTHON={python}")
     assert done.returncode == 2
-    assert "torch>=2.6 (2.5.1 is here), and its torch is left as it is: update torch yourself" in error_of(done)
+    assert "torch>=2.6 (2.5.1 is here), and this command does not change torch: update it yourself" in error_of(done)
     assert not (python.parents[1] / "asked").exists()
 
 
