@@ -170,7 +170,7 @@ def report_differences(before: Mapping[str, str], now: Mapping[str, str], displa
 def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
     """Errors: InputError with the config keys whose content has changed since the run in `where` began."""
     problems = [
-        f"{key}: holds something else than when the run in {where} began; --resume needs it back"
+        f"{key}: its content has changed since the run in {where} began; --resume needs the old content"
         for key in now
         if key in before and before[key] != now[key]
     ]

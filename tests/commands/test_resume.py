@@ -319,7 +319,7 @@ def test_another_reference_under_the_same_name_is_refused(
     tensors = load_file(weights_file)
     tensors["transformer.ln_f.bias"][3] += 1e-6
     save_file(tensors, weights_file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"reference\.model: holds something else"):
+    with pytest.raises(InputError, match=r"reference\.model: its content has changed"):
         train(crashed, policy, *short, resume=True)
     save_model(new_model(spread=0.1), letters, start)
     train(crashed, policy, *short, resume=True)
@@ -333,7 +333,7 @@ def test_other_prompts_under_the_same_name_are_refused(train: Train, tmp_path: P
     train(tmp_path / "run", prompts, short)
     crashed = crash(tmp_path / "run", tmp_path, 2)
     own.write_text(own.read_text().replace('"ab"', '"ba"', 1))
-    with pytest.raises(InputError, match=r"data\.prompts: holds something else"):
+    with pytest.raises(InputError, match=r"data\.prompts: its content has changed"):
         train(crashed, prompts, short, resume=True)
 
 
