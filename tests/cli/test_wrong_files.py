@@ -111,7 +111,7 @@ def test_a_name_that_is_neither_here_nor_in_the_cache(refused: Callable[..., str
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"), [("Revision", "has no revision 'v9' of it"), ("Repository", "no dataset of that name")]
+    ("error", "expected"), [("Revision", "has no revision 'v9' of it"), ("Repository", "the hub has no dataset")]
 )
 def test_what_the_hub_does_not_know(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, error: str, expected: str

@@ -38,4 +38,4 @@ def test_the_curve_of_the_comparison_is_drawn(grid: Grid) -> None:
 
 def test_runs_at_one_kl_have_no_curve(grid: Grid) -> None:
     chart = frontier_charts(grid({"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.1)}, seeds=1))[0]
-    assert "compared with at equal KL" not in chart.caption
+    assert "comparison at equal KL" not in chart.caption
