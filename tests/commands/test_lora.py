@@ -148,4 +148,4 @@ def test_merge_writes_the_whole_model(
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "other", "--merge")
     assert outcome.code == 2
-    assert "policy.lora" in outcome.err
+    assert "--merge: the run trains no adapter" in outcome.err
