@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import yaml
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.report.control import end
+from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.report.control import end, held, ratios
 from rlhf_kl.run.figures import format_number, read_number
 
 CARD = """---
@@ -18,74 +20,102 @@ CARD = """---
 
 # {name}
 
-{base}, trained with PPO toward a reward while the KL divergence to the reference was held, by
-rlhf-kl {version}.
+{base}, trained with PPO toward a reward{control}, by rlhf-kl {version}.
 
 | | |
 |---|---|
 {table}
 
-The KL is exact, over the whole vocabulary, and its mean is over the last ten updates. Forgetting is the KL of the
-reference to the policy, on samples of the reference.
+The KL is exact, over the whole vocabulary. KL and score are means over the last {count} updates. Forgetting is the KL
+of the reference to the policy, on samples of the reference.
 
 ## Load it
 
 ```python
 {load}
 ```
-
+{local_base}
 ## Repeat it
 
-`config.yaml` of the run holds every setting.
+`config.yaml`, in the run folder that this folder comes from, holds every setting.
 
 ```bash
-rlhf-kl train --config {name}.yaml
+rlhf-kl train --config config.yaml --output-dir runs/again
 ```
 
 ## Share and evaluate it
 
 ```bash
-hf upload OWNER/{name} .                        # from this folder
+hf upload OWNER/{slug} .                        # from this folder
 lm_eval --model hf --model_args {lm_eval} --tasks hellaswag
 ```
 """
+LOCAL_BASE = """
+The adapter's base model, {base}, is not on the hub: `adapter_config.json` names its folder. To share the adapter,
+upload the base too and write its hub id there; or train with `--merge`, and share `merged/`.
+"""
 
 
-def model_card(config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any]) -> str:
-    """Markdown. `rows`: those of all updates; `closing`: the closing evaluation."""
-    kl, name = config.kl, config.run.name
-    base = _hub_name(config.policy.model)
-    front: dict[str, Any] = {"tags": ["rlhf", "ppo", "rlhf-kl"], "library_name": "transformers"}
-    adapter = config.policy.lora is not None
-    if adapter:
-        front["library_name"] = "peft"
-    if "/" in base and not base.startswith("builtin:"):
-        front["base_model"] = base
-    unit = f"nats per {kl.unit}"
-    reached = _mean(end(rows), f"kl/{kl.unit}")
-    lines = {
-        "base model": base,
-        "reference": _hub_name(config.reference.model) if config.reference.model else "the base model",
-        "prompts": _hub_name(config.data.prompts or ""),
-        "reward": _hub_name(config.reward.model or config.reward.kind),
-        "KL target": f"{format_number(kl.target_value)} {unit}",
-        "KL reached": f"{format_number(reached)} {unit}",
-        "controller": f"{kl.controller.kind}, beta {format_number(_mean(end(rows), 'kl/coef'))} at the end",
-        "score": format_number(_mean(end(rows), "objective/scores")),
-        "held-out perplexity": format_number(read_number(closing, "eval/perplexity")),
-        "forgetting": f"{format_number(read_number(closing, 'eval/forward_kl_token'))} nats per token",
-        "responses trained on": str(config.updates * config.rollout.batch_size),
-        "seed": str(config.run.seed),
-    }
+def model_card(
+    config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any], *, adapter: bool
+) -> str:
+    """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
+    name, (base, revision) = config.run.name, _name(config.policy.model)
+    on_hub = "/" in base
+    front: dict[str, Any] = {"tags": ["rlhf", "ppo", "rlhf-kl"], "library_name": "peft" if adapter else "transformers"}
+    if on_hub:
+        front |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
+    last = end(rows)
+    loaded = f"{base},revision={revision}" if revision else base
     return CARD.format(
         front=yaml.safe_dump(front, sort_keys=True),
         name=name,
         base=base,
         version=_version(),
-        table="\n".join(f"| {key} | {value} |" for key, value in lines.items()),
+        control=_control(config, held(ratios(rows))),
+        table="\n".join(f"| {key} | {value} |" for key, value in _table(config, rows, closing).items()),
+        count=len(last),
         load=(LOAD_ADAPTER if adapter else LOAD).strip(),
-        lm_eval=f"pretrained={base},peft=." if adapter else "pretrained=.",
+        local_base=LOCAL_BASE.format(base=base) if adapter and not on_hub else "",
+        slug=re.sub(r"[^\w.-]+", "-", name),
+        lm_eval=f"pretrained={loaded if on_hub else 'FOLDER-OF-THE-BASE'},peft=." if adapter else "pretrained=.",
     )
+
+
+def _control(config: TrainConfig, held_target: bool | None) -> str:
+    """What kept the KL, as the end of a sentence."""
+    kl = config.kl
+    if adjusts(kl.controller.kind):
+        goal = f"a target of {format_number(kl.target_value)} nats per {kl.unit}"
+        if held_target:
+            return f" while its KL divergence to the reference was held at {goal}"
+        return f" with {goal} for its KL divergence to the reference"
+    return " without a KL penalty" if kl.controller.coef == 0 else " with a KL penalty whose weight ignores the KL"
+
+
+def _table(config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any]) -> dict[str, str]:
+    kl, last, unit = config.kl, end(rows), f"nats per {config.kl.unit}"
+    target = f"{format_number(kl.target_value)} {unit}"
+    if (kept := held(ratios(rows))) is not None:
+        target += ", held" if kept else ", missed"
+    coef = read_number(rows[-1], "kl/coef_next") if rows else None
+    terms = config.reward.terms
+    reward = ", ".join(terms) if terms else _name(config.reward.model or config.reward.kind)[0]
+    return {
+        "base model": "@".join(part for part in _name(config.policy.model) if part),
+        "reference": _name(config.reference.model)[0] if config.reference.model else "the policy at the start",
+        "prompts": _name(config.data.prompts)[0],
+        "reward": reward,
+        "advantages": config.ppo.advantage,
+        **({"KL target": target} if adjusts(kl.controller.kind) else {}),
+        "KL reached": f"{format_number(_mean(last, f'kl/{kl.unit}'))} {unit}",
+        "controller": f"{kl.controller.kind}, beta {format_number(coef)} at the end",
+        "score": format_number(_mean(last, "objective/scores")),
+        "held-out perplexity": format_number(read_number(closing, "eval/perplexity")),
+        "forgetting": f"{format_number(read_number(closing, 'eval/forward_kl_token'))} nats per token",
+        "responses trained on": str(config.updates * config.rollout.batch_size),
+        "seed": str(config.run.seed),
+    }
 
 
 LOAD = """
@@ -103,9 +133,13 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 """
 
 
-def _hub_name(source: str) -> str:
-    """A hub id unchanged; of a local path only the last part, since a card is made to be shared."""
-    return Path(source).name if Path(source).is_absolute() else source
+def _name(source: str | None) -> tuple[str, str]:
+    """A name to be shared and the revision of a hub id; of a local path no folder but that of a run."""
+    path = Path(source or "")
+    if not path.is_absolute():
+        name, _, revision = (source or "").partition("@")
+        return name, revision
+    return (path.parent.name if path.name in ("final", "merged") else path.name), ""
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.models import load_language_model
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.lora import is_adapter
+from rlhf_kl.report.control import is_update
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
+from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.run_folder import RunFolder
 
 MERGED = "merged"
 
@@ -36,6 +40,18 @@ def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig, display: Tr
         write_folder(folder / MERGED, lambda place: save_reward_model(reward, place))
     else:
         loaded = load_language_model(resolver, final, "--merge")
-        write_folder(folder / MERGED, lambda place: save_model(loaded.model, loaded.tokenizer, place))
+        card = _card(config, folder) if isinstance(config, TrainConfig) else None
+
+        def write(place: Path) -> None:
+            save_model(loaded.model, loaded.tokenizer, place)
+            if card is not None:
+                (place / "README.md").write_text(card, encoding="utf-8")
+
+        write_folder(folder / MERGED, write)
     display.message(f"{folder / MERGED} holds the merged model")
     return folder / MERGED
+
+
+def _card(config: TrainConfig, folder: Path) -> str:
+    rows = list(read_jsonl(RunFolder(folder).metrics))
+    return model_card(config, [row for row in rows if is_update(row)], rows[-1], adapter=False)

@@ -21,7 +21,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
 from rlhf_kl.kl_controllers.tilt import gain_at_kl
 from rlhf_kl.models.load import parameter_count
-from rlhf_kl.models.lora import checkpointed
+from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.processes import Processes
 from rlhf_kl.report.control import closing_figures, end, is_update
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
@@ -314,7 +314,7 @@ class TrainRun:
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)
         self.note_best_checkpoint(row)
-        card = model_card(self.config, rows, row)
+        card = model_card(self.config, rows, row, adapter=has_adapter(self.parts.policy.module))
         write_final(self.recorder.folder.final, self.trainer.model, self.parts, card, keep=self.processes.writes)
         return self.recorder.summary(
             steps=step,

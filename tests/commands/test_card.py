@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,59 @@ def test_a_run_has_one_with_its_figures(tiny_run: Path, monkeypatch: pytest.Monk
     assert names["model"].config.vocab_size == len(names["tokenizer"])
 
 
-@pytest.mark.parametrize(("lora", "library"), [(None, "transformers"), ({"r": 4}, "peft")])
-def test_what_the_hub_reads_of_it(lora: Any, library: str, tiny_settings: Callable[..., Any]) -> None:
+def card_of(kls: list[float], *, adapter: bool = False, **sections: Any) -> str:
+    """The card of a run with these KLs per token."""
     config = TrainConfig.model_validate(
-        {"policy": {"model": "owner/base", "lora": lora}, "reward": {"model": "owner/score"}}
+        {"policy": {"model": "owner/base@v2"}, "reward": {"model": "owner/score"}}
         | {"data": {"prompts": "owner/prompts"}, "eval": {"texts": "owner/texts"}}
+        | sections
     )
-    card = model_card(config, [{"kl/token": 0.5, "kl/coef": 2.0}] * 3, {"eval/perplexity": 3.0})
+    rows = [{"kl/token": kl, "kl/coef_next": 2.0, "kl/error": kl / config.kl.target_value - 1} for kl in kls]
+    return model_card(config, rows, {"eval/perplexity": 3.0}, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "library", "kind"), [(False, "transformers", "finetune"), (True, "peft", "adapter")]
+)
+def test_what_the_hub_reads_of_it(adapter: bool, library: str, kind: str) -> None:
+    card = card_of([0.5] * 3, adapter=adapter)
     front = yaml.safe_load(card.split("---")[1])
-    assert (front["base_model"], front["library_name"]) == ("owner/base", library)
+    assert (front["base_model"], front["base_model_relation"], front["library_name"]) == ("owner/base", kind, library)
+    assert "| base model | owner/base@v2 |" in card
     assert "| KL reached | 0.500 nats per token |" in card
-    assert ("peft=." in card) == (lora is not None)
+    assert ("pretrained=owner/base,revision=v2,peft=." in card) == adapter
+
+
+def test_an_adapter_on_a_local_base_needs_the_base_too() -> None:
+    card = card_of([0.1] * 40, adapter=True, policy={"model": "/home/me/runs/my_sft/final"})
+    assert "my_sft, trained with PPO" in card
+    assert "/home/me" not in card
+    assert "base_model" not in yaml.safe_load(card.split("---")[1])
+    assert "upload the base too" in card
+    assert "pretrained=FOLDER-OF-THE-BASE,peft=." in card
+
+
+@pytest.mark.parametrize(
+    ("kls", "kl", "sentence", "row"),
+    [
+        ([0.1] * 40, {}, "was held at a target of 0.100 nats per token", "| KL target | 0.100 nats per token, held |"),
+        ([0.1] * 20 + [0.2] * 20, {}, "with a target of 0.100 nats", "| KL target | 0.100 nats per token, missed |"),
+        ([0.1] * 5, {}, "with a target of 0.100 nats", "| KL target | 0.100 nats per token |"),
+        ([0.3] * 40, {"controller": {"kind": "fixed", "coef": 0.0}}, "without a KL penalty", None),
+        ([0.1] * 40, {"controller": {"kind": "fixed", "coef": 0.2}}, "with a KL penalty whose weight ignores", None),
+    ],
+)
+def test_it_claims_no_control_that_was_not_there(
+    kls: list[float], kl: dict[str, Any], sentence: str, row: str | None
+) -> None:
+    card = card_of(kls, kl={"target": 0.1} | kl)
+    assert sentence in card
+    assert (row in card) if row else "KL target" not in card
+    assert f"means over the last {min(10, (len(kls) + 1) // 2)} updates" in card
+
+
+def test_terms_and_names_with_spaces() -> None:
+    terms = {"polite": {"weight": 1.0, "model": "owner/a"}, "brief": {"weight": 0.5, "model": "owner/b"}}
+    card = card_of([0.1] * 3, run={"name": "my run"}, reward={"kind": "sum", "terms": terms})
+    assert "| reward | polite, brief |" in card
+    assert "hf upload OWNER/my-run ." in card

@@ -144,6 +144,8 @@ def test_merge_writes_the_whole_model(
     )
     assert json.loads(whole.out) == pytest.approx(json.loads(adapter.out), rel=1e-5)
     assert type(merged).__name__ == "GPT2LMHeadModel"
+    cards = [(tmp_path / "run" / name / "README.md").read_text() for name in ("final", "merged")]
+    assert ["library_name: peft" in card for card in cards] == [True, False]
     del settings["policy"]["lora"]
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "other", "--merge")
