@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -37,19 +38,46 @@ def guide(
             print(f"{name:{width}}  {_text(name).partition(chr(10))[0].lstrip('# ')}")
         print("\nTo read one: rlhf-kl guide PAGE")
         return
-    name = page.removesuffix(".md")
+    name = page.removesuffix(".md").lower().replace("-", "_")
     if name not in PAGES:
         raise InputError(f"guide: no page {page!r}{suggestion(name, PAGES)}")
     if not sys.stdout.isatty():
         print(_text(name), end="")
         return
-    from rich.console import Console
-    from rich.markdown import Markdown
+    _show(_text(name))
+
+
+def _show(text: str) -> None:
+    """Markdown in a pager, at most 100 columns wide."""
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import Markdown, TableElement
+    from rich.table import Table
+
+    class Cells(TableElement):
+        """A table that cuts no word short: names in the first column stay whole where they fit, others go on below."""
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for part in super().__rich_console__(console, options):
+                if isinstance(part, Table):
+                    for column in part.columns:
+                        column.overflow = "fold"
+                    names = [len(str(cell)) for cell in part.columns[0].cells]
+                    part.columns[0].no_wrap = max(names) <= options.max_width // 2
+                yield part
+
+    class Page(Markdown):
+        elements = Markdown.elements | {"table_open": Cells}
 
     os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and a short page is printed only
     console = Console()
     with console.pager(styles=True):
-        console.print(Markdown(_text(name)), width=min(console.width, WIDTH))
+        console.print(Page(_for_terminal(text)), width=min(console.width, WIDTH))
+
+
+def _for_terminal(text: str) -> str:
+    """Pictures as their words, and links to other pages with the page's name."""
+    text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"*(Picture: \1.)*", text)
+    return re.sub(r"\[([^\]]*)\]\((\w+)\.md[^)]*\)", r"\1 (page \2)", text)
 
 
 def _text(name: str) -> str:
