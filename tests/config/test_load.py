@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from rlhf_kl.config.check import all_keys
 from rlhf_kl.config.load import config_diff, dump_config, json_schema, load_any, load_config
@@ -508,6 +510,24 @@ def test_a_diff_names_old_and_new(write: Write) -> None:
         "kl.controller.kind: adaptive -> pid",
         "kl.controller.kp: (absent) -> 0.25",
     ]
+
+
+def schema_errors(kind: Kind, config: dict[str, Any]) -> list[str]:
+    return [error.message for error in Draft202012Validator(json_schema(kind)).iter_errors(config)]
+
+
+@pytest.mark.parametrize("path", sorted(shipped_configs().glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_editor_finds_no_fault_in_a_shipped_config(path: Path) -> None:
+    if path.stem.startswith(("compare_", "sweep_")):
+        pytest.skip("a comparison of configs")
+    kind = re.findall(r"schema=schema/(.+)\.json", path.read_text())[0]
+    assert schema_errors(kind, yaml.safe_load(path.read_text())) == []
+
+
+def test_what_an_editor_marks() -> None:
+    assert schema_errors("train", {"ppo": {"learning_rate": "1e-5"}, "policy": {"model": None}}) == []
+    assert schema_errors("train", {"ppo": {"learning_rate": "fast"}}) != []
+    assert schema_errors("train", {"kl": {"traget": 0.1}}) != []
 
 
 @pytest.mark.parametrize("kind", MODELS)
