@@ -41,6 +41,9 @@ class Perplexity:
     documents: int
 
 
+Drawn = dict[tuple[int, int], Responses]  # by the first prompt and the one after the last
+
+
 @dataclass(frozen=True)
 class Window:
     """A stretch of a document: `ids` are read, those from `first` on are scored."""
@@ -213,34 +216,37 @@ def policy_samples(
     gold: GoldScorer | None = None,
     batch_size: int = ROWS,
     advance: Callable[[int], None] = lambda _: None,
+    drawn: Drawn | None = None,
 ) -> PolicySamples:
     """One response to each prompt of `part`; it does not depend on the parts. Errors: as `policy_figures`.
 
     The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
-    al. 2025, RL's Razor, 2509.04259).
+    al. 2025, RL's Razor, 2509.04259). `drawn` keeps these samples, which are the same every time, for the next call.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part]
     prompts = prompts.part(part.start, part.stop)
     made = PolicySamples()
 
-    def sampled_by(one: TransformersLM, other: TransformersLM) -> Iterator[tuple[Responses, Tensor]]:
+    def sampled_by(one: TransformersLM, other: TransformersLM, before: Drawn) -> Iterator[tuple[Responses, Tensor]]:
         """Batches of responses of `one`, and its exact KL to `other` at their tokens."""
         model, states = ActorCritic(one), ReferenceStates(other)
 
         def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
             batch = prompts.part(start, stop)
-            responses = respond(one, batch, noise[start:stop], sampling, tokenizer)
+            if (start, stop) not in before:
+                before[start, stop] = respond(one, batch, noise[start:stop], sampling, tokenizer)
+            responses = before[start, stop]
             layout = response_layout(batch, responses.sampled)
             return responses, measure(model, states, layout, sampling.temperature).exact_kl
 
         change = "use a lower rollout.max_new_tokens or shorter prompts"
         return fitting_batches(len(prompts), batch_size, respond_and_measure, change)
 
-    for (_, sampled, _), exact_kl in sampled_by(reference, policy):
+    for (_, sampled, _), exact_kl in sampled_by(reference, policy, {} if drawn is None else drawn):
         advance(len(sampled.mask))
         made.forward_kl += float64(exact_kl).sum(1).tolist()
         made.forward_lengths += sampled.mask.sum(1).tolist()
-    for (batch, sampled, responses), exact_kl in sampled_by(policy, reference):
+    for (batch, sampled, responses), exact_kl in sampled_by(policy, reference, {}):
         made.kl += float64(exact_kl).sum(1).tolist()
         made.lengths += sampled.mask.sum(1).tolist()
         made.ended += sampled.ended.tolist()

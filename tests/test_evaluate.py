@@ -11,10 +11,11 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.errors import InputError, MemoryFull
-from rlhf_kl.evaluate import distinct_n, perplexity, policy_figures, windows
+from rlhf_kl.evaluate import distinct_n, perplexity, policy_figures, policy_samples, windows
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.text import decode_responses, encode
+from rlhf_kl.rollout.collect import respond
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 
@@ -250,6 +251,26 @@ def test_figures_of_a_policy(
     assert result.gold == pytest.approx(2 * result.scores)
     assert result.length == pytest.approx(sum(tokens) / 12)
     assert result.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
+
+
+def test_the_samples_of_the_reference_are_drawn_once(
+    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second evaluation has another policy, and the forward KL of that policy."""
+    first, second, reference = (TransformersLM(new_model(seed=seed)) for seed in (3, 4, 2))
+    prompts, drawn, count = prompts_of(*["ab", "c", "dabc"] * 4), {}, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += arguments[0] is reference
+        return respond(*arguments)
+
+    monkeypatch.setattr("rlhf_kl.evaluate.respond", counted)
+    for policy in (first, second):
+        rest = (prompts, slice(0, 12), 0, Sampling(6, 1.0, [2], 0), letters)
+        kept = policy_samples(policy, reference, *rest, batch_size=5, drawn=drawn)
+        assert kept.forward_kl == policy_samples(policy, reference, *rest, batch_size=5).forward_kl
+    assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
 
 def forward_kl(policy: TransformersLM, reference: TransformersLM, prompts: PromptBatch, own_logits: Make) -> float:

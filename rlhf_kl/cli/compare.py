@@ -56,9 +56,12 @@ def _read(runs: list[Path], folder: Path, display: TrainingDisplay) -> int:
     from rlhf_kl.commands.compare import write_comparison
     from rlhf_kl.report.compare import read_comparison
 
-    comparison = read_comparison(runs)
+    with display.waiting("reading the runs"):
+        comparison = read_comparison(runs)
     _show_notes(comparison.notes, display)
-    print(write_comparison(comparison, folder, folder.name, stdout_width()))
+    with display.waiting("drawing the comparison"):
+        text = write_comparison(comparison, folder, folder.name, stdout_width())
+    print(text)
     return 0
 
 
@@ -78,9 +81,12 @@ def _train(
     from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite, display=display)
-    comparison = planned_comparison(plan)
+    with display.waiting("reading the runs"):
+        comparison = planned_comparison(plan)
     _show_notes(comparison.notes, display)
-    print(write_comparison(comparison, plan.folder, plan.name, stdout_width()))
+    with display.waiting("drawing the comparison"):
+        text = write_comparison(comparison, plan.folder, plan.name, stdout_width())
+    print(text)
     return 1 if failures else 0
 
 

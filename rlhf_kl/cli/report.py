@@ -29,6 +29,8 @@ def report(
         display.message(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
         watch_reports(paths, every)
     for path in paths:
-        for note in write_report(path).notes:
+        with display.waiting(f"drawing {path / 'report.html'}"):
+            notes = write_report(path).notes
+        for note in notes:
             display.message(f"{path}: {note}")
         print(path / "report.html")

@@ -225,13 +225,15 @@ def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> 
     yield from _scores(training)
     yield from _beta(config, training)
     try:
-        result = training.trainer.update(1)
+        with display.waiting("one update"):
+            result = training.trainer.update(1)
     except NonFiniteRollout as failure:
         yield Finding("fatal", "update", str(failure))
         return
     row, alerts = update_row(result, config), list(result.alerts)
     update = time.perf_counter() - began - setup
-    evaluated = evaluate_policy(config, parts, alerts.append)
+    with display.waiting("one evaluation"):
+        evaluated = evaluate_policy(config, parts, alerts.append)
     evaluation = time.perf_counter() - began - setup - update
     yield from _endings(config, parts, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":

@@ -70,7 +70,8 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     texts = _texts(request, config, resolver)
     assert request.model is not None
-    loaded = load_language_model(resolver, located(request.model), "--model")
+    with display.waiting("loading --model"):
+        loaded = load_language_model(resolver, located(request.model), "--model")
     model = frozen_lm(loaded.model, compute_dtype(config.run.dtype), accelerator.device)
     figures = _perplexity(model, loaded.tokenizer, texts, display, "model")
     if request.reference is None:
@@ -87,10 +88,11 @@ def _eval_run(
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     dtype = compute_dtype(config.run.dtype)
-    model, tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
-    policy = frozen_lm(model, dtype, accelerator.device)
-    beside = load_run_reference(resolver, config, request.reference)
-    reference = frozen_lm(beside.model, dtype, accelerator.device)
+    with display.waiting("loading the policy and the reference"):
+        model, tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
+        policy = frozen_lm(model, dtype, accelerator.device)
+        beside = load_run_reference(resolver, config, request.reference)
+        reference = frozen_lm(beside.model, dtype, accelerator.device)
     texts = _texts(request, config, resolver)
     figures = _perplexity(policy, tokenizer, texts, display, "policy")
     other = _perplexity(reference, beside.tokenizer, texts, display, "reference")

@@ -68,7 +68,8 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
     config = chosen if request.model is not None else _run_config(request)
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
-    writer = _Writer(request, config, resolver)
+    with display.waiting("loading the models and prompts"):
+        writer = _Writer(request, config, resolver)
     with display.progress("sampling", len(writer.prompts) * request.samples) as advance:
         samples = []
         for batch in writer.batches():

@@ -13,6 +13,7 @@ from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
+from rlhf_kl.evaluate import Drawn
 from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
@@ -52,6 +53,7 @@ class Parts:
     sampling: Sampling
     reference_is_initial_policy: bool
     spread: list[nn.Module] = field(default_factory=list)  # sharded models
+    drawn: Drawn = field(default_factory=dict)  # the reference's responses in evaluations
 
 
 def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
@@ -59,16 +61,17 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     device, dtype = accelerator.device, compute_dtype(config.run.dtype)
     resolver = Resolver.for_run(config.run, display, device)
     section = config.policy
-    loaded = load_trained_model(
-        resolver,
-        section.model,
-        section.lora,
-        "policy.model",
-        seed=derive_seed(config.run.seed, "adapter"),
-        gradient_checkpointing=section.gradient_checkpointing,
-    )
-    model, tokenizer = loaded.model.to(device), loaded.tokenizer
-    reference, is_initial_policy = build_reference(config, resolver, loaded)
+    with display.waiting("loading the policy and the reference"):
+        loaded = load_trained_model(
+            resolver,
+            section.model,
+            section.lora,
+            "policy.model",
+            seed=derive_seed(config.run.seed, "adapter"),
+            gradient_checkpointing=section.gradient_checkpointing,
+        )
+        model, tokenizer = loaded.model.to(device), loaded.tokenizer
+        reference, is_initial_policy = build_reference(config, resolver, loaded)
     reward = resolver.reward(config.reward)
     gold = resolver.gold(config.reward, config.reward.model or "", config.data.prompts)
     train, kept = build_prompts(config, resolver, model, tokenizer)
@@ -77,7 +80,8 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     begin_scorers(reward, gold, 1, config.updates)
     batch = config.rollout.batch_size
     each = config.rollout.samples_per_prompt
-    prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
+    with display.waiting("encoding the prompts"):
+        prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
     heldout = PromptStream(kept.texts, tokenizer, min(EVAL_PROMPTS, len(kept.texts)), config.run.seed, kept.rows)
     texts = resolver.texts(
         config.eval.texts,

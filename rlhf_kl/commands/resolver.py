@@ -85,8 +85,13 @@ class Resolver:
         """The local folder of a causal language model."""
         return str(self.world(ref).policy()) if is_builtin(ref) else self._folder(ref, key)
 
+    def _rows(self, ref: str, split: str, key: str) -> list[dict[str, Any]]:
+        with self.display.waiting(f"reading {key}"):
+            return load_rows(ref, split, key)
+
     def _folder(self, ref: str, key: str) -> str:
-        return model_folder(ref, key, pickled=self.access.pickle)
+        with self.display.waiting(f"fetching {key}"):
+            return model_folder(ref, key, pickled=self.access.pickle)
 
     # ------------------------------------------------------------------ texts and prompts
 
@@ -104,8 +109,8 @@ class Resolver:
         """Texts to train on, or (`heldout`) the held-out texts of a built-in world."""
         if is_builtin(ref):
             path = self.world(ref).file("heldout" if heldout else "train")
-            return read_texts(load_rows(str(path), split, key), "text", None, key)[:limit]
-        rows = load_rows(ref, split, key)
+            return read_texts(self._rows(str(path), split, key), "text", None, key)[:limit]
+        rows = self._rows(ref, split, key)
         return read_texts(rows[:limit], text_column(ref, column), template, f"{key}: {ref}")
 
     def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[Prompt], list[Prompt]]:
@@ -129,8 +134,9 @@ class Resolver:
     def _prompts(self, ref: str, split: str, data: PromptsSection, key: str, part: str) -> list[Prompt]:
         """`part`: the file of a built-in world."""
         if is_builtin(ref):
-            return read_prompts(load_rows(str(self.world(ref).file(part)), "", key), "prompt", None, key, chat=False)[0]
-        rows, where = load_rows(ref, split, key), f"{key}: {ref}"
+            own = self._rows(str(self.world(ref).file(part)), "", key)
+            return read_prompts(own, "prompt", None, key, chat=False)[0]
+        rows, where = self._rows(ref, split, key), f"{key}: {ref}"
         prompts, skipped = read_prompts(
             rows, text_column(ref, data.column), data.template, where, chat=data.chat_template
         )
@@ -153,7 +159,7 @@ class Resolver:
         """Training prompts with responses, and held-out ones with other prompts."""
 
         def read(ref: str, split: str, key: str, _heldout: bool) -> list[Example]:
-            rows, where = load_rows(self._file(ref), split, key)[: data.max_documents], f"{key}: {ref}"
+            rows, where = self._rows(self._file(ref), split, key)[: data.max_documents], f"{key}: {ref}"
             columns = (data.prompt_column, data.response_column or "")
             examples, skipped = read_examples(rows, *columns, data.template, where, chat=data.chat_template)
             self._report_skipped(skipped, len(rows), where)
@@ -167,7 +173,7 @@ class Resolver:
 
         def read(ref: str, split: str, key: str, heldout: bool) -> list[Pair]:
             if is_builtin(ref):
-                rows = load_rows(str(self.world(ref).file("heldout_pairs" if heldout else "pairs")), "", key)
+                rows = self._rows(str(self.world(ref).file("heldout_pairs" if heldout else "pairs")), "", key)
                 return read_pairs(rows, "prompt", "chosen", "rejected", None, key)[0]
             return self._read_pairs(ref, split, data, key)
 
@@ -179,7 +185,7 @@ class Resolver:
         return self._read_pairs(data.pairs, data.split, data, "--pairs")
 
     def _read_pairs(self, ref: str, split: str, data: PairsSection, key: str) -> list[Pair]:
-        rows, where = load_rows(ref, split, key), f"{key}: {ref}"
+        rows, where = self._rows(ref, split, key), f"{key}: {ref}"
         columns = (data.prompt_column, data.chosen_column, data.rejected_column)
         pairs, skipped = read_pairs(rows, *columns, data.template, where, chat=data.chat_template)
         self._report_skipped(skipped, len(rows), where)
@@ -190,7 +196,7 @@ class Resolver:
         assert data.labels is not None
 
         def read(ref: str, split: str, key: str, _heldout: bool) -> list[Labelled]:
-            rows = load_rows(self._file(ref), split, key)
+            rows = self._rows(self._file(ref), split, key)
             return read_labels(rows, data.text_column, data.label_column, f"{key}: {ref}")
 
         return self._divided(read, "labels", data.labels, data, data.eval_pairs, lambda row: row.text)
@@ -262,11 +268,12 @@ class Resolver:
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
         path = str(self.world(ref).reward_model()) if is_builtin(ref) else self._folder(ref, key)
-        if is_adapter(path):
-            model, tokenizer = load_classifier_adapter(self, path, key, section.label)
-        else:
-            model = load_reward_model(path, key, self.access, section.label)
-            tokenizer = load_tokenizer(path, key, self.access)
+        with self.display.waiting(f"loading {key}"):
+            if is_adapter(path):
+                model, tokenizer = load_classifier_adapter(self, path, key, section.label)
+            else:
+                model = load_reward_model(path, key, self.access, section.label)
+                tokenizer = load_tokenizer(path, key, self.access)
         form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
         return RewardModel(freeze(model).to(self.device), tokenizer, form=form, label=section.label, dtype=self.dtype)
 

@@ -296,6 +296,7 @@ def evaluate_policy(
                 parts.reward,
                 parts.gold,
                 batch_size=config.rollout.batch_size // processes.count,
+                drawn=parts.drawn,
             )
 
     sums, samples = zip(*processes.all(processes.together(look)), strict=True)

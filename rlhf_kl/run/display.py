@@ -23,6 +23,7 @@ from rlhf_kl.run.status import RunStatus, Unit, duration
 from rlhf_kl.run.text import safe_text
 
 HEADER_EVERY = 20  # lines of a log
+LOG_ROWS = 100  # of a whole run
 LOG_SECONDS = 10.0  # at least, between two lines on the progress of one thing
 LOG_SHARE = 0.1  # of the whole, between two lines; or a minute
 
@@ -53,8 +54,9 @@ class TrainingDisplay:
         self._console = console
         self._terminal = console.is_terminal and not console.is_dumb_terminal
         self._quiet = quiet
+        self._total = total_updates
         self._status = RunStatus(total_updates, target, unit)
-        self._lines = 0
+        self._lines, self._shown = 0, 0  # rows of the log, and the step of the last
         self._live: Live | None = None
         self._bars: Progress | None = None
         self._now: tuple[str, float] | None = None  # what goes on, and since when
@@ -116,6 +118,15 @@ class TrainingDisplay:
         self.message(f"{description}: done in {duration(time.monotonic() - began)}")
 
     @contextlib.contextmanager
+    def waiting(self, words: str) -> Iterator[None]:
+        """A moving bar in a terminal while the block runs; a line at its end if that took ten seconds."""
+        began = time.monotonic()
+        with self._bar(safe_text(words), None) if self._terminal and not self._quiet else contextlib.nullcontext():
+            yield
+        if (seconds := time.monotonic() - began) >= LOG_SECONDS:
+            self.message(f"{words}: done in {duration(seconds)}")
+
+    @contextlib.contextmanager
     def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
         bars = self._bars = self._bars or self._new_bars()
         task = bars.add_task(name, total=total, note="")
@@ -169,6 +180,10 @@ class TrainingDisplay:
         if self._terminal:
             self._start_live().refresh()
             return
+        step, total = int(row.get("step") or 0), self._total
+        if self._lines and step < total and step - self._shown < total / LOG_ROWS:
+            return
+        self._shown = step
         if self._lines % HEADER_EVERY == 0:
             self._print(Text(self._status.header()))
         self._lines += 1

@@ -32,6 +32,7 @@ class RunStatus:
         self._row: Mapping[str, Any] = {}
         self._first: dict[str, float] = {}
         self._perplexity: float | None = None
+        self._perplexity_is_new = False  # since the last line of a log
         self._seconds: deque[float] = deque(maxlen=10)  # of the last updates
 
     def __bool__(self) -> bool:
@@ -51,7 +52,7 @@ class RunStatus:
             if (value := read_number(row, key)) is not None:
                 self._first.setdefault(key, value)
         if (perplexity := read_number(row, "eval/perplexity")) is not None:
-            self._perplexity = perplexity
+            self._perplexity, self._perplexity_is_new = perplexity, True
 
     def _number(self, key: str) -> float | None:
         return read_number(self._row, key)
@@ -79,6 +80,7 @@ class RunStatus:
         """The row in fixed columns."""
         kl, ratio = self._kl()
         left = self._seconds_left()
+        perplexity, self._perplexity_is_new = self._perplexity if self._perplexity_is_new else None, False
         step = f"{self._row.get('step', '-')}"
         return _columns(
             (
@@ -88,7 +90,7 @@ class RunStatus:
                 format_number(kl, 4),
                 "-" if ratio is None else f"{ratio:.2f}x",
                 format_number(self._number("kl/coef"), 4),
-                format_number(self._number("eval/perplexity")),
+                format_number(perplexity),
                 _whole(self._number("perf/tokens_per_s")),
                 "-" if left is None else duration(left),
             )

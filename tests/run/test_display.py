@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from typing import Any
 
 import pytest
@@ -133,6 +134,36 @@ def test_plain_lines_are_one_per_update_in_fixed_columns() -> None:
     assert len(lines[0]) < 80
     assert lines[1].split() == ["1/60", "64", "0.5000", "0.0200", "0.20x", "0.1000", "3.62", "2310", "1:58"]
     assert lines[2].split()[6] == "-"
+
+
+def test_a_long_run_has_about_a_hundred_lines_in_a_log() -> None:
+    console = _plain(80)
+    with TrainingDisplay(console=console, total_updates=1000, target=0.1) as display:
+        for step in range(1, 1001):
+            display.update(_row(step, **({"eval/perplexity": 3.62} if step % 50 == 2 else {})))
+    rows = [line.split() for line in _written(console).splitlines() if "/1000" in line]
+    assert len(rows) == 101
+    assert (rows[0][0], rows[-1][0]) == ("1/1000", "1000/1000")
+    assert sum(row[6] == "3.62" for row in rows) == 20  # each evaluation is in the next line
+
+
+def test_a_wait_is_told_in_a_log_where_it_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 3.0, 0.0, 12.0])
+    monkeypatch.setattr("rlhf_kl.run.display.time.monotonic", lambda: next(seconds))
+    console = _plain()
+    with TrainingDisplay(console=console) as display:
+        for name in ("short", "long"):
+            with display.waiting(name):
+                pass
+    assert _written(console) == "long: done in 12 s\n"
+
+
+def test_a_wait_in_a_terminal_is_shown_and_gone() -> None:
+    console = _terminal(60)
+    with TrainingDisplay(console=console) as display, display.waiting("loading the policy"):
+        time.sleep(0.6)  # frames come every quarter of a second
+    assert any("loading the policy" in frame for frame in _painted(console))
+    assert "loading" not in _painted(console)[-1]
 
 
 def test_a_long_plain_message_stays_one_line() -> None:
