@@ -1,4 +1,4 @@
-"""All problems of a merged mapping at once: unknown keys, wrong values, keys that disagree, options of plugins."""
+"""All problems of a merged mapping at once: unknown keys, wrong values, conflicting keys, options of plugins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def check_mapping(model: type[AnySection], raw: dict[str, Any]) -> tuple[dict[str, Any], AnySection | None, list[str]]:
-    """`raw` less its unknown keys, the config where it is valid, and the problems. Nothing on disk is read."""
+    """`raw` without its unknown keys, the config if it is valid, and the problems. Reads nothing from disk."""
     known, problems = copy.deepcopy(raw), list[str]()
     _drop_unknown_keys(model, known, "", all_keys(model), problems)
     try:
@@ -54,7 +54,7 @@ def all_keys(model: type[Section], prefix: str = "") -> list[str]:
 
 
 def _inner(raw: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The mapping below these keys, an empty one where there is none."""
+    """The mapping below these keys; empty if there is none."""
     for name in names:
         value = raw.get(name)
         raw = value if isinstance(value, dict) else {}
@@ -62,9 +62,9 @@ def _inner(raw: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _disagreements(model: type[Section], known: dict[str, Any], error: ValidationError) -> list[str]:
-    """Problems between right keys: pydantic does not compare the keys of a section that holds a wrong one.
+    """Conflicts between valid keys: pydantic does not compare the keys of a section with a wrong value.
 
-    So the wrong ones are left out, and with them every line about their defaults.
+    So the wrong values are left out, and with them every problem about their defaults.
     """
     wrong = {key.removesuffix(".kind") for key in wrong_keys(error, model)}  # the options beside it depend on its kind
     rest = copy.deepcopy(known)
@@ -86,7 +86,7 @@ def _names(line: str, key: str) -> bool:
 def _drop_unknown_keys(
     model: type[Section], raw: dict[str, Any], prefix: str, known: Sequence[str], problems: list[str]
 ) -> None:
-    """Take the keys that `model` does not have out of `raw`, each with a problem; and options that are not finite."""
+    """Remove the keys that `model` does not have from `raw`, and add a problem for each and for non-finite options."""
     takes_options = model.takes_options(raw)
     for key in [key for key in raw if key not in model.model_fields]:
         if not takes_options:
@@ -116,7 +116,7 @@ def _key_hint(key: str, prefix: str, siblings: Sequence[str], known: Sequence[st
 
 
 def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
-    """Of dotted keys up to three whose last part is `key`, or else is nearest to it."""
+    """Up to three of the dotted keys: those whose last part is `key`, else those nearest to it."""
     leaves: dict[str, list[str]] = {}
     for dotted in known:
         leaves.setdefault(dotted.rpartition(".")[2], []).append(dotted)

@@ -21,7 +21,7 @@ from rlhf_kl.errors import InputError
 
 KEYS = ("base", "seeds", "variants")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
-# Equal in two runs that see the same prompts in the same order.
+# Keys that are equal in two runs with the same prompts in the same order.
 PAIRED = ("data.", "rollout.batch_size", "policy.model")
 
 
@@ -42,14 +42,14 @@ class PlannedRun:
 class ComparePlan:
     """All runs, variant by variant within each seed: an unfinished grid has whole pairs first."""
 
-    name: str  # of the file
+    name: str  # name of the file
     folder: Path
     runs: list[PlannedRun]
     notes: list[str]  # shown with the comparison
 
 
 def is_compare_config(path: Path) -> bool:
-    """Whether a file has variants."""
+    """Whether the file has variants."""
     return "variants" in read_yaml(path)
 
 
@@ -70,7 +70,7 @@ def plan_comparison(
 ) -> ComparePlan:
     """Check a comparison and lay out its runs.
 
-    raw, path: the mapping, and the file that it is from, beside which the files that it names are looked for.
+    raw, path: the mapping and its file. Relative paths in the mapping are looked for beside that file.
     overrides: `--set` for every run; they win over the variants. output_dir: default runs/NAME-OF-THE-FILE.
     seed: one seed instead of those of the file. Raises InputError with every problem.
     """
@@ -136,10 +136,10 @@ def _placed(config: TrainConfig, folder: Path, variant: str, seed: int) -> Train
 def _seeds(value: Any, problems: list[str]) -> list[int]:
     if not isinstance(value, list) or not value or not all(_is_seed(seed) for seed in value):
         shown = json.dumps(value, default=str)
-        problems.append(f"seeds must be a list of whole numbers from 0 on, below {SEEDS}: {shown}")
+        problems.append(f"seeds must be a list of whole numbers from 0 to {SEEDS - 1}: {shown}")
         return []
     if len(set(value)) < len(value):
-        problems.append(f"seeds: each only once: {value}")
+        problems.append(f"seeds must not repeat: {value}")
     return value
 
 
@@ -165,7 +165,7 @@ def _variants(value: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
         else:
             run = fragment.get("run")
             taken = sorted({"name", "seed", "output_dir"} & run.keys()) if isinstance(run, dict) else []
-            problems += [f"variants.{name}.run.{key}: filled in by the program" for key in taken]
+            problems += [f"variants.{name}.run.{key}: set by the program, remove it" for key in taken]
             variants[name] = fragment
     return variants
 
@@ -180,7 +180,7 @@ def _base(name: str, path: Path) -> Path:
 
 
 def _twins(variants: Mapping[str, TrainConfig]) -> list[str]:
-    """Variants that are the same run, as where --set gives all of them the same controller."""
+    """Variants that are the same run, for example when --set gives all of them the same controller."""
     return [
         f"variants: {name} and {other} are the same run"
         for name, other in combinations(variants, 2)

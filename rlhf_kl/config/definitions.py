@@ -1,4 +1,4 @@
-"""What is known of a class or function without calling it, and which options fit it."""
+"""What is known about a class or function without a call, and which options fit it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Definition:
     name: str
     kind: Literal["class", "function", "value"] | None = None
     parameters: Sequence[inspect.Parameter] | None = None
-    members: frozenset[str] | None = None  # of a class: what it defines, and the names that its methods use
+    members: frozenset[str] | None = None  # of a class: the names that it defines and that its methods use
 
     def takes(self, name: str) -> bool | None:
         """Whether it has a parameter of that name, or takes any (**kwargs)."""
@@ -31,7 +31,7 @@ class Definition:
         return any(p.name == name or p.kind is p.VAR_KEYWORD for p in self.parameters)
 
     def lacks(self, name: str) -> bool:
-        """Whether its instances are known to have no such method or attribute."""
+        """Whether its instances certainly have no such method or attribute."""
         return self.members is not None and not self.members & {name, *_DYNAMIC}
 
 
@@ -55,7 +55,7 @@ def _members(cls: type) -> frozenset[str]:
 
 
 def _parameters(obj: Any) -> list[inspect.Parameter] | None:
-    """Parameters with their annotations as types, or as texts where these name nothing that can be imported."""
+    """Parameters with their annotations as types, or as texts if they cannot be resolved."""
     for evaluate in (True, False):
         try:
             return list(inspect.signature(obj, eval_str=evaluate).parameters.values())
@@ -78,10 +78,10 @@ def option_problems(
 ) -> list[str]:
     """Problems of a call with these options, from the signature alone.
 
-    provided: parameters that the program fills in where the options do not.
+    provided: parameters that the program sets if the options do not.
     where: dotted path of the options, the beginning of every problem.
-    written: the options as messages show them, where they differ from those that are passed.
-    complete: whether nothing but the options gives values to parameters without a default.
+    written: the options as messages show them, if they differ from those that are passed.
+    complete: whether parameters without a default get their values from the options only.
     """
     if definition.parameters is None:
         return []
@@ -112,7 +112,7 @@ def _type_problem(parameter: inspect.Parameter, value: Any, written: Any, where:
         reasons = dict.fromkeys(problem["msg"] for problem in error.errors(include_url=False))
         return [f"{where}: {written!r} does not fit: {' / '.join(reasons)}"]
     except ValueError:
-        return [f"{where}: {written!r} is not a value that can be used"]
+        return [f"{where}: {written!r} cannot be used as a value"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` to a checked config, or to all of its problems at once."""
+"""Reads a YAML file and `--set` into a checked config, or reports all problems at once."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def load_config(kind: Kind, file: str | Path, overrides: Sequence[str] = ()) -> 
     """Read, merge and check a config.
 
     file: a path, or a name that is looked up (`find_config`).
-    overrides: "a.b=value" each, the value in YAML; together one mapping that the file is the parent of.
+    overrides: "a.b=value" each, the value in YAML; together one mapping on top of the file.
     Raises InputError with every problem.
     """
     return _load(kind, find_config(file), {}, overrides)[1]
 
 
 def load_run_config(file: Path, *, plugins: bool) -> TrainConfig:
-    """The stored config of a run, whose plugins are checked only where they are to be used. Raises InputError."""
+    """The stored config of a run; its plugins are checked only when they are used. Raises InputError."""
     return cast(TrainConfig, _load("train", find_config(file), {}, [], plugins=plugins)[1])
 
 
@@ -124,14 +124,14 @@ def dump_config(config: AnyConfig) -> str:
 
 
 def json_schema(kind: Kind) -> dict[str, Any]:
-    """JSON Schema of a config file, for editors; what a file leaves out may stand in the one that it extends."""
+    """JSON Schema of a config file, for editors; no key is required, since the parent file may set it."""
     schema = MODELS[kind].model_json_schema()
     for part in (schema, *schema.get("$defs", {}).values()):
         part.pop("required", None)
         for name in NAMED_LATER & part.get("properties", {}).keys():
             part["properties"][name] = {"anyOf": [part["properties"][name], {"type": "null"}]}
     _accept_numbers_in_text(schema)
-    extends = {"type": "string", "description": "Another config that this one is written on top of."}
+    extends = {"type": "string", "description": "Parent config; the keys of this file override it."}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -168,7 +168,7 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
     if path in chain:
         names = " -> ".join(str(link) for link in [*chain[chain.index(path) :], path])
-        raise InputError(f"configs extend each other in a circle: {names}")
+        raise InputError(f"configs extend each other in a cycle: {names}")
     if len(chain) == MAX_CHAIN:
         raise InputError(f"{chain[0]}: more than {MAX_CHAIN} configs extend one another")
     raw = read_yaml(path)
@@ -186,7 +186,7 @@ def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """All `--set` as one fragment, and the problems of those that are left out of it."""
+    """All valid `--set` as one fragment, and the problems of the others."""
     problems: list[str] = []
     fragment: dict[str, Any] = {}
     accepted: list[tuple[str, dict[str, Any]]] = []

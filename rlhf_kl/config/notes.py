@@ -1,4 +1,4 @@
-"""Notes at the start of a run about settings that work, but perhaps not as intended."""
+"""Notes at the start of a run about valid settings that may not do what the user intends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def gradient_notes(config: TrainConfig) -> list[str]:
         return []
     notes = []
     if kl.estimator == "importance":
-        notes.append("kl.estimator importance: averaged over the policy's own samples it overstates the KL")
+        notes.append("kl.estimator importance: it overestimates the KL on samples of the policy itself")
     if kl.estimator == "abs":
-        notes.append("kl.estimator abs: its gradient is that of no KL")
+        notes.append("kl.estimator abs: its gradient is not the gradient of a KL")
     if kl.placement == "reward" and kl.estimator == "exact":
         notes.append(
             "kl.estimator exact in the reward: the current token's own KL is only a baseline there; "
@@ -23,7 +23,7 @@ def gradient_notes(config: TrainConfig) -> list[str]:
     if kl.placement == "reward" and kl.estimator in ("k2", "k3"):
         notes.append(f"kl.estimator {kl.estimator} in the reward: not the gradient of KL(policy || reference); k1 is")
     if kl.placement == "loss" and kl.estimator == "k1":
-        notes.append("kl.estimator k1 in the loss: its expected gradient is zero, so nothing holds the policy")
+        notes.append("kl.estimator k1 in the loss: its expected gradient is zero, so it does not limit the KL")
     if kl.placement == "loss" and kl.estimator == "k3":
         notes.append("kl.estimator k3 in the loss: has the gradient of KL(reference || policy), the other direction")
     return [f"kl-gradient: {note}" for note in notes]
@@ -53,12 +53,12 @@ def _unused_critic(config: TrainConfig) -> list[str]:
 
 
 def world_notes(config: TrainConfig) -> list[str]:
-    """Parts of the built-in world that were written beside a policy that is not of it."""
+    """Parts of the built-in world that are set although the policy is not part of it."""
     if config.policy.model.startswith(BUILTIN):
         return []
     parts = {"reward.model": config.reward.model, "data.prompts": config.data.prompts, "eval.texts": config.eval.texts}
     return [
-        f"{key} {ref}: of the built-in world, beside a policy.model that is not"
+        f"{key} {ref}: part of the built-in world, but policy.model is not"
         for key, ref in parts.items()
         if ref is not None and ref.startswith(BUILTIN)
     ]

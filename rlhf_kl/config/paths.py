@@ -1,4 +1,4 @@
-"""Looking up config files, and the files and folders that their values name."""
+"""Finds config files, and the files and folders that their values name."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def find_config(name: str | Path, *, folder: Path | None = None, but: Path | Non
     """The config file `name`, from: `folder`, the working directory, its configs/, the shipped configs.
 
     `.yaml` may be left out.
-    but: a file that is passed over (one that extends its namesake).
-    Raises InputError, naming the nearest file there is.
+    but: a file to skip (a file that extends another one of the same name).
+    Raises InputError, which names the nearest existing file.
     """
     here = Path.cwd()
     places = [*([folder] if folder else []), here, here / "configs", shipped_configs()]
@@ -39,8 +39,8 @@ def find_config(name: str | Path, *, folder: Path | None = None, but: Path | Non
     if os.path.isdir(here / given):
         raise InputError(f"{name} is a folder, not a config file")
     known = {path.stem: path.name for place in places for path in place.glob("*.y*ml") if path.resolve() != but}
-    close = nearest(given.stem, known)  # without the ending, which all have in common
-    hint = f"; did you mean {known[close]}?" if close else f"; there are {', '.join(sorted(known.values()))}"
+    close = nearest(given.stem, known)  # without the file extension, which is always .yaml
+    hint = f"; did you mean {known[close]}?" if close else f"; available: {', '.join(sorted(known.values()))}"
     raise InputError(f"no config {str(name)!r}{hint}")
 
 
@@ -55,7 +55,7 @@ def with_absolute_paths(raw: dict[str, Any], folders: Sequence[Path]) -> dict[st
 
 
 def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
-    """Problems of values that name no file and no built-in world."""
+    """Problems of values that name neither a file nor a built-in world."""
     problems = []
     for key, mapping, name, location in _located_values(MODELS[kind], raw):
         value = mapping[name]
@@ -98,7 +98,7 @@ def _absolute(value: str, location: Location, folders: Sequence[Path]) -> str:
 def _copy_of_plugin(value: str, folder: Path) -> Path | None:
     """The copy of a plugin that a run keeps beside its config, for when the file itself has gone."""
     file = Path(value.rpartition(":")[0])
-    # Of two files of one name the second is kept under another.
+    # If two files have the same name, the second is stored under another name.
     if not file.is_absolute() or not (folder / "config.yaml").is_file() or (folder / f"{file.stem}-2.py").exists():
         return None
     return reference_file(f"{file.name}:{value.rpartition(':')[2]}", [folder])

@@ -1,7 +1,7 @@
 """The controllers and reward functions that a config names, and checks of their options.
 
-Reading a config looks at their source alone. They are imported where they are used: `train`, `doctor`, `simulate`,
-and `eval` and `generate` where these are allowed to.
+Reading a config only parses their source. They are imported by the commands that use them: `train`, `doctor`,
+`simulate`, and, if allowed, `eval` and `generate`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Define = Callable[[str], Definition]
 
 
 def by_source(ref: str) -> Definition:
-    """What the source says of a plugin. Nothing of it is run."""
+    """The definition of a plugin, read from its source. Runs nothing of it."""
     return read_definition(ref, [Path.cwd()])
 
 
 def by_import(ref: str) -> Definition:
-    """What a plugin is. Runs its module."""
+    """The definition of an imported plugin. Runs its module."""
     return definition_of(load_attribute(ref, search=[Path.cwd()]))
 
 
@@ -52,7 +52,7 @@ def configured_controller(
     kl: KLSection, ppo: PPOSection, rollout: RolloutSection, coef: float = COEF_WITHOUT_SCORES
 ) -> GuardedController:
     """The controller of a config; `coef` is the value of `auto`. Errors: InputError."""
-    # While the value function warms up alone the controller stands still.
+    # The controller does not move during the warm-up of the value function.
     episodes = max(1, ppo.total_episodes - ppo.value_warmup * rollout.batch_size)
     sizes = {"total_episodes": episodes, "batch_size": rollout.batch_size}
     return make_controller(kl.controller.kind, kl.controller.arguments, target=kl.target_value, coef=coef, **sizes)
@@ -86,13 +86,13 @@ def controller_problems(section: Mapping[str, Any], define: Define = by_source) 
     except InputError as error:
         return [f"{where}.kind: {problem}" for problem in error.problems]
     if law.kind in ("function", "value"):
-        return [f"{where}.kind: {law.name} is no class: a controller is one, with coef and update(kl, episodes)"]
+        return [f"{where}.kind: {law.name} is not a class: a controller is a class with coef and update(kl, episodes)"]
     if stored_name(kind) in CONTROLLERS:
         problems = option_problems(law, options, provided=CONTROLLER_PROVIDED, where=where)
     else:
         problems = _option_problems(law, options, CONTROLLER_PROVIDED, where, define)
     if section.get("coef", "auto") != "auto" and law.takes("coef") is False:
-        problems.append(f"{where}.coef: {law.name} takes no coef")
+        problems.append(f"{where}.coef: {law.name} has no option coef")
     parts = {"update": "update(kl, episodes)", "coef": "coef"}
     if lacking := [shown for name, shown in parts.items() if law.lacks(name)]:
         problems.append(f"{where}.kind: {law.name} has no {' and no '.join(lacking)}")
@@ -100,7 +100,7 @@ def controller_problems(section: Mapping[str, Any], define: Define = by_source) 
 
 
 def controller_definition(kind: str, define: Define = by_import) -> Definition:
-    """What a kind of controller is. Errors: InputError where there is none of that name."""
+    """The definition of a controller kind. Errors: InputError if no controller has that name."""
     if stored_name(kind) in CONTROLLERS:
         return definition_of(CONTROLLERS[stored_name(kind)])
     if not is_reference(kind):
@@ -170,11 +170,11 @@ def _function_problems(
         missing = [f"{key}: {plugin.name} has no {called}"] if plugin.lacks("__call__") else []
         return _option_problems(plugin, options, set(), where, define) + missing
     provided = TRL_PROVIDED if trl else REWARD_PROVIDED
-    problems = [f"{where}.{name}: filled in by the program" for name in sorted(provided & options.keys())]
-    # What else it needs may be a column of the data set.
+    problems = [f"{where}.{name}: set by the program, remove it" for name in sorted(provided & options.keys())]
+    # Its other parameters may be columns of the data set.
     problems += _option_problems(plugin, options, provided, where, define, complete=False)
     if not trl and any(plugin.takes(name) is False for name in REWARD_PROVIDED):
-        hint = ": is it one for TRL? Then set interface: trl" if plugin.takes("completions") else ""
+        hint = ": if it is written for TRL, set interface: trl" if plugin.takes("completions") else ""
         problems.append(f"{key}: a reward function takes (prompts, responses, ...): {ref!r}{hint}")
     return problems
 
@@ -191,7 +191,7 @@ def _option_problems(
     *,
     complete: bool = True,
 ) -> list[str]:
-    """Problems of a plugin's options; where it is imported, of what their variables hold too."""
+    """Problems of a plugin's options; if it is imported, also of the values of their variables."""
     problems = variable_problems(options, where)
     if define is by_import and not problems:
         problems = missing_variables(options, where)
@@ -223,7 +223,7 @@ def plugins_of(config: AnyConfig) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def plugin_secrets(config: AnyConfig) -> dict[str, str]:
-    """What the variables in the options of all plugins hold -> how they are written."""
+    """Values of the variables in the options of all plugins -> how they are written."""
     return secrets_of({key: options for key, (_, options) in plugins_of(config).items()})
 
 
@@ -234,11 +234,11 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 
 def plugin_notes(config: AnyConfig) -> list[str]:
-    """What only the machine and the commands that run the plugins can tell."""
+    """Notes on problems that only this machine, or the commands that run the plugins, can find."""
     notes = []
     for key, (ref, options) in plugins_of(config).items():
         notes += missing_variables(options, key.removesuffix(".kind"))
         plugin = by_source(ref)
         if plugin.kind is None or plugin.parameters is None:
-            notes.append(f"{key}: {ref}: its source does not tell what it takes: `train` and `doctor` check it")
+            notes.append(f"{key}: {ref}: its options cannot be read from the source: `train` and `doctor` check them")
     return notes

@@ -1,4 +1,4 @@
-"""What Python source says of a class or function that a config names. Nothing is imported or run."""
+"""Reads the definition of a class or function that a config names from its source. Imports and runs nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BINDS_ANYTHING = {"globals", "locals", "vars", "exec", "eval", "setattr"}  # ca
 
 
 def read_definition(ref: str, search: Sequence[Path]) -> Definition:
-    """The definition of "module:name" or "file.py:name" by its source.
+    """The definition of "module:name" or "file.py:name", from its source.
 
-    search: folders that a file is tried from. Errors: InputError where there is no such file, module or name.
+    search: folders in which a file is looked for. Errors: InputError if there is no such file, module or name.
     """
     module, _, name = ref.rpartition(":")
     path = _source_file(module, ref, search)
@@ -38,7 +38,7 @@ def read_definition(ref: str, search: Sequence[Path]) -> Definition:
 
 
 def _source_file(module: str, ref: str, search: Sequence[Path]) -> Path | None:
-    """The .py file of a module; None where it has none, as one that is written in C."""
+    """The .py file of a module; None if it has none (a module written in C, for example)."""
     if module.endswith(".py"):
         path = reference_file(ref, search)
         if path is None:
@@ -53,7 +53,7 @@ def _source_file(module: str, ref: str, search: Sequence[Path]) -> Path | None:
 
 
 def _find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
-    """As `importlib.util.find_spec`, which would import the packages that the module lies in."""
+    """Like `importlib.util.find_spec`, but without importing the parent packages."""
     spec, places = None, None
     for number in range(module.count(".") + 1):
         name = ".".join(module.split(".")[: number + 1])
@@ -68,7 +68,7 @@ def _find_part(name: str, places: list[str] | None) -> importlib.machinery.Modul
     for finder in sys.meta_path:
         on_path = places is None and finder is importlib.machinery.PathFinder
         try:
-            # Modules in the working directory too, as where it is imported.
+            # Modules in the working directory too, as for the import.
             spec = finder.find_spec(name, [os.getcwd(), *sys.path] if on_path else places)
         except (ImportError, ValueError, OSError):  # names that no module can have
             continue
@@ -80,7 +80,7 @@ def _find_part(name: str, places: list[str] | None) -> importlib.machinery.Modul
 def _parse(path: Path) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in the user's texts
+            warnings.simplefilter("ignore")  # about escapes in the user's strings
             return ast.parse(path.read_bytes(), str(path))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -95,7 +95,7 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module or class that run in it: those inside its functions and classes are left out."""
+    """The nodes that run in the body of a module or class, without those inside its functions and classes."""
     waiting = list(ast.iter_child_nodes(tree))
     while waiting:
         node = waiting.pop(0)
@@ -124,7 +124,7 @@ def _bound_names(tree: ast.AST) -> set[str]:
 
 
 def _is_closed(tree: ast.Module) -> bool:
-    """Whether a module has no names but those that its body spells out."""
+    """Whether all names of a module are explicit in its body."""
     nodes = list(_own_nodes(tree))
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     made = any(isinstance(node, ast.Global) for node in ast.walk(tree))
@@ -147,7 +147,7 @@ def _definition(node: ast.AST, tree: ast.Module) -> Definition:
 
 
 def _family(node: ast.ClassDef, tree: ast.Module) -> list[ast.ClassDef] | None:
-    """A class and all that it inherits from, nearest first; None where these are not all in this file."""
+    """A class and all its base classes, nearest first; None if some are not in this file."""
     if node.keywords or any(_is_unknown_decorator(decorator) for decorator in node.decorator_list):
         return None
     family, waiting = [node], list(node.bases)
@@ -182,7 +182,7 @@ def _members(family: list[ast.ClassDef] | None) -> frozenset[str] | None:
 
 
 def _class_parameters(node: ast.ClassDef, family: list[ast.ClassDef] | None) -> list[inspect.Parameter] | None:
-    """Parameters of the class's `__init__`; None where it has none in this file, or they are made elsewhere."""
+    """Parameters of the class's `__init__`; None if this file has no `__init__` or does not define its parameters."""
     if any(list(_bindings(cls, "__new__")) for cls in family or [node]):
         return None
     if any(_is_unknown_decorator(decorator) for decorator in node.decorator_list):
@@ -206,7 +206,7 @@ def _is_unknown_decorator(decorator: ast.expr) -> bool:
 
 
 def _fields(cls: ast.ClassDef) -> list[inspect.Parameter] | None:
-    """Parameters of a dataclass without bases; None where a field is made by a call, which has options."""
+    """Parameters of a dataclass without bases; None if a field is made by a call, which has options."""
     parameters = []
     for statement in cls.body:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):

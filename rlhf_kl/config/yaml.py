@@ -12,11 +12,11 @@ import yaml
 from rlhf_kl.errors import InputError
 
 MAX_BYTES = 1_000_000
-MAX_NODES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions
+MAX_NODES = 50_000  # after aliases are expanded: a few lines of anchors can expand to billions
 MAX_DEPTH = 50
 
 _CORE = "tag:yaml.org,2002:"
-# Type -> pattern of its texts, and their first characters. A text that fits two types is of the first.
+# Type -> pattern of its texts, and their first characters. A text that fits two types gets the first.
 _PATTERNS = {
     "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the texts that `_Loader` would read as another type."""
+    """Puts quotes around exactly the texts that `_Loader` would read as another type."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 -- none of YAML 1.1
 
@@ -60,7 +60,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        # Only double quotes keep the line breaks of Unicode apart.
+        # Only double quotes preserve the line breaks of Unicode.
         style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
         return self.represent_scalar(_CORE + "str", text, style=style)
 
@@ -166,8 +166,8 @@ class _Builder:
             self._problem(node, f"tag {_tag(node)} is not allowed")
         elif not _PATTERNS[kind][0].match(text):
             self._problem(node, f"{text[:40]!r} does not fit its tag {_tag(node)}")
-        elif kind == "int" and len(text) > 100:  # int() itself refuses very long ones with an error of its own
-            self._problem(node, f"a whole number of {len(text)} digits")
+        elif kind == "int" and len(text) > 100:  # int() rejects very long numbers with its own error
+            self._problem(node, f"a whole number of {len(text)} digits is too long")
         else:
             return _CONVERT[kind](text)
         return None

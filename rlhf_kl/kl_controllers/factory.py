@@ -87,7 +87,7 @@ def build_controller(
 def builtin_controller(name: str) -> type[KLController]:
     """The built-in of this name. Raises ValueError where there is none."""
     if stored_name(name) not in CONTROLLERS:
-        raise ValueError(f"no controller is called {name!r}; there are {', '.join(CONTROLLERS)}")
+        raise ValueError(f"no controller is called {name!r}; available: {', '.join(CONTROLLERS)}")
     return CONTROLLERS[stored_name(name)]
 
 

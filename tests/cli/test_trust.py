@@ -210,11 +210,11 @@ def test_pickled_weights_are_read_where_the_command_line_allows_it(
 @pytest.mark.parametrize(
     ("controller", "problem"),
     [
-        ("{kind: 'subprocess:getoutput', cmd: touch ran}", "getoutput is no class"),
+        ("{kind: 'subprocess:getoutput', cmd: touch ran}", "getoutput is not a class"),
         ("{kind: 'subprocess:Popen', args: touch ran, shell: true}", "Popen has no update(kl, episodes) and no coef"),
         ("{kind: 'os:system', command: touch ran}", None),
         ("{kind: 'shelve:DbfilenameShelf', filename: ran}", None),
-        ("{kind: 'mine.py:count'}", "count is no class"),
+        ("{kind: 'mine.py:count'}", "count is not a class"),
     ],
 )
 def test_what_is_no_controller_is_refused_and_not_called(
@@ -225,7 +225,7 @@ def test_what_is_no_controller_is_refused_and_not_called(
     outcome = rlhf_kl("config", "validate", "bad.yaml")
     if problem is None:  # a name that the source does not spell out, or a base of another module
         assert outcome.code == 0
-        assert ("`train` and `doctor` check it" in outcome.err) == ("os:" in controller)
+        assert ("`train` and `doctor` check them" in outcome.err) == ("os:" in controller)
     else:
         assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
         assert problem in outcome.err

@@ -474,7 +474,7 @@ def test_a_function_for_trl_without_its_interface_is_told(rlhf_kl: Cli, checked:
     changes = ("--set", "reward.kind=theirs.py:f", "--set", "reward.gold=null")
     outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
     assert outcome.code == 2
-    assert "is it one for TRL? Then set interface: trl" in outcome.err
+    assert "if it is written for TRL, set interface: trl" in outcome.err
     outcome = rlhf_kl("train", "--config", checked, "--set", "reward.kind=model", "--set", "reward.interface=trl")
     assert outcome.code == 2
     assert "reward.interface is only read where reward.kind is a function" in outcome.err

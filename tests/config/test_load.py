@@ -434,7 +434,7 @@ def test_a_reward_functions_options_are_checked(write: Write) -> None:
     text = "reward: {kind: mine.py:brevity, slope: 1}\n"
     assert load_config("train", write(text=text)).reward.options == {"slope": 1}
     assert problems("reward: {kind: mine.py:brevity, word: 1.5, responses: []}\n", write) == [
-        "reward.responses: filled in by the program",
+        "reward.responses: set by the program, remove it",
         "reward.word: unknown option of brevity; did you mean reward.words?",
     ]
     [line] = problems("reward: {kind: mine.py:blind, words: 1}\n", write)

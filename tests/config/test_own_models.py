@@ -99,7 +99,7 @@ def test_an_editor_asks_for_nothing_that_another_file_may_hold() -> None:
     ("kind", "section", "missing"),
     [
         ("sft", "sft", "data.texts is missing: texts to train on"),
-        ("reward-model", "reward_model", "data.pairs must be given where there are no data.labels"),
+        ("reward-model", "reward_model", "data.pairs must be given if there are no data.labels"),
     ],
 )
 def test_supervised_training_of_an_own_model_takes_no_built_in_data(

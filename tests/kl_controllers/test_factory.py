@@ -112,7 +112,7 @@ def test_bounds_of_a_signature_hold_for_a_plugin_that_ignores_them():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'adaptve'; there are adaptive, .*, ziegler"):
+    with pytest.raises(ValueError, match=r"'adaptve'; available: adaptive, .*, ziegler"):
         build_controller("adaptve", {})
 
 

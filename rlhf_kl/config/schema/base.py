@@ -1,4 +1,4 @@
-"""Types of values, what every section can do, and the sections that the training commands share."""
+"""Types of values, the base class of all sections, and the sections that the training commands share."""
 
 from __future__ import annotations
 
@@ -103,19 +103,19 @@ def system_problems(system: str | None, chat: bool) -> list[str]:
 
 class RunSection(Section):
     name: str = "run"
-    """Name of the run; in a file without it, the file's own name."""
+    """Name of the run; default: the name of the config file."""
     output_dir: Name = Field(default_factory=lambda data: f"runs/{data.get('name', 'run')}")
-    """Folder of the run, from the working directory; runs/NAME where not written."""
+    """Folder of the run, relative to the working directory; default: runs/NAME."""
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
     """Seed of every random choice."""
     device: str = "auto"
     """auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps (never measured)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32."""
+    """Data type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32."""
     trust_remote_code: bool = False
     """Run code that comes with a model's weights. Read it first."""
     allow_pickle: bool = False
-    """Load weights from pickled files where there are no safetensors: they can run code too."""
+    """Load pickled weights if there are no safetensors. A pickle file can run code too."""
 
     @field_validator("name")
     @classmethod
@@ -138,28 +138,28 @@ class CheckpointSection(Section):
     keep: Count = 2
     """Checkpoints that stay on disk."""
     grace: NonNegative = 30.0
-    """Seconds that the running update may take to its end after SIGINT or SIGTERM; then it is cut short."""
+    """Seconds that the current update has to finish after SIGINT or SIGTERM; then it is interrupted."""
 
 
 class TrackingSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
     trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(default_factory=list)
-    """Send the rows there too, as project rlhf-kl; each has to be installed, and is set up by its own variables."""
+    """Send the metrics to these too, as project rlhf-kl; each must be installed, and reads its own variables."""
 
 
 class OptimiserSection(Section):
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay."""
     max_grad_norm: Positive = 1.0
-    """The gradient is scaled down to this norm."""
+    """Maximum norm of the gradient; a larger gradient is scaled down."""
     max_skipped: Count = 3
-    """Updates in a row that may be skipped over numbers that are not finite, before the run goes back or stops."""
+    """Updates in a row that may be skipped because of non-finite numbers, before the run rolls back or stops."""
 
 
 class EpochsSection(OptimiserSection):
     lr_schedule: Schedule = "cosine"
-    """Course of the learning rate: constant, or linear or cosine down to zero."""
+    """Learning-rate schedule: constant, or linear or cosine decay to zero."""
     learning_rate: Positive
     """Peak learning rate of AdamW."""
     epochs: Positive = 1.0
@@ -167,9 +167,9 @@ class EpochsSection(OptimiserSection):
     batch_size: Count = 32
     """Examples per optimiser step, over all processes."""
     microbatch_size: Count = 32
-    """Examples per forward pass; divides batch_size, changes memory and not the result."""
+    """Examples per forward pass; must divide batch_size. It changes the memory use, not the result."""
     warmup: Unit = 0.05
-    """Share of the steps over which the learning rate rises."""
+    """Share of the steps for the warm-up of the learning rate."""
 
     path: ClassVar[str]
 
@@ -193,6 +193,6 @@ class TunedSection(Section):
     """A model that is trained."""
 
     lora: LoraSection | None = None
-    """Train a low-rank adapter (and a reward model's head), not the other weights: `lora: {}` for the defaults."""
+    """Train only a low-rank adapter (and a reward model's head); `lora: {}` uses the defaults."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: a third more time, far less memory."""

@@ -21,9 +21,9 @@ class ControllerSection(Section):
     general: ClassVar[frozenset[str]] = frozenset()
 
     kind: Plugin = "adaptive"
-    """A built-in controller, or a class as file.py:Class or module:Class; its options stand beside it."""
+    """A built-in controller, or a class as file.py:Class or module:Class; write its options beside this key."""
     coef: float | Literal["auto"] = "auto"
-    """Starting beta; auto = from the scores and the KL of reference samples."""
+    """Starting beta; auto = computed from the scores and the KL of reference samples."""
     min_coef: Positive | None = None
     """Lower bound of beta; null = 1e-3 times its start."""
     max_coef: Positive | None = None
@@ -74,7 +74,7 @@ class ControllerSection(Section):
 
 class CeilingSection(Section):
     value: float | str = "1.5x"
-    """The KL that the next rollout is to stay below: nats in kl.unit, or a multiple of the target such as 1.5x."""
+    """Upper limit of the next rollout's KL: nats in kl.unit, or a multiple of the target such as 1.5x."""
     action: Literal["backtrack", "rollback", "stop"] = "backtrack"
     """backtrack shortens the update, rollback goes back to a checkpoint, stop ends the run."""
 
@@ -100,25 +100,25 @@ class KLSection(Section):
     estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = Field(
         default="exact", json_schema_extra=_or_null
     )
-    """Estimator of the KL that each token pays for; null = exact for rao_blackwell, k1 for the others."""
+    """Estimator of each token's KL in the penalty; null = exact for rao_blackwell, k1 for the others."""
     placement: Literal["reward", "loss", "rao_blackwell"] = Field(default="rao_blackwell", json_schema_extra=_or_null)
-    """Where the KL enters; rao_blackwell takes the exact estimator only.
+    """Where the KL penalty is added; rao_blackwell needs the exact estimator.
 
-    null = rao_blackwell, or reward where another estimator is written.
+    null = rao_blackwell, or reward if another estimator is set.
     """
     target: Positive | Literal["conservative", "moderate", "aggressive"] = 0.1
-    """Nats in `unit`; or conservative (0.02), moderate (0.075), aggressive (0.15), per token only."""
+    """Target KL: nats in `unit`; or conservative (0.02), moderate (0.075), aggressive (0.15), per token only."""
     unit: Literal["token", "sequence"] = "token"
     """Unit of the target, the ceiling and the controller: nats per token or per sequence."""
     controller: ControllerSection = Field(default_factory=ControllerSection)
-    """The law that moves beta; a constant beta (kind fixed) only reports the target."""
+    """The controller of beta; with kind fixed, beta is constant and the target is only reported."""
     ceiling: CeilingSection | None = Field(default_factory=CeilingSection)
-    """A bound beyond the controller; null = none."""
+    """An upper limit of the KL, in addition to the controller; null = none."""
 
     @model_validator(mode="before")
     @classmethod
     def _usual_pair(cls, raw: Any) -> Any:
-        """Each of estimator and placement follows from the other where it is not written."""
+        """If only one of estimator and placement is set, the other follows from it."""
         if not isinstance(raw, dict):
             return raw
         estimator, placement = raw.get("estimator"), raw.get("placement")

@@ -29,20 +29,20 @@ class ScorerSection(Section):
     model_config = ConfigDict(extra="allow")
 
     kind: Plugin = "model"
-    """model, or a function as file.py:function or module:function; its options stand beside it."""
+    """model, or a function as file.py:function or module:function; write its options beside this key."""
     model: OptionalSource = None
     """Reward model, where kind is model: a local folder, a hub id (owner/name@revision), or builtin:NAME.
 
-    Where not written, a built-in policy's own.
+    Default: the reward model of the built-in policy.
     """
     label: Name | None = None
-    """Output of a classifier with several: its log-odds against the others are the score."""
+    """Output of a classifier with several outputs; the score is its log-odds against the others."""
     chat_template: bool | None = None
-    """Write prompt and response in the reward model's chat template; null = as its folder has it, else false."""
+    """Format prompt and response with the reward model's chat template; null = as stored in its folder, else false."""
     append_eos: bool | None = None
-    """End the text with the reward model's EOS; null = as its folder has it, else true."""
+    """End the text with the reward model's EOS; null = as stored in its folder, else true."""
     interface: Literal["trl"] | None = None
-    """How a function is called: null = f(prompts, responses, and the columns that it names); trl = as TRL does."""
+    """How a function is called: null = f(prompts, responses, and the columns that it names); trl = as in TRL."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class ScorerSection(Section):
 
 class TermSection(ScorerSection):
     weight: float = 1.0
-    """Factor of the term's raw score."""
+    """Weight of the term's raw score in the sum."""
 
 
 class RewardSection(ScorerSection):
@@ -91,19 +91,19 @@ class RewardSection(ScorerSection):
     terms: dict[Name, TermSection] | None = None
     """Where kind is sum: scorers by name, each with its kind and weight; their raw scores are added up."""
     normalize: bool = True
-    """Scale scores to mean 0 and spread 1 once, on responses of the reference."""
+    """Normalise scores: mean 0 and standard deviation 1 on responses of the reference, measured once."""
     clip: Positive | None = 5.0
-    """Bound on the size of a normalised score; null = none."""
+    """Limit of the absolute value of a normalised score; null = none."""
     missing_eos_penalty: NonNegative = 1.0
-    """Taken from the score of a response that was cut off."""
+    """Subtracted from the score of a response that was cut off."""
     length_penalty: NonNegative = 0.0
-    """Taken from the score for every token of the response."""
+    """Subtracted from the score for every token of the response."""
     repetition_penalty: NonNegative = 0.0
-    """Times the share of a response's runs of three tokens that it has already had, taken from its score."""
+    """Subtracted from the score, times the share of the response's three-token runs that are repetitions."""
     time_limit: Positive | None = None
-    """Seconds that a reward function may take for one batch, in a thread of its own; null = any, in the main thread."""
+    """Seconds that a reward function may take per batch, in a separate thread; null = no limit, in the main thread."""
     gold: OptionalScorer = None
-    """A second scorer that is only logged; builtin:reviews brings its own."""
+    """A second scorer whose scores are only logged; builtin:reviews has its own."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -113,7 +113,7 @@ class RewardSection(ScorerSection):
             return self
         problems = self.unread("reward")
         if self.interface is not None:
-            problems.append("reward.interface is only read where reward.kind is a function: write it into the terms")
+            problems.append("reward.interface is only read where reward.kind is a function: set it in the terms")
         if not self.terms:
             problems.append("reward.terms must name at least one scorer where reward.kind is sum")
         for name, term in (self.terms or {}).items():

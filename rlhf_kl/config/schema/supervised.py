@@ -29,9 +29,9 @@ from rlhf_kl.errors import InputError
 
 
 def with_world(raw: dict[str, Any], key: str) -> dict[str, Any]:
-    """A copy of a mapping in which a built-in model, or a new one, learns from a built-in world: as `data.key`.
+    """A copy of a mapping with a built-in world as `data.key`, if the model is a built-in or a new one.
 
-    To a model of the user's own nothing is added, so what is left out is missing there.
+    Nothing is added for a user's own model: a key that is left out is missing there.
     """
     policy, data = raw.get("policy", {}), raw.get("data", {})
     model = policy.get("model") if isinstance(policy, dict) else None
@@ -62,7 +62,7 @@ class ArchitectureSection(Section):
 
 class SFTPolicySection(TunedSection):
     model: OptionalSource = None
-    """Model to go on from; null = a new one, from scratch."""
+    """Model to fine-tune; null = a new model, trained from scratch."""
     architecture: ArchitectureSection = Field(default_factory=ArchitectureSection)
     """Size of a new model."""
 
@@ -77,28 +77,28 @@ class SFTDataSection(Section):
     texts: Source
     """Texts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME.
 
-    Where not written, those of a built-in world, unless the model is one of your own.
+    Default: the texts of a built-in world; a model of your own has no default.
     """
     split: Name = "train"
     """Split of a hub id or folder, such as train or train[:1000]."""
     column: Name = "text"
-    """Column or key of the text, where there are no prompts and responses."""
+    """Column or key of the text, if there are no prompts and responses."""
     template: Template | None = None
-    """The text, or the prompt, from several columns, such as "Title: {title}"; null = the column as it is."""
+    """Template for the text or prompt from several columns, such as "Title: {title}"; null = the column as it is."""
     prompt_column: Name | None = None
-    """Column of the prompt, where the response alone is to be learned."""
+    """Column of the prompt; only the response is learned."""
     response_column: Name | None = None
     """Column of the response to learn: text, or a conversation that ends with it (then no prompt_column is needed)."""
     chat_template: bool = False
-    """Write prompt and response as turns in the tokenizer's chat template."""
+    """Format prompt and response as turns with the tokenizer's chat template."""
     system: str | None = None
-    """System message in front, where chat_template is on."""
+    """System message before the prompt, if chat_template is true."""
     eval_texts: OptionalSource = None
-    """Held-out rows of the same columns; null = those that come with `texts`, else a part that is kept apart."""
+    """Held-out rows with the same columns; null = those that belong to `texts`, else a part that is not trained on."""
     eval_split: Name = "test"
     """Split of a hub id or folder in `eval_texts`."""
     max_documents: Count | None = None
-    """Texts that are read at most; null = all."""
+    """Maximum number of texts to read; null = all."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -121,7 +121,7 @@ class SFTEvalSection(Section):
     every: Count = 50
     """Steps between two evaluations."""
     max_documents: Count | None = 200
-    """Texts that are read at most; null = all."""
+    """Maximum number of texts to read; null = all."""
 
 
 class SFTConfig(Section):
@@ -148,7 +148,7 @@ class TrunkSection(TunedSection):
 
 class PairsSection(Section):
     labels: OptionalSource = None
-    """Labelled texts to train on in place of pairs: labels 0 and 1, or numbers to predict."""
+    """Labelled texts to train on instead of pairs: labels 0 and 1, or numbers to predict."""
     text_column: Name = "text"
     """Column or key of a labelled text."""
     label_column: Name = "label"
@@ -156,7 +156,7 @@ class PairsSection(Section):
     pairs: OptionalSource = None
     """Preference pairs to train on: .jsonl .json .csv .parquet, a hub id, or builtin:NAME.
 
-    Where neither they nor labels are written, those of a built-in model.
+    Default without labels: the pairs of the built-in model.
     """
     split: Name = "train"
     """Split of a hub id or folder, such as train or train[:1000]."""
@@ -167,11 +167,11 @@ class PairsSection(Section):
     rejected_column: Name = "rejected"
     """Column or key of the other response."""
     template: Template | None = None
-    """The prompt from several columns, such as "Title: {title}"; null = prompt_column as it is."""
+    """Template for the prompt from several columns, such as "Title: {title}"; null = prompt_column as it is."""
     chat_template: bool = False
-    """Write prompt and response as turns in the tokenizer's chat template; the model's folder remembers it."""
+    """Format prompt and response as turns with the tokenizer's chat template; the model's folder stores this choice."""
     eval_pairs: OptionalSource = None
-    """Held-out pairs, or labelled texts; null = those that come with `pairs`, else a part that is kept apart."""
+    """Held-out pairs or labelled texts; null = those that belong to `pairs`, else a part that is not trained on."""
     eval_split: Name = "test"
     """Split of a hub id or folder in `eval_pairs`."""
 
@@ -180,7 +180,7 @@ class PairsSection(Section):
         if self.labels is not None and self.pairs is not None:
             raise InputError("data.labels and data.pairs exclude each other: train on one of them")
         if self.labels is None and self.pairs is None:
-            raise InputError("data.pairs must be given where there are no data.labels: null")
+            raise InputError("data.pairs must be given if there are no data.labels: null")
         if self.labels is not None and self.chat_template:
             raise InputError("data.chat_template needs data.pairs: labelled texts have no turns")
         return self
@@ -196,7 +196,7 @@ class RewardModelEvalSection(Section):
     every: Count = 50
     """Steps between two evaluations."""
     max_pairs: Count | None = 500
-    """Held-out pairs or labelled texts that are read at most; null = all."""
+    """Maximum number of held-out pairs or labelled texts; null = all."""
 
 
 class RewardModelConfig(Section):

@@ -39,10 +39,10 @@ class PolicySection(TunedSection):
     model: Source
     """Starting policy: a local folder, a hub id (owner/name, owner/name@revision), or builtin:NAME."""
     value: Literal["features", "head", "separate"] = "features"
-    """Value function: a small network on hidden states of the reference and the reward model, a head on the
-    policy, or a model of its own that starts from the reward model."""
+    """Value function: features = a small network on hidden states of the reference and the reward model; head =
+    a head on the policy; separate = another model, initialised from the reward model."""
     shard: bool = False
-    """Spread the weights, gradients and Adam's moments of what is trained over the processes (FSDP2).
+    """Shard the weights, gradients and Adam's moments of the trained models over the processes (FSDP2).
 
     Each process gathers one layer at a time in training, and the whole model to sample.
     """
@@ -50,29 +50,29 @@ class PolicySection(TunedSection):
 
 class ReferenceSection(Section):
     model: OptionalSource = None
-    """Model that the KL is measured to; null = a frozen copy of the starting policy."""
+    """Reference model for the KL; null = a frozen copy of the starting policy."""
     shard: bool = False
-    """Spread the layers of the reference and of reward models over the processes; they are gathered for a rollout."""
+    """Shard the layers of the reference and of reward models over the processes; they are gathered for a rollout."""
 
 
 class PromptsSection(Section):
     prompts: Source
     """Prompts to train on: .jsonl .json .csv .parquet .txt, a hub id (owner/name:subset@revision), or builtin:NAME.
 
-    Where not written, those of a built-in policy.
+    Default: the prompts of the built-in policy.
     """
     split: Name = "train"
     """Split of a hub id or folder, such as train or train[:1000]."""
     column: Name = "prompt"
     """Column or key of the prompt."""
     template: Template | None = None
-    """The prompt from several columns, such as "Title: {title}"; null = `column` as it is."""
+    """Template for the prompt from several columns, such as "Title: {title}"; null = `column` as it is."""
     first_tokens: Count | None = None
-    """Keep only so many tokens from a prompt's beginning; null = all."""
+    """Keep only this many tokens from the start of a prompt; null = all."""
     chat_template: bool = False
-    """Write the prompt as a turn of the user in the tokenizer's chat template."""
+    """Format the prompt as a user turn with the tokenizer's chat template."""
     system: str | None = None
-    """System message in front, where chat_template is on."""
+    """System message before the prompt, if chat_template is true."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -84,13 +84,13 @@ class RolloutSection(Section):
     batch_size: Count = 64
     """Responses per update, over all processes."""
     max_new_tokens: Count = 48
-    """Length at which a response is cut off."""
+    """Maximum number of tokens in a response; a longer response is cut off."""
     temperature: Positive = 1.0
-    """Sampling temperature; every log-probability uses it too."""
+    """Sampling temperature; log-probabilities are computed with it too."""
     samples_per_prompt: Count = 1
-    """Responses to each prompt of a batch; divides batch_size. rloo and grpo compare them."""
+    """Responses to each prompt of a batch; must divide batch_size. rloo and grpo compare them."""
     reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
-    """Responses of the reference drawn at the start, to normalise scores and to find the first beta.
+    """Responses sampled from the reference at the start, to normalise scores and to compute the starting beta.
 
     null = an eighth of ppo.total_episodes, but at least 128 and at most 1024.
     """
@@ -107,53 +107,53 @@ class PPOSection(OptimiserSection):
     epochs: Count = 1
     """Passes over each batch."""
     minibatch_size: Count | None = None
-    """Responses per optimiser step; divides rollout.batch_size.
+    """Responses per optimiser step; must divide rollout.batch_size.
 
-    null = a quarter of the batch, or where that is none, the next larger divisor.
+    null = a quarter of the batch; if that is not a divisor, the next larger one.
     """
     microbatch_size: Count | None = None
-    """Most responses in a training pass; divides minibatch_size, changes memory and not the result.
+    """Maximum responses in a training pass; must divide minibatch_size. It changes the memory use, not the result.
 
-    null = as many as a pass has room for: 96 MiB of activations on a CPU, 8 GiB on a GPU, or as much as the weights.
+    null = as many as fit into 96 MiB of activations on a CPU, 8 GiB on a GPU, or the size of the weights.
     """
     learning_rate: Positive | Literal["auto"] = "auto"
-    """Peak learning rate of Adam; auto = by the number of the policy's parameters, ten times as high for an adapter."""
+    """Peak learning rate of Adam; auto = from the policy's number of parameters, ten times as high for an adapter."""
     lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "adaptive"
-    """Course of the learning rate over the run: constant, or linear or cosine down to zero.
+    """Learning-rate schedule of the run: constant, or linear or cosine decay to zero.
 
-    adaptive = linear, times a factor from 0.01 to 10 where the controller cannot hold the target at the written rate.
+    adaptive = linear, times a factor from 0.01 to 10 that changes if beta alone cannot hold the target.
     """
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
     advantage: Literal["gae", "rloo", "grpo"] = "gae"
-    """How advantages are estimated: gae, by a value function; rloo and grpo, by the other responses to the prompt.
+    """Advantage estimator: gae uses a value function; rloo and grpo use the other responses to the prompt.
 
-    In all three the KL times beta is taken off as it is: no division by a group's spread applies to it.
+    All three subtract beta times the KL as it is; it is never divided by a group's standard deviation.
     """
     scale_by_group_std: bool = True
-    """Where advantage is grpo: divide scores by the standard deviation of their group."""
+    """If advantage is grpo: divide scores by the standard deviation of their group."""
     gamma: Unit = 1.0
     """Discount."""
     lam: Unit = 0.95
     """Lambda of generalised advantage estimation."""
     critic_lam: Unit | None = None
-    """Lambda of the value function's targets; null = lam, and 1 for `features`: the rewards as they came."""
+    """Lambda of the value function's targets; null = lam, but 1 for `features` (the sum of the rewards)."""
     critic_epochs: Count = 5
-    """Passes over each batch that fit a value function on `features`."""
+    """Passes over each batch to fit the value function; only for `features`."""
     critic_learning_rate: Positive = 2.0e-3
-    """Learning rate of a value function on `features`."""
+    """Learning rate of the value function; only for `features`."""
     value_warmup: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     """Updates at the start that train the value function only."""
     cliprange: Positive = 0.2
-    """Clip of the probability ratio."""
+    """Clip range of the probability ratio."""
     cliprange_value: Positive = 0.2
-    """Clip of the change of a value; `head` and `separate`."""
+    """Clip range of the change of a value; only for `head` and `separate`."""
     vf_coef: NonNegative = 0.1
-    """Weight of the value loss beside the policy's; `head` and `separate`."""
+    """Weight of the value loss beside the policy loss; only for `head` and `separate`."""
     whiten_rewards: bool = False
-    """Scale rewards to spread 1 within a batch."""
+    """Scale rewards to standard deviation 1 within a batch."""
     max_update_kl: Positive | None = None
-    """End an update early above this KL (nats per token) of the policy to the one that sampled."""
+    """Stop an update early if the KL of the policy to the one that sampled exceeds this (nats per token)."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -176,27 +176,27 @@ def minibatch_rows(ppo: PPOSection, rollout: RolloutSection) -> int:
 
 class EvalSection(Section):
     every: Count = 10
-    """Updates between two evaluations; there is one before the first and one after the last too."""
+    """Updates between two evaluations; the first is before the first update, the last after the last one."""
     texts: Source
     """Held-out texts for the perplexity: .jsonl .json .csv .parquet .txt, a hub id, or builtin:NAME.
 
-    Where not written, those of a built-in policy.
+    Default: the texts of the built-in policy.
     """
     column: Name = "text"
     """Column or key of the text."""
     prompts: OptionalSource = None
-    """Held-out prompts to score, in columns as those of data.prompts; null = those that come with data.prompts."""
+    """Held-out prompts to score, with the same columns as data.prompts; null = those that belong to data.prompts."""
     split: Name = "test"
     """Split of a hub id or folder in `texts` and `prompts`."""
     max_documents: Count | None = 200
-    """Texts that are read at most; null = all."""
+    """Maximum number of texts to read; null = all."""
 
 
 class TrainCheckpointSection(CheckpointSection):
     best: Literal["objective/rlhf_reward", "objective/scores", "eval/scores", "eval/gold", "eval/perplexity"] | None = (
         None
     )
-    """Also keep the checkpoint that is best by this figure (the lowest perplexity, else the highest); null = none."""
+    """Also keep the checkpoint with the best value of this metric (lowest perplexity, else highest); null = none."""
 
 
 class TrainTrackingSection(TrackingSection):
@@ -205,9 +205,9 @@ class TrainTrackingSection(TrackingSection):
 
 
 def with_world(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a mapping of `train` in which a built-in policy brings its own prompts, texts and reward model.
+    """A copy of a `train` mapping, with the prompts, texts and reward model of a built-in policy filled in.
 
-    To a policy of the user's own nothing is added, so what is left out is missing there.
+    Nothing is added for a user's own policy: a key that is left out is missing there.
     """
     raw = copy.deepcopy(raw)
     policy = raw.setdefault("policy", {})
@@ -257,7 +257,7 @@ class TrainConfig(Section):
 
     @property
     def controlled_updates(self) -> int:
-        """Those in which the controller moves beta: not while the value function warms up alone."""
+        """Updates in which the controller changes beta: all after the warm-up of the value function."""
         return max(1, self.updates - self.ppo.value_warmup)
 
     @property
@@ -267,7 +267,7 @@ class TrainConfig(Section):
 
     @property
     def reference_samples(self) -> int:
-        """Responses of the reference drawn at the start; a short run does not spend most of its time on them."""
+        """Responses sampled from the reference at the start; a short run does not spend most of its time on them."""
         written = self.rollout.reference_samples
         return min(1024, max(128, self.ppo.total_episodes // 8)) if written is None else written
 
