@@ -66,7 +66,7 @@ def _table(figures: dict[str, Any]) -> str:
     label = max(map(len, LABELS.values()))
     lines = [f"{name:<{label}}{own:>{width}}{other:>{width}}".rstrip() for name, own, other in rows]
     if "forward_kl_token" in figures:
-        lines.append("KL and forgetting in nats; forgetting: KL of the reference to the policy, per token.")
+        lines.append("KL and forgetting in nats. Forgetting: KL(reference || policy), per token.")
     return "\n".join(lines)
 
 

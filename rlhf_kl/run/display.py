@@ -203,8 +203,9 @@ class TrainingDisplay:
 
     def _stop_live(self) -> None:
         if self._live is not None:
+            self._now = None  # not in the last frame, which stays
             self._live.stop()
-            self._live = self._bars = self._now = None
+            self._live = self._bars = None
 
     def _new_bars(self) -> Progress:
         name = Column(ratio=1, no_wrap=True, overflow="ellipsis")

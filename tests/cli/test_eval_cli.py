@@ -46,7 +46,7 @@ def test_a_run_as_a_table(run: Path, rlhf_kl: Cli) -> None:
     names = [line[:20].strip() for line in lines[1:-1]]
     keys = TEXT_KEYS | POLICY_KEYS - {"gold"}  # there is no gold scorer in this run
     assert set(names) == {LABELS[key].strip() for key in keys}
-    assert lines[-1].startswith("KL and forgetting in nats; forgetting: KL of the reference to the policy")
+    assert lines[-1].startswith("KL and forgetting in nats. Forgetting: KL(reference || policy)")
 
 
 def test_a_model_on_a_file(tiny_folder: Path, tiny_data: Any, rlhf_kl: Cli) -> None:
