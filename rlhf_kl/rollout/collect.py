@@ -1,4 +1,4 @@
-"""One rollout: sample responses, score them, and compare policy and reference at every token."""
+"""One rollout: samples responses, scores them, and compares policy and reference at every token."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rlhf_kl.types import PromptBatch, RewardFn, RolloutBatch, Sampled, Sampling
 
 
 class Responses(NamedTuple):
-    """Prompts and what the policy answered."""
+    """Prompts and the policy's responses."""
 
     prompts: PromptBatch
     sampled: Sampled
-    texts: Sequence[str]  # of the responses (`Response`), special tokens left out
+    texts: Sequence[str]  # of the responses (`Response`), without special tokens
 
 
 class TokenStats(NamedTuple):
@@ -44,7 +44,7 @@ class TokenStats(NamedTuple):
 
 
 class Sampler:
-    """Step -> responses of the policy. Prompts and noise depend on the seed and the step alone."""
+    """Step -> responses of the policy. Prompts and noise depend only on the seed and the step."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Sampler:
         seed: int,
         rows: slice | None = None,
     ) -> None:
-        """`rows`: of the global batch, those of this process; None = all."""
+        """`rows`: this process's rows of the global batch; None = all."""
         self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
         self.rows = rows or slice(0, prompts.batch_size)
 
@@ -89,7 +89,7 @@ class Assessor:
         self.reward, self.reward_name, self.shaping, self.temperature = reward, reward_name, shaping, temperature
 
     def __call__(self, responses: Responses) -> RolloutBatch:
-        """The rollout of one batch. A reward model's scores may be anything; a function's are checked."""
+        """The rollout of one batch. The scores of a reward function are checked, those of a reward model are not."""
         prompts, sampled, texts = responses
         device = sampled.ids.device
         scores, scored, terms = score_responses(self.reward, prompts.texts, texts, self.reward_name)
@@ -125,7 +125,7 @@ class Rollouts:
 
 
 def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:
-    """Where the tokens of prompts and responses lie."""
+    """Positions of the tokens of prompts and responses."""
     ids = torch.cat([prompts.ids.to(sampled.ids.device), sampled.ids], 1)
     return Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
 
@@ -141,8 +141,8 @@ def measure(
 ) -> TokenStats:
     """Policy, reference and values at the response tokens of a batch.
 
-    `features` give the values where the model has none of its own; without either they are 0. The reference's
-    states are kept for later. `states` (N, H): the policy's, where sampling has kept them; else they are read.
+    `features` give the values if the model has no value function; without either they are 0. The reference's
+    states are kept for later. `states` (N, H): the policy's, if sampling has kept them; else they are computed.
     """
     reference.read(layout)
     chosen = layout.response_ids
@@ -166,7 +166,7 @@ def _compare(
     temperature: float,
     states: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The columns of `TokenStats` in one pass, (N,) each; values only where the model has some of its own."""
+    """The columns of `TokenStats` in one pass, (N,) each; values only if the model has a value function."""
 
     def compare(logits: Tensor, at: slice) -> tuple[Tensor, ...]:
         return compare_distributions(logits, reference.logits(rows.numbers[at]), ids[at], temperature)
@@ -183,7 +183,7 @@ def _compare(
 
 @torch.no_grad()
 def exact_kl_now(policy: LM, reference: ReferenceStates, rollout: RolloutBatch, temperature: float) -> Tensor:
-    """Exact KL (B, T) of the policy as it is now, at the states of an earlier rollout."""
+    """Exact KL (B, T) of the current policy at the states of an earlier rollout."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for rows in reading_passes(rollout.layout):
         kl.view(-1)[rows.places] = exact_kl_of(policy, reference, rows, temperature)
@@ -191,7 +191,7 @@ def exact_kl_now(policy: LM, reference: ReferenceStates, rollout: RolloutBatch, 
 
 
 def exact_kl_of(policy: LM, reference: ReferenceStates, rows: Packed, temperature: float) -> Tensor:
-    """Exact KL (N,) at the states of one pass, with gradients where they are on."""
+    """Exact KL (N,) at the states of one pass, with gradients if they are enabled."""
 
     def compare(logits: Tensor, at: slice) -> tuple[Tensor]:
         return (exact_kl(logits, reference.logits(rows.numbers[at]), temperature),)

@@ -15,11 +15,11 @@ from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
 
 
 class StateFeatures:
-    """What frozen models make of a rollout's states, computed once.
+    """Features of a rollout's states from frozen models, computed once.
 
-    Last hidden states of the reference, which are there anyway, and of reward models that know the same tokens:
-    those that they had when they scored, where they read a response in the tokens that the policy wrote.
-    They are causal, so a state's features depend on no later token.
+    They are the last hidden states of the reference, which are computed anyway, and of reward models with the same
+    tokens: their states from scoring, if they read a response in the policy's tokens. These models are causal, so a
+    state's features depend on no later token.
     """
 
     def __init__(self, critic: FeatureCritic, rewards: Sequence[RewardModel] = ()) -> None:
@@ -30,7 +30,7 @@ class StateFeatures:
 
     @torch.no_grad()
     def read(self, layout: Layout, reference: ReferenceStates) -> None:
-        """A new rollout, whose responses were scored last; forgets the one before."""
+        """Start a new rollout, whose responses were scored last; drops the previous one."""
         parts = [_scaled(reference.hidden)]
         for reward in self.rewards:
             states = torch.zeros(layout.tokens, reward.hidden_size, device=layout.ids.device)
@@ -62,5 +62,5 @@ def _recall(layout: Layout, reward: RewardModel, states: Tensor) -> list[int]:
 
 
 def _scaled(states: Tensor) -> Tensor:
-    """Hidden states differ in scale from model to model, and some have a few huge channels."""
+    """Normalise hidden states: their scale differs between models, and some have a few huge channels."""
     return layer_norm(states.float(), states.shape[-1:])

@@ -25,8 +25,8 @@ def reading_passes(layout: Layout, rows: Sequence[int] | None = None) -> Iterato
 class ReferenceStates:
     """The reference's last hidden states at a rollout's states, computed once.
 
-    With them its logits cost no more than its head, each time they are wanted: for the exact KL of a rollout, for
-    that in the loss, and for the ceiling.
+    From them the logits cost only one pass of the head, for each use: the exact KL of a rollout, the KL in the
+    loss, and the ceiling.
     """
 
     def __init__(self, lm: LM) -> None:
@@ -35,7 +35,7 @@ class ReferenceStates:
 
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
-        """A new rollout; forgets the last one."""
+        """Start a new rollout; drops the last one."""
         self.hidden = torch.empty(0)
         for rows in reading_passes(layout):
             hidden = self.lm.hidden(rows)

@@ -1,4 +1,4 @@
-"""Scores of reference samples: the scale of the scores, the first beta, and what a KL budget can buy at best."""
+"""Scores of reference samples: the scale of the scores, the starting beta, and the best score gain of a KL budget."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rlhf_kl.types import RewardFn, Sampling
 MIN_ESS = 10.0
 CURVE_POINTS = 24
 PER_PROMPT = 32  # reference responses to one prompt: the spread that a policy can use is within prompts
-MUCH_CLIPPED = 0.02  # of normal scores that were normalised, a clip of 5 cuts off less than one in a million
+MUCH_CLIPPED = 0.02  # a clip of 5 cuts off less than one in a million of normalised Gaussian scores
 LEAST_KL = 1e-3  # nats per sequence, where the curve of the tilt begins
 
 
 @dataclass
 class ReferenceScores:
-    """Shaped scores of reference samples, the prompt of each, and what the gold scorer says of them."""
+    """Shaped scores of reference samples, the prompt of each, and their gold scores."""
 
     shaped: list[float]
     groups: list[int]
@@ -43,7 +43,7 @@ class ReferenceScores:
     clipped: float = 0.0  # share that reward.clip cuts off
 
     def start_warnings(self) -> list[str]:
-        """What a run should know of its scores before it starts."""
+        """Warnings about the scores before the run starts."""
         if self.clipped <= MUCH_CLIPPED:
             return []
         return [
@@ -52,27 +52,27 @@ class ReferenceScores:
         ]
 
     def solve(self, sequence_kl: float, *, scaled: bool = False) -> tuple[float, str]:
-        """The beta at which tilting has this KL, and a note where it had to be extrapolated.
+        """The beta at which tilting has this KL, and a note if it was extrapolated.
 
-        `scaled`: scores are divided by the spread of their prompt's.
+        `scaled`: scores are divided by the standard deviation of their prompt's scores.
 
-        Errors: InputError where the samples cannot say.
+        Errors: InputError if the samples do not determine it.
         """
         try:
             scores = centre_groups(self.shaped, self.groups, scale=True) if scaled else self.centred
             solution = solve_tilt(scores, sequence_kl, min_ess=self.min_ess)
         except ValueError as error:
-            raise InputError(f"kl.controller.coef: auto finds none: within a prompt {error}; give a number") from error
+            raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
         return solution.coef, solution.note
 
     @property
     def centred(self) -> list[float]:
-        """Scores less the mean of their prompt: what KL can buy."""
+        """Scores minus the mean of their prompt: the differences that a policy can use."""
         return centre_groups(self.shaped, self.groups)
 
     @property
     def min_ess(self) -> float:
-        """Effective samples that a tilt needs: at 10 of 1024 its gain is within 3 % of that of 8192 samples."""
+        """Effective samples that a tilt needs: with 10 of 1024, its gain is within 3 % of that from 8192 samples."""
         return min(MIN_ESS, len(self.shaped) / 8)
 
     @property
@@ -82,7 +82,7 @@ class ReferenceScores:
 
     @property
     def mean_stderr(self) -> float:
-        """Standard error of `mean`: prompts are the independent draws, with one prompt alone its responses."""
+        """Standard error of `mean`: prompts are the independent draws, or the responses if there is only one prompt."""
         groups = self.groups if len(set(self.groups)) > 1 else list(range(len(self.shaped)))
         mean = self.mean
         rests: dict[int, float] = defaultdict(float)
@@ -98,7 +98,7 @@ class ReferenceScores:
         return pstdev(self.shaped)
 
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` keeps: means, and the score gain that KL can buy by tilting and by best of n."""
+        """The figures for `summary.json`: means, and the score gain for a KL by tilting and by best of n."""
         return {
             "scores_shaped": self.mean,
             "scores_spread": pstdev(self.centred),  # within prompts, in units of the shaped score
@@ -110,14 +110,14 @@ class ReferenceScores:
         }
 
     def tilt_curve(self) -> list[dict[str, float]]:
-        """Beta, sequence KL and gain of the tilt, as far as the samples can be trusted; empty where not at all."""
+        """Beta, sequence KL and gain of the tilt, as far as the samples are reliable; may be empty."""
         scores = self.centred
         try:
             first = solve_tilt(scores, LEAST_KL, min_ess=self.min_ess)
             last = solve_tilt(scores, math.log(len(scores)), min_ess=self.min_ess)  # no tilt has a larger KL
         except ValueError:  # constant scores, or too few
             return []
-        # An extrapolated solution went on from the last trusted beta by KL ~ 1/beta^2: back to it.
+        # An extrapolated solution assumes KL ~ 1/beta^2 from the last reliable beta: this inverts it.
         beyond = math.sqrt(math.log(len(scores)) / last.tilt.kl) if last.extrapolated else 1.0
         high, low = math.log(first.coef), math.log(last.coef * beyond)
         coefs = [math.exp(high + (low - high) * i / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS)]
@@ -126,25 +126,25 @@ class ReferenceScores:
 
 @dataclass(frozen=True)
 class ReferenceSamples:
-    """Responses of the reference, and how the reward function scores them."""
+    """Responses of the reference, and their scores."""
 
     scores: Tensor  # (N,) raw
     traits: ResponseTraits
     groups: list[int]  # the prompt of each
     gold: list[float] | None
-    gold_failure: str | None = None  # why there is no gold, where a scorer failed
+    gold_failure: str | None = None  # why there are no gold scores, if the scorer failed
 
     def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
         """Their shaped scores, and the shaping with its scale fitted to them.
 
-        Errors: InputError where all scores are the same, or all lie at the clip.
+        Errors: InputError if all scores are equal, or all are clipped.
         """
         fitted = shaping.fit(self.scores, normalize=normalize)
         shaped: Tensor = fitted(self.scores, self.traits)
         if fitted.clip is not None and bool(shaped.max() == shaped.min()):
             raise InputError(
-                f"reward: cut off at {fitted.clip:g}, every one of {len(shaped)} reference samples scores "
-                f"{float(shaped[0]):g}: set reward.normalize, or a wider reward.clip"
+                f"reward: clipped at {fitted.clip:g}, all {len(shaped)} reference samples have the score "
+                f"{float(shaped[0]):g}: set reward.normalize=true, or a larger reward.clip"
             )
         length = float(float64(self.traits.lengths).mean())
         clipped = fitted.clipped(self.scores)
@@ -152,9 +152,9 @@ class ReferenceSamples:
 
 
 def sample_prompts(prompts: int, samples: int, seed: int) -> list[int]:
-    """Prompt numbers for `samples` reference samples: about 32 of each of some prompts drawn without repetition.
+    """Prompt numbers for `samples` reference samples: about 32 for each of some prompts, drawn without repetition.
 
-    Where there are too few prompts for that, each has more, so that there are always as many as were asked for.
+    If there are too few prompts for that, each gets more samples, so that the total is always `samples`.
     """
     chosen = shuffled(prompts, seed, "reference prompts")[: max(1, samples // PER_PROMPT)].tolist()
     each, more = divmod(samples, len(chosen))
@@ -172,7 +172,7 @@ def reference_responses(
 ) -> Iterator[Responses]:
     """One response of the reference to each of these prompts, or to a part of them.
 
-    As many at a time as this process has of a rollout's batch, whose share of it is its part's.
+    A batch has as many rows as this process has in a rollout's batch.
     """
     part = part or slice(0, len(groups))
     size = max(1, prompts.batch_size * (part.stop - part.start) // len(groups))
@@ -189,9 +189,9 @@ def score_samples(
     reward_name: str,
     gold: GoldScorer | None,
 ) -> ReferenceSamples:
-    """Score the reference's responses; those that the reward function does not score are left out.
+    """Score the reference's responses; responses without a score are left out.
 
-    So is a gold scorer that fails.
+    A gold scorer that fails is left out too.
     """
     scores, traits, golds, gold_failure = [], [], [], None
     for batch, sampled, texts in batches:
@@ -215,10 +215,10 @@ def score_samples(
 
 
 def joined_samples(parts: Sequence[ReferenceSamples], reward_name: str, drawn: int) -> ReferenceSamples:
-    """The samples of all processes, of so many that were drawn. Errors: InputError where nothing is scored."""
+    """The samples of all processes; `drawn`: how many were drawn. Errors: InputError if none is scored."""
     scores = torch.cat([part.scores for part in parts])
     if not len(scores):
-        raise InputError(f"reward {reward_name}: returned None for every one of {drawn} reference samples")
+        raise InputError(f"reward {reward_name}: returned None for all {drawn} reference samples")
     return ReferenceSamples(
         scores,
         ResponseTraits(*(torch.cat(column) for column in zip(*(part.traits for part in parts), strict=True))),

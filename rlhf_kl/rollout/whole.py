@@ -14,12 +14,12 @@ from rlhf_kl.types import RolloutBatch
 
 
 def whole_batch(rollout: RolloutBatch, processes: Processes) -> RolloutBatch:
-    """The rows of all processes, on the CPU where there are several; this one's where it is alone."""
+    """The rows of all processes, on the CPU if there are several; a single process keeps its own rows."""
     return rollout if processes.count == 1 else joined(processes.all(rollout.cpu()))
 
 
 def joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Batches below each other; prompts are padded on the left, responses on the right."""
+    """Concatenates batches by rows; prompts are padded on the left, responses on the right."""
     columns: dict[str, Any] = {}
     for column in fields(RolloutBatch):
         values = [getattr(part, column.name) for part in parts]

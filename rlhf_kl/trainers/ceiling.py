@@ -1,6 +1,6 @@
-"""An update of the policy that would carry its KL over the ceiling is shortened at once.
+"""Shortens an update of the policy that would raise its KL above the ceiling.
 
-A beta in the reward acts over several updates; this acts inside the one that goes too far.
+A beta in the reward acts over several updates; the ceiling acts inside the one that goes too far.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_kl.types import RolloutBatch
 LINE_SEARCH_STEPS = 6
 CLOSE_ENOUGH = 0.97  # of the limit: no further halving
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
-PRIOR_CHANGE = 0.1  # of the limit: what the forecast's prior weighs as much as, a change of the KL of this size
+PRIOR_CHANGE = 0.1  # of the limit: the prior of the forecast weighs as much as one change of the KL of this size
 GAIN_BOUNDS = (1.0, 3.0)
 
 
@@ -31,21 +31,21 @@ class KLReading(NamedTuple):
 
 @dataclass(frozen=True)
 class CeilingResult:
-    """What the ceiling did to an update; KL in nats of the target's unit, at the rollout's states."""
+    """Effect of the ceiling on an update; KL in nats of the target's unit, at the rollout's states."""
 
     factor: float  # share of the update that was kept; 1 = whole
     kl_before: float
-    kl_after: float  # NaN where nothing needed it
-    kl_uncut: float  # after the update as it came
+    kl_after: float  # NaN if not measured
+    kl_uncut: float  # after the whole update
     pulled_back: bool = False  # the policy went back towards its reference
 
 
 class KLForecast:
-    """What the next rollout will measure, from the KL at the states of this one.
+    """Forecast of the next rollout's KL, from the KL at the states of this one.
 
     A policy that moved away visits other states, where it lies further from its reference than at the old ones: its
     KL changes `gain` times as much as it does there. The gain is fitted to the updates so far by least squares, each
-    less by FORGETTING than the next; a policy that did not move keeps the KL that it has.
+    weighted by FORGETTING less than the next; a policy that did not move keeps its KL.
     """
 
     def __init__(self, limit: float) -> None:
@@ -58,7 +58,7 @@ class KLForecast:
         return min(max(self.product / self.square, GAIN_BOUNDS[0]), GAIN_BOUNDS[1])
 
     def __call__(self, before: float, after: float) -> float:
-        """The KL of the next rollout, where this one measured `before` and its states have `after` now."""
+        """The KL of the next rollout, if this one measured `before` and its states have `after` now."""
         return before + self.gain * (after - before) if after > before else after
 
     def observe(self, measured: float) -> None:
@@ -79,7 +79,7 @@ class KLForecast:
 
 
 class Ceiling:
-    """Holds the KL of the next rollout below a limit, by shortening the update that would cross it."""
+    """Keeps the KL of the next rollout below a limit: shortens an update that would cross it."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Ceiling:
         limit: float | None,
         measures: bool,
     ) -> None:
-        """`read_kl` measures the policy as it is at a rollout's states.
+        """`read_kl` measures the current policy's KL at a rollout's states.
 
-        `reference` gives values of the parameters at which the KL is 0; None = there are none, as where the
+        `reference` gives values of the parameters at which the KL is 0; None = unknown, for example if the
         reference has another architecture. `limit` in nats of the target's unit, None = no update is shortened; then
         the KL after an update is measured where `measures`.
         """
@@ -101,7 +101,7 @@ class Ceiling:
         self.forecast = KLForecast(limit or 1.0)
 
     def snapshot(self) -> list[Tensor]:
-        """The parameters before an update, where it may be shortened."""
+        """The parameters before an update, if it may be shortened."""
         return _copies(self.parameters) if self.limit is not None else []
 
     def hold(self, rollout: RolloutBatch, before: list[Tensor], measured: KLReading) -> CeilingResult:
@@ -125,7 +125,7 @@ class Ceiling:
         start = measured.mean
 
         def excess(kl: KLReading) -> float:
-            """How far above the limit; 0 and less is allowed. Infinite for a KL that is not finite."""
+            """Distance above the limit; 0 and less is allowed. Infinite for a KL that is not finite."""
             value = self.forecast(start, kl.mean) + kl.stderr - limit
             return value if math.isfinite(value) else math.inf
 
@@ -151,7 +151,7 @@ class Ceiling:
         excess: Callable[[KLReading], float],
         limit: float,
     ) -> tuple[float, float | None]:
-        """Go as far from `inside`, which is allowed, towards `outside` as is allowed, by bisection.
+        """Find the farthest allowed point from `inside` (allowed) towards `outside`, by bisection.
 
         Returns the share of the way, and the KL there; None at `inside` itself.
         """

@@ -1,4 +1,4 @@
-"""Fatal checks before the first update: what they refuse would make every later figure wrong."""
+"""Fatal checks before the first update: a failure means that every later figure would be wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_kl.rollout.collect import TokenStats
 from rlhf_kl.types import PromptBatch, Sampled
 
 CHECKED_ROWS = 64  # responses of the starting policy that the checks look at
-LOG_RATIO_LIMIT = 1e-3  # float32; a mean ratio of 1 would prove nothing
+LOG_RATIO_LIMIT = 1e-3  # float32; checked per token, since a mean ratio of 1 proves nothing
 LOG_RATIO_LIMIT_BF16 = 0.5  # one bf16 rounding of a hidden state moves a log-prob by hundredths
 KL_LIMIT, KL_LIMIT_BF16 = 1e-4, 1e-2
 
@@ -24,15 +24,15 @@ KL_LIMIT, KL_LIMIT_BF16 = 1e-4, 1e-2
 def checked_prompts(prompts: PromptStream) -> PromptBatch:
     """Prompts for `check_start`: a rollout's batch, at most 64, of which some are padded on the left.
 
-    Different ones, from the shortest to the longest. Where all are equally long, one is cut to its first half (one of
-    a single token is doubled), or padding would go unseen.
+    Different prompts, from the shortest to the longest. If all have the same length, one is cut to its first half (or
+    doubled, if it has a single token), so that there is padding to check.
     """
     different = {tuple(row): i for i, row in reversed(list(enumerate(prompts.rows)))}
     rows, count = sorted(different, key=len), max(2, min(CHECKED_ROWS, prompts.batch_size))
     if len(rows[0]) == len(rows[-1]):
         rows = [rows[0][: len(rows[0]) // 2] or rows[0] * 2, *rows]
         different[rows[0]] = different[rows[1]]
-    # Evenly over the lengths, both ends included; several times over where there are fewer than `count`.
+    # Evenly over the lengths, both ends included; repeated if there are fewer than `count`.
     spread = min(count, len(rows))
     chosen = [rows[round(i % spread * (len(rows) - 1) / (spread - 1))] for i in range(count)]
     ids, mask = pad(chosen, prompts.pad_id, left=True)
@@ -64,7 +64,7 @@ def check_start(
     if gap > (LOG_RATIO_LIMIT if float32 else LOG_RATIO_LIMIT_BF16):
         raise GuardStop(
             f"step 0: log-probs with and without padding differ by up to {gap:.3g}: "
-            "the model does not honour attention_mask and position_ids"
+            "the model does not use attention_mask and position_ids correctly"
         )
     return [
         f"exact KL at the start {largest:.1g}",
@@ -75,8 +75,8 @@ def check_start(
 def padding_gap(sampled: Sampled, logprobs: Tensor) -> float:
     """Largest difference of a token's log-prob (B, T) in a pass over its row to that with which it was drawn.
 
-    The sampler reads prompts padded on the left, through mask and position ids, and goes on from a cache; a pass has
-    no padding in front of a row. So both agree only where the model honours all three.
+    The sampler reads prompts padded on the left, through mask and position ids, and continues from a cache; a pass has
+    no padding in front of a row. So both agree only if the model uses all three correctly.
     """
     return float((sampled.logprobs - logprobs).abs()[sampled.mask].max())
 
@@ -84,7 +84,7 @@ def padding_gap(sampled: Sampled, logprobs: Tensor) -> float:
 def check_first(row: Mapping[str, Any], *, float32: bool) -> None:
     """The last fatal check: before its first step the policy must agree with its own rollout.
 
-    An update that leaves the policy as it is, as those of a critic's warm-up, has no such figure: NaN.
+    An update that does not change the policy, as in the warm-up of a critic, has no such figure: NaN.
     """
     gap = row["policy/logratio_first_max"]
     if float32 and gap > LOG_RATIO_LIMIT:

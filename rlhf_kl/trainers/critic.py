@@ -27,7 +27,7 @@ def fit_critic(
 ) -> tuple[float, bool]:
     """Least squares of returns (N,) on features (N, F) of this process, in minibatches of those of all processes.
 
-    Returns the mean loss of the first epoch, and whether every loss was finite; a step whose loss is not is left out.
+    Returns the mean loss of the first epoch, and whether every loss was finite. Skips steps with a non-finite loss.
     """
     first = torch.zeros(2, dtype=torch.float64)  # of the first epoch: the summed loss, and of how many
     finite = True

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and memory that is full: noticed before they spoil a model."""
+"""Detects non-finite numbers and full memory before they damage a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNSCORED = "every score (the reward returned None for all responses)"
 
 
 class NonFiniteRollout(Exception):
-    """A rollout that nothing can be learned from: some figure of it is not finite."""
+    """A rollout that cannot be trained on: one of its figures is not finite."""
 
     def __init__(self, figure: str, rollout: RolloutBatch) -> None:
         super().__init__(f"{figure} was not finite")
@@ -28,7 +28,7 @@ class NonFiniteRollout(Exception):
 
 
 def non_finite_figure(rollout: RolloutBatch) -> str | None:
-    """Which figure of a rollout is not finite, in words; None where all are."""
+    """The name of a figure of the rollout that is not finite; None if all are finite."""
     figures = {
         "a log-prob of the policy": rollout.logprobs,
         "a log-prob of the reference": rollout.ref_logprobs,
@@ -40,18 +40,18 @@ def non_finite_figure(rollout: RolloutBatch) -> str | None:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite; one answer from the device for all tensors together."""
+    """Whether every number is finite; one transfer from the device for all tensors."""
     flags = [torch.isfinite(tensor).all() for tensor in tensors]
     return bool(torch.stack(flags).all()) if flags else True
 
 
 class Microbatch:
-    """Rows in one forward and backward pass: halved, for the rest of the run, where they do not fit into memory."""
+    """Rows in one forward and backward pass: halved, for the rest of the run, if they do not fit into memory."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.halved: int | None = None  # to so many; None = never
-        self.largest: int | None = None  # rows in a pass of the attempt, where it says so: they may be fewer
+        self.halved: int | None = None  # rows after halving; None = never halved
+        self.largest: int | None = None  # rows in the largest pass of the attempt, if it reports them
         self.notes: list[str] = []
 
     def halve_to(self, rows: int | None) -> None:
@@ -78,9 +78,9 @@ class Microbatch:
             undo()
             free_cached_memory()
             self.halve_to(tried // 2)
-            self.notes.append(f"out-of-memory: microbatches have {self.rows} rows from here on")
+            self.notes.append(f"out-of-memory: microbatches now have {self.rows} rows")
 
     def alerts(self) -> list[str]:
-        """What was halved since the last call."""
+        """Notes on halvings since the last call."""
         notes, self.notes = self.notes, []
         return notes

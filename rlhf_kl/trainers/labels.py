@@ -37,7 +37,7 @@ class LabelObjective:
         return 1.0
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
-        """Summed loss; `train/accuracy` counts right labels, where there are labels."""
+        """Summed loss; `train/accuracy` counts right labels, for a classifier."""
         scores = self.reward_model.forward([self.encoded[i] for i in rows])
         labels = self.labels[rows].to(scores)
         if not self.binary:

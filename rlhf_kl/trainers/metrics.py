@@ -14,7 +14,7 @@ from rlhf_kl.trainers.guards import NonFiniteRollout
 from rlhf_kl.trainers.ppo import Update
 from rlhf_kl.types import RolloutBatch
 
-# Of an update whose rollout was not finite, so that nothing was trained.
+# Figures of an update without training, because its rollout was not finite.
 NO_LOSSES = dict.fromkeys(
     (
         "policy/loss",
@@ -46,7 +46,7 @@ def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
 
 
 def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> dict[str, Any]:
-    """The row of an update that was left out, since its rollout was not finite."""
+    """The row of an update that was skipped because its rollout was not finite."""
     return {
         **rollout_metrics(failure.rollout, coef, config),
         **NO_LOSSES,
@@ -60,7 +60,7 @@ def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> d
 
 
 def token_mean_stderr(per_token: Tensor, mask: Tensor, group: int = 1) -> tuple[float, float]:
-    """Token-weighted mean of (B, T) and its standard error, groups of `group` responses being the independent draws.
+    """Token-weighted mean of (B, T) and its standard error; groups of `group` responses are the independent draws.
 
     A ratio estimator: tokens of one response, and responses to one prompt, are correlated.
     """
@@ -75,7 +75,7 @@ def token_mean_stderr(per_token: Tensor, mask: Tensor, group: int = 1) -> tuple[
 def sampling_gap(gap: Tensor, variance: Tensor, mask: Tensor) -> tuple[float, float]:
     """Mean over the tokens of `gap` (B, T), a token's figure less its mean over the vocabulary; and its standard error.
 
-    0 on average where the tokens were drawn from the policy, each one whatever came before it. `variance` (B, T): of
+    0 on average if the tokens were drawn from the policy, after any prefix. `variance` (B, T): of
     that figure over the vocabulary. A third of the error's square is what the tokens themselves show, so that a bound
     on the sum of many batches holds for every distribution (Delyon 2009, "Exponential inequalities for sums of weakly
     dependent variables"; Howard et al. 2021, 1810.08240).
@@ -104,7 +104,7 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
     measured = token_kl if unit == "token" else mean_sequence
     scored = batch.scored
     scores, shaped = batch.scores[scored], batch.shaped_scores[scored]
-    scores_shaped = float(shaped.mean())  # nan where none is scored
+    scores_shaped = float(shaped.mean())  # nan if none is scored
     per_position = [float(batch.exact_kl[:, t][mask[:, t]].mean()) for t in range(mask.shape[1]) if mask[:, t].any()]
     return {
         "objective/scores": float(scores.mean()),
@@ -145,7 +145,7 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
 
 
 def _equal_groups(batch: RolloutBatch, size: int) -> int | None:
-    """Groups whose scores are all the same, so that only their KL counts; None for groups of one."""
+    """Number of groups with equal scores, which learn from their KL only; None for groups of one."""
     if size == 1:
         return None
     shaped = torch.where(batch.scored, batch.shaped_scores, math.nan).view(-1, size).double()
@@ -154,7 +154,7 @@ def _equal_groups(batch: RolloutBatch, size: int) -> int | None:
 
 
 def _share(penalty: float, score: float) -> float:
-    """How much of penalty + |score| the KL term takes, in [0, 1]."""
+    """Share of the KL term in penalty + |score|, in [0, 1]."""
     return penalty / (penalty + abs(score)) if penalty > 0 else 0.0
 
 
@@ -166,7 +166,7 @@ def _deciles(values: Tensor) -> list[float]:
 
 
 def _correlation(a: Tensor, b: Tensor) -> float | None:
-    """Pearson's correlation of two (B,); None where one of them does not vary."""
+    """Pearson's correlation of two (B,); None if one of them is constant."""
     a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
     norm = float(a.norm() * b.norm())
     return float(a @ b) / norm if norm > 1e-12 else None

@@ -1,4 +1,4 @@
-"""What PPO maximises: rewards with their KL penalty, advantages, and the losses of a microbatch."""
+"""The objective of PPO: rewards with their KL penalty, advantages, and the losses of a microbatch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlhf_kl.types import RolloutBatch
 
 @dataclass(frozen=True)
 class Targets:
-    """What the losses of one update pull towards; tensors (B, T)."""
+    """Targets of the losses of one update; tensors (B, T)."""
 
     advantages: Tensor
     weights: Tensor  # of each token in the losses; 0 outside of the mask
     returns: Tensor
-    kl_weight: float  # beta of the KL in the loss, in units of the advantages; 0 = none there
+    kl_weight: float  # beta of the KL in the loss, in units of the advantages; 0 = no KL in the loss
 
 
 def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce: Reduce) -> Targets:
@@ -36,11 +36,11 @@ def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce:
     kl = kl_in_reward(rollout, config.kl, config.ppo.gamma)
     targets = _critic_targets if config.critic else _group_targets
     advantages, weights, returns, scale = targets(rollout, kl, coef, config, reduce)
-    # The KL in the loss stands beside advantages that were divided by `scale`: so is its beta.
+    # The advantages beside the KL in the loss were divided by `scale`, so beta is divided too.
     return Targets(advantages, weights, returns, 0.0 if config.kl.placement == "reward" else coef / scale)
 
 
-TargetTensors = tuple[Tensor, Tensor, Tensor, float]  # advantages, weights, returns; what advantages were divided by
+TargetTensors = tuple[Tensor, Tensor, Tensor, float]  # advantages, weights, returns, divisor of the advantages
 
 
 def _critic_targets(
@@ -59,7 +59,7 @@ def _critic_targets(
 
 
 def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig, _: Reduce) -> TargetTensors:
-    """By the other responses to the prompt; advantages stay in units of the shaped score (or of its group's spread)."""
+    """With the other responses to a prompt; advantages keep the unit of the shaped score (or its group's spread)."""
     figures = (rollout.shaped_scores, coef * kl, rollout.mask, rollout.scored, config.rollout.samples_per_prompt)
     if config.ppo.advantage == "rloo":
         advantages, weights = rloo(*figures)
@@ -69,7 +69,7 @@ def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: Train
 
 
 def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:
-    """What each token pays in the reward, before beta: (B, T) nats; `gamma` is the discount of one step."""
+    """KL penalty of each token in the reward, before beta: (B, T) nats; `gamma` is the discount of one step."""
     if kl.placement == "loss":
         return torch.zeros_like(rollout.logprobs)
     if kl.placement == "rao_blackwell":
@@ -82,7 +82,7 @@ def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:
 class Losses(NamedTuple):
     """Weighted sums over the N tokens of a microbatch; scalars, the first two with gradients."""
 
-    policy: Tensor  # clipped surrogate, with the KL where it belongs into the loss
+    policy: Tensor  # clipped surrogate, plus the KL if it is in the loss
     value: Tensor
     approx_kl: Tensor  # of the policy to the one that sampled, nats
     clipped: Tensor  # tokens on whose ratio the clip was binding
@@ -98,9 +98,9 @@ def ppo_losses(
     config: TrainConfig,
     ref_logits: Callable[[Tensor], Tensor],
 ) -> Losses:
-    """Losses at the tokens of a microbatch, from the policy's `logits` there and `values` (N,), if it has any.
+    """Losses at the tokens of a microbatch, from the policy's `logits` there and `values` (N,), if there are any.
 
-    `ref_logits(numbers (n,)) -> (n, V)` gives the reference's, for the exact KL in the loss.
+    `ref_logits(numbers (n,)) -> (n, V)` returns the reference's logits, for the exact KL in the loss.
     Source: Schulman et al. 2017 (1707.06347); Ziegler et al. 2019 (1909.08593).
     """
     cfg, kl, temperature = config.ppo, config.kl, config.rollout.temperature

@@ -11,7 +11,7 @@ from torch import nn
 
 FUSED = ("cpu", "cuda")  # devices for which torch has AdamW in one kernel
 CONSTANT = "constant_rate"  # marks a group of tensors whose learning rate follows no schedule
-BUILT_IN_SIZE, BUILT_IN_RATE = 890_208, 2.0e-4  # the built-in policy, and what its runs were tuned at
+BUILT_IN_SIZE, BUILT_IN_RATE = 890_208, 2.0e-4  # parameters of the built-in policy, and its tuned rate
 LARGEST_RATE = 5.0e-4
 ADAPTER_FACTOR = 10.0
 
@@ -27,7 +27,7 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW over the trainable tensors, eps 1e-5 (Huang et al. 2022, detail 3); no decay on vectors.
 
-    `value` learns like the model. `critic`, which may be a part of it, keeps the constant rate `critic_rate`.
+    `value` has the settings of the model. `critic`, which may be a part of it, has the constant rate `critic_rate`.
     """
     apart = {id(p) for p in critic.parameters()} if critic is not None else set()
     groups: list[dict[str, Any]] = []
@@ -44,11 +44,11 @@ def adamw(
 
 
 def usual_learning_rate(parameters: int, *, adapter: bool) -> float:
-    """Learning rate of PPO that fits a policy of so many parameters, to two digits.
+    """Learning rate of PPO for a policy of this many parameters, to two digits.
 
-    It falls with the size to the power 0.6, a line through what is in use: 2e-4 at 0.9M (the built-in policy),
+    It falls with the size to the power 0.6, fitted to rates in common use: 2e-4 at 0.9M (the built-in policy),
     1.4e-5 at 124M (TRL, GPT-2), 3e-6 at 1B (Huang et al. 2024, 2403.17031), 5e-7 to 1e-6 at 7B (OpenRLHF, verl).
-    Smaller policies than those that were tried get no more than 5e-4. An adapter takes ten times as much
+    It is at most 5e-4, for smaller policies than those that were tried. An adapter takes ten times as much
     (Schulman et al. 2025, "LoRA Without Regret").
     """
     rate = min(LARGEST_RATE, BUILT_IN_RATE * (BUILT_IN_SIZE / parameters) ** 0.6)
@@ -58,7 +58,7 @@ def usual_learning_rate(parameters: int, *, adapter: bool) -> float:
 def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
     """Factor of the learning rate at `progress` in [0, 1]: constant, linear to 0, or half a cosine to 0.
 
-    `adaptive` is linear too: what it adapts is a factor of its own (`StepSize`).
+    `adaptive` is linear here: its adaptive factor is separate (`StepSize`).
 
     A pure function of progress, so a resumed run needs no schedule state.
     """
@@ -73,7 +73,7 @@ def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """The same learning rate for all groups but those that keep their own."""
+    """Set the learning rate of all groups, except those with their own."""
     for group in optimizer.param_groups:
         if not group.get(CONSTANT):
             group["lr"] = learning_rate

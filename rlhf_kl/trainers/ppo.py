@@ -46,11 +46,11 @@ class Update:
     losses: dict[str, Any]  # by their key in the row
     ceiling: CeilingResult
     alerts: list[str]
-    skipped: str | None = None  # why steps were left out: what was not finite
+    skipped: str | None = None  # the non-finite figure, if steps were skipped
 
 
 class PPOTrainer:
-    """The algorithm. It builds nothing, prints nothing and opens no file."""
+    """The PPO algorithm. It builds no objects, prints nothing and opens no file."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PPOTrainer:
         processes: Processes | None = None,
         spread: Sequence[nn.Module] = (),
     ) -> None:
-        """`reference` holds the states of the rollout made last; `features` are the critic's, where there is one.
+        """`reference` holds the states of the last rollout; `features` are those of the critic, if there is one.
 
         The optimizer comes with the peak learning rate. `spread`: models whose weights the processes share.
         """
@@ -76,7 +76,7 @@ class PPOTrainer:
         self.passes_agree = any(map(is_spread, model.trained))
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.minibatch_size)
         adaptive = config.ppo.lr_schedule == "adaptive" and controller.adjusts
-        self.farthest = 0.0  # KL to the policy that sampled at which an update was ended early
+        self.farthest = 0.0  # KL to the policy that sampled, when an update was stopped early
         self.step_size = StepSize(config.kl.target_value, config.updates) if adaptive else None
         section = config.kl.ceiling
         self.ceiling = Ceiling(
@@ -103,7 +103,7 @@ class PPOTrainer:
         losses, skipped = self.optimize(rollout, targets, step)  # 4. clipped epochs
         kl = self.mean_kl(rollout.exact_kl, rollout.mask)
         result, alerts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), []
-        if step > self.config.ppo.value_warmup:  # while the policy is frozen its KL tells nothing about beta
+        if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
             result = self.ceiling.hold(rollout, before, kl)
             self.controller.observe_update(result.kl_before, result.kl_after, result.kl_uncut)
             alerts = self.controller.update(kl.mean, self.config.rollout.batch_size)  # 5. move beta toward the target
@@ -124,7 +124,7 @@ class PPOTrainer:
         return float(self.processes.sum(float64(rollout.mask.sum()))) / self.config.rollout.batch_size
 
     def adapt_rate(self, step: int, result: CeilingResult, moved: float, growth: float) -> list[str]:
-        """Choose the rate of the next update, and tell the controller of it; the alerts of `StepSize`."""
+        """Choose the rate of the next update, and pass it to the controller; returns the alerts of `StepSize`."""
         before, alerts = self.rate(step), []
         if self.step_size is not None:
             cut = result.factor < 1.0
@@ -145,7 +145,7 @@ class PPOTrainer:
         totals = dict.fromkeys((*LOSSES, "grad_norm", "steps", "tokens"), 0.0)
         first_max, skipped, done = math.nan, None, 0
         self.farthest = 0.0
-        learning = self.features is None or step > cfg.value_warmup  # a critic needs nothing of the policy's epochs
+        learning = self.features is None or step > cfg.value_warmup  # a critic is not trained in the policy's epochs
         plan = list(self.minibatches(step)) if learning else []
         weights = [targets.weights[rows].sum() for rows in plan]
         counts = self.processes.sum(float64(torch.stack(weights))).tolist() if plan else []
@@ -182,8 +182,8 @@ class PPOTrainer:
     def minibatches(self, step: int) -> Iterator[Tensor]:
         """The rows of every minibatch of an update, epoch after epoch, each in an order of its own.
 
-        Each minibatch has one of every few neighbours in the global batch, so that all processes have as many rows
-        of it, and the minibatches are the same on any number of processes.
+        Each minibatch has one row from every few neighbours in the global batch. So all processes have equally many of
+        its rows, and the minibatches are the same on any number of processes.
         """
         size, here = self.config.minibatch_size, self.processes.rows(self.config.rollout.batch_size)
         several = self.config.rollout.batch_size // size
@@ -199,8 +199,8 @@ class PPOTrainer:
 
         `rows`: of the minibatch, those of this process; `tokens`: the weight of all of its tokens.
 
-        A step whose gradient is not finite is left out; so is one from where the policy is further than
-        `ppo.max_update_kl` from the one that sampled, and its norm is None.
+        A step with a non-finite gradient is skipped. So is a step of a policy that is further than
+        `ppo.max_update_kl` from the one that sampled; its norm is None.
         """
         cfg, device, together = self.config.ppo, rollout.mask.device, self.processes
 
@@ -208,7 +208,7 @@ class PPOTrainer:
             pieces = list(self.training_passes(rollout, rows, size))
             self.microbatch.largest = max(len(piece.ids) for piece in pieces)
             sums, largest = float64(torch.zeros(4, device=device)), torch.zeros((), device=device)
-            # Passes that count for nothing, so that all processes gather the layers as often.
+            # Passes with zero weight, so that all processes gather the layers equally often.
             idle = max(together.all(len(pieces))) - len(pieces) if self.passes_agree else 0
             for piece, weight in [*((piece, 1.0) for piece in pieces), *[(pieces[0], 0.0)] * idle]:
                 losses = self.losses(rollout, targets, piece)
@@ -219,7 +219,7 @@ class PPOTrainer:
                 largest = torch.maximum(largest, losses.max_logratio)
             return sums.tolist(), float(largest)
 
-        if self.passes_agree:  # where memory is full on one process, the others wait in its pass: the group ends
+        if self.passes_agree:  # if memory is full on one process, the others wait for its pass: all stop
             outcomes = together.all((*accumulate(self.microbatch.rows), self.microbatch.rows))
         else:
             fitted = partial(self.microbatch.fit, accumulate, self.optimizer.zero_grad)
@@ -259,7 +259,7 @@ class PPOTrainer:
         if self.config.ppo.microbatch_size is None:
             models = 2 if self.config.critic == "separate" else 1  # the value function is about as large
             most = tokens_of_a_pass(self.model.policy.module, device, self.config.run.dtype, models=models)
-        # Layers that compute their activations again keep no keys and values that rows could share; of those that are
+        # Layers that recompute their activations keep no keys and values that rows could share; of those that are
         # gathered for a pass, every process goes through each as often.
         share = not self.config.policy.gradient_checkpointing and not self.passes_agree
         return rollout.layout.passes(rows.tolist(), most_rows=size, most_tokens=most, share=share)
@@ -267,7 +267,7 @@ class PPOTrainer:
     def fit_critic(
         self, features: StateFeatures, rollout: RolloutBatch, targets: Targets, step: int
     ) -> tuple[float, bool]:
-        """Bring the critic towards the returns of this rollout; its loss before that, and whether all was finite."""
+        """Fit the critic to the returns of this rollout; returns its loss before that, and whether all was finite."""
         returns, kept = targets.returns[rollout.mask], features.kept
         if not bool(rollout.scored.all()):
             learned = targets.weights[rollout.mask] > 0
@@ -302,7 +302,7 @@ class PPOTrainer:
         A ratio estimator: prompts are the independent draws, so the standard error is taken between them.
         """
         each = self.config.rollout.samples_per_prompt
-        each = 1 if each == self.config.rollout.batch_size else each  # of one prompt alone its responses are
+        each = 1 if each == self.config.rollout.batch_size else each  # of a single prompt, its responses are
         sums = float64(torch.where(mask, kl, 0.0)).sum(1).view(-1, each).sum(1)
         sizes = float64(mask.sum(1) if self.config.kl.unit == "token" else mask.any(1)).view(-1, each).sum(1)
         terms = [sums, sizes, sums * sums, sums * sizes, sizes * sizes, torch.ones_like(sums)]
@@ -312,7 +312,7 @@ class PPOTrainer:
         return KLReading(mean, math.sqrt(residual) / size)
 
     def kl_now(self, rollout: RolloutBatch) -> KLReading:
-        """Mean KL of the policy as it is now, at the rollout's states."""
+        """Mean KL of the current policy at the rollout's states."""
         with whole(*self.spread):
             kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature)
         return self.mean_kl(kl, rollout.mask)

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy on responses alone: the prompt is read and not learned."""
+"""Next-token cross-entropy on responses only: the prompt is read but not learned."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlhf_kl.trainers.sft import negative_log_likelihood
 class ResponseObjective:
     """bos, prompt, response, eos; the response's tokens and the eos are learned.
 
-    The prompt's tokens are those of the prompt alone, as a rollout has them, whatever the tokenizer would make of
-    the place where both meet. A response too long for the context is cut, an example whose prompt fills it left out.
+    The prompt is tokenised alone, as in a rollout. A response too long for the context is cut. An example whose
+    prompt fills the context is left out.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ResponseObjective:
         else:
             response = encode(self.tokenizer, answered[len(asked) :], bos=False)
         ends = [i for i, token in enumerate(response) if token in self.eos_ids]
-        # A chat template ends a turn itself and may write a line break behind it, which no policy needs to learn.
+        # A chat template ends a turn itself and may add a line break, which a policy need not learn.
         return prompt, response[: ends[0] + 1] if ends else [*response, self.eos_ids[0]]
 
     def __len__(self) -> int:

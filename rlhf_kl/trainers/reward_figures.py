@@ -1,4 +1,4 @@
-"""What a reward model is worth on held-out data: accuracy, calibration, and where its scores lie."""
+"""Quality of a reward model on held-out data: accuracy, calibration, and the distribution of its scores."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CalibrationBin(NamedTuple):
 
 
 def calibration(log_odds: Tensor, right: Tensor) -> tuple[float, list[CalibrationBin]]:
-    """Expected calibration error of binary predictions, and the bins it is made of.
+    """Expected calibration error of binary predictions, and its bins.
 
-    `log_odds` (N,) of what was predicted, `right` (N,) bool whether that was so. Ten bins of equal width between
-    probability 0.5 and 1. Source: Guo et al. 2017 (1706.04599), equation 3.
+    `log_odds` (N,) of the predictions, `right` (N,) bool: whether the prediction was right. Ten bins of equal width
+    between probability 0.5 and 1. Source: Guo et al. 2017 (1706.04599), equation 3.
     """
     confidence = torch.sigmoid(log_odds.double().abs())
     place = ((confidence - 0.5) * 2 * BINS).long().clamp_max(BINS - 1)

@@ -1,9 +1,9 @@
-"""`ppo.lr_schedule: adaptive`: a factor on the learning rate, for a rate that no beta can make good.
+"""`ppo.lr_schedule: adaptive`: a factor on the learning rate, for a rate that no beta can correct.
 
-A rate that is too high moves the policy past the target in one update, and the noise of its steps is a KL that no
-beta takes back; one that is too low never arrives there. The rule is that of robotics PPO (Rudin et al. 2022,
-2109.11978, rsl_rl; torchrl's KLAdaptiveLR), which keep the KL between successive policies in a band. Here a rate is
-lowered at once where one update goes too far, and otherwise changed only where the controller of beta has failed.
+A rate that is too high moves the policy past the target in one update, and the noise of its steps adds a KL that no
+beta removes. With a rate that is too low the policy never reaches the target. The rule is that of robotics PPO (Rudin
+et al. 2022, 2109.11978, rsl_rl; torchrl's KLAdaptiveLR), which keeps the KL between successive policies in a band.
+Here the rate is lowered at once if one update goes too far. Otherwise it changes only if the controller has failed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of the policies of an update to the o
 PATIENCE = 4  # updates without success before the rate is changed, and between two changes
 OFF_TARGET = 0.25
 LEAST, LOWER, RAISE = 0.2, 0.5, (1.5, 5.0)  # factors of one change
-RISING = 1.02  # a beta that grows by more an update has not had its say yet
-IN_TIME = 6.0  # the target is to be reached in so small a share of the updates that are left
+RISING = 1.02  # while beta grows by more per update, it may still reach the target alone
+IN_TIME = 6.0  # the target should be reached within 1/IN_TIME of the remaining updates
 
 
 class StepSize:
@@ -29,17 +29,18 @@ class StepSize:
         self.target, self.updates = target, updates
         self.factor = 1.0
         self.seen: list[tuple[float, bool]] = []  # since the last change: x, and whether the ceiling cut the update
-        self.stuck = False  # at a bound, and said so
+        self.stuck = False  # at a bound, and reported
 
     def observe(
         self, update: int, kl: float, kl_uncut: float, *, moved: float, cut: bool, spent: bool, growth: float
     ) -> str:
         """After update number `update`, whose rollout had `kl` and which led to `kl_uncut` at the same states.
 
-        `moved`: the mean KL to the policy that sampled, over the optimizer's steps, which shows what moved sideways
-        too; it grows with the square of the rate. `cut`: the ceiling shortened the update. `spent`: a lower beta
-        would not carry the policy farther. `growth`: beta of the next update over this one's. Returns an alert
-        where the factor has changed or, once, where its bound keeps it from changing; else nothing.
+        `moved`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
+        constant KL to the reference; it grows with the square of the rate. `cut`: the ceiling shortened the update.
+        `spent`: a lower beta would not move the policy farther. `growth`: beta of the next update over this one's.
+
+        Returns an alert if the factor has changed or, once, if its bound keeps it from changing; else an empty text.
         """
         if not (math.isfinite(kl) and math.isfinite(kl_uncut)):
             return ""
@@ -61,7 +62,7 @@ class StepSize:
             way, reach = 1.0 - there, (there - recent[0][0]) / PATIENCE * (self.updates - update) / IN_TIME
             if way > reach:
                 needed = way / max(reach, 1e-9)
-                words = f"at this rate the target takes more than a {IN_TIME:.0f}th of the updates that are left"
+                words = f"at this rate the target takes more than 1/{IN_TIME:.0f} of the remaining updates"
                 # The nearer the target, the smaller the change: by then a slow stretch may be noise.
                 return self._change(min(max(needed, RAISE[0]), max(RAISE[0], RAISE[1] ** way)), words)
         return ""
@@ -71,11 +72,11 @@ class StepSize:
         self.seen = []
         if self.factor != before:
             self.stuck = False
-            return f"learning-rate-changed: {why}: it goes on with {self.factor:.3g} times the schedule's"
-        told, self.stuck = self.stuck, True
+            return f"learning-rate-changed: {why}: it is now {self.factor:.3g} times the schedule's rate"
+        reported, self.stuck = self.stuck, True
         side, limit = ("raise", "highest") if by > 1.0 else ("lower", "lowest")
         words = f"learning-rate-at-bound: {why}, with the {limit} factor {self.factor:g}: {side} ppo.learning_rate"
-        return "" if told else words
+        return "" if reported else words
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""

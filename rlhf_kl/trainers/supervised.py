@@ -18,22 +18,22 @@ from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
 
 
 class Objective(Protocol):
-    """What is trained: rows of data, and the loss on some of them."""
+    """A training task: rows of data, and the loss on some of them."""
 
     def __len__(self) -> int:
         """Number of rows."""
         ...
 
     def size(self, row: int) -> int:
-        """Length of a row in tokens: rows of near-equal length go together."""
+        """Length of a row in tokens: rows of near-equal length share a pass."""
         ...
 
     def weight(self, row: int, /) -> float:
-        """What the row counts in a mean: its scored tokens, or 1."""
+        """Weight of the row in a mean: its scored tokens, or 1."""
         ...
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
-        """Summed loss of some rows, and sums for the log."""
+        """Summed loss of some rows, and sums of the logged metrics."""
         ...
 
 
@@ -75,7 +75,7 @@ class SupervisedTrainer:
         every = self.batch(step)
         rows = every[self.processes.rows(len(every))]
         lengths = [self.objective.size(row) for row in rows]
-        # Half a step in, so that the first step of a warm-up is not taken at rate 0.
+        # In the middle of the step, so that the first step of a warm-up does not have rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
         weight = sum(self.objective.weight(row) for row in every)
@@ -103,7 +103,7 @@ class SupervisedTrainer:
             self.skipped = 0
         else:
             self.skipped += 1
-            alerts.append("step-skipped: the gradient was not finite, nothing was learned from it")
+            alerts.append("step-skipped: the gradient was not finite, so the step changed nothing")
         self.optimizer.zero_grad()
         figures = {name: value / weight for name, value in totals.items()}
         return figures | {
@@ -113,7 +113,7 @@ class SupervisedTrainer:
         }
 
     def batch(self, step: int) -> list[int]:
-        """Rows of a step: a function of seed and step alone."""
+        """Rows of a step: a function of the seed and the step only."""
         epoch, place = divmod(step - 1, self.per_epoch)
         order = shuffled(len(self.objective), self.seed, "epoch", epoch).tolist()
         size = self.settings.batch_size

@@ -192,7 +192,7 @@ def test_scores_that_are_all_cut_off_are_an_error(train: Train, tmp_path: Path) 
     (tmp_path / "high.py").write_text(
         "def score(prompts, responses):\n    return [100.0 + len(r) for r in responses]\n"
     )
-    with pytest.raises(InputError, match=r"cut off at 5, every one of 64 .* set reward.normalize"):
+    with pytest.raises(InputError, match=r"clipped at 5, all 64 .* set reward.normalize"):
         train(tmp_path / "run", f"reward={{kind: '{tmp_path}/high.py:score', normalize: false}}")
 
 
@@ -210,7 +210,7 @@ def test_scores_that_the_clip_cuts_off_are_told_at_the_start(
 def test_scores_that_the_prompt_alone_decides_say_nothing_of_beta(train: Train, tmp_path: Path) -> None:
     (tmp_path / "asked.py").write_text("def score(prompts, responses):\n    return [float(p < 'b') for p in prompts]\n")
     reward = f"reward={{kind: '{tmp_path}/asked.py:score', missing_eos_penalty: 0}}"
-    with pytest.raises(InputError, match=r"kl.controller.coef: auto finds none: .* constant.*; give a number"):
+    with pytest.raises(InputError, match=r"kl.controller.coef: auto fails: .* constant.*; set a number"):
         train(tmp_path / "run", reward, "kl.controller.coef=auto")
 
 

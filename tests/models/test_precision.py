@@ -180,7 +180,7 @@ def test_a_model_that_ignores_padding_is_refused(
     model = shifted(-100.0)
     ignore(model, name)
     check_head(model, "policy.model")
-    with pytest.raises(GuardStop, match="does not honour attention_mask and position_ids"):
+    with pytest.raises(GuardStop, match="does not use attention_mask and position_ids correctly"):
         start(model, prompts_of(*TEXTS), dtype)
 
 

@@ -131,7 +131,7 @@ def test_the_scale_is_fitted_to_the_samples_and_penalties_come_off() -> None:
 
 def test_scores_that_all_lie_at_the_clip_teach_nothing() -> None:
     samples = samples_of([11.0, 12.0, 13.0])
-    with pytest.raises(InputError, match="cut off at 10, every one of 3 reference samples scores 10: set"):
+    with pytest.raises(InputError, match="clipped at 10, all 3 reference samples have the score 10: set"):
         samples.shaped(ScoreShaping(clip=10.0), normalize=False)
 
 
@@ -139,7 +139,7 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     coef, note = gaussian.solve(0.5)
     assert coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
     assert note == ""
-    with pytest.raises(InputError, match="coef: auto finds none: within a prompt"):
+    with pytest.raises(InputError, match="coef: auto fails: within a prompt"):
         ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
 
 
