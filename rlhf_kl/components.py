@@ -18,7 +18,7 @@ from rlhf_kl.errors import InputError
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that is closest to `word`, or has it as its initials (lr: learning_rate); else None."""
+    """The name closest to `word`, or with `word` as its initials (lr: learning_rate); else None."""
     by_lower = {name.lower(): name for name in names}
     for name in by_lower:
         if "_" in name and word.lower() == "".join(part[:1] for part in name.split("_")):
@@ -28,7 +28,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
-    """ "; did you mean X?", or the valid names where nothing is close (empty if there are none)."""
+    """ "; did you mean X?", or the valid names if none is close (empty if there are none)."""
     names = sorted(names)
     close = nearest(word, names)
     if close is not None:
@@ -43,7 +43,7 @@ def is_reference(text: str) -> bool:
 
 
 def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
-    """The existing file of a "file.py:attribute", tried from each folder in `search`; else None."""
+    """The existing file of a "file.py:attribute", looked for in each folder in `search`; else None."""
     name = ref.rpartition(":")[0]
     if not name.endswith(".py"):
         return None
@@ -57,9 +57,9 @@ def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
 def load_attribute(ref: str, *, search: Sequence[Path]) -> Any:
     """The object that `ref` names. Runs the code of its module.
 
-    ref: "module:attribute" (modules in the working directory too) or "file.py:attribute" (tried from each folder
+    ref: "module:attribute" (modules in the working directory too) or "file.py:attribute" (looked for in each folder
         in `search`).
-    Raises InputError: no such file, module or attribute, or the code raised while being imported.
+    Raises InputError: no such file, module or attribute, or an error in the imported code.
     """
     source, _, attribute = ref.rpartition(":")
     if source.endswith(".py"):
@@ -88,7 +88,7 @@ def _on_path(*folders: Path) -> Iterator[None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Run the file as a module of its own, once per content."""
+    """Run the file as a separate module, once per content."""
     try:
         source = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Memory that is full: how each device says so, and batches that are halved until they fit."""
+"""Full memory: detects it on each device, and halves batches until they fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED", "Stora
 
 
 def memory_is_full(error: BaseException) -> bool:
-    """Whether an error says that memory, of whatever device, is full. torch is not imported for it."""
+    """Whether an error means that the memory of a device is full. Does not import torch."""
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     if isinstance(error, OSError):
@@ -26,7 +26,7 @@ def memory_is_full(error: BaseException) -> bool:
 
 
 def free_cached_memory() -> None:
-    """Let go of what the GPU's allocator keeps; call it outside of the handler, which holds the failed tensors."""
+    """Free the cache of the GPU's allocator; call it outside of the handler, which holds the failed tensors."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -34,7 +34,7 @@ def free_cached_memory() -> None:
 
 @contextlib.contextmanager
 def memory_for(work: str, change: str) -> Iterator[None]:
-    """Errors: MemoryFull, with what may be changed, where `work` does not fit. Decorates a function too."""
+    """Errors: MemoryFull, with the advice `change`, if `work` does not fit. Decorates a function too."""
     try:
         yield
     except Exception as error:
@@ -44,10 +44,9 @@ def memory_for(work: str, change: str) -> Iterator[None]:
 
 
 def fitting_batches(total: int, rows: int, work: Callable[[int, int], Result], change: str) -> Iterator[Result]:
-    """`work(start, stop)` for rows 0 to `total`, `rows` at a time: half as many from where they do not fit on.
+    """`work(start, stop)` for rows 0 to `total`, `rows` at a time: half as many after they do not fit.
 
-    For work on rows that do not depend on each other. Errors: MemoryFull, with `change`, where a single row does
-    not fit.
+    For work on independent rows. Errors: MemoryFull, with `change`, if a single row does not fit.
     """
     start = 0
     while start < total:

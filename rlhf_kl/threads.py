@@ -1,4 +1,4 @@
-"""Threads of OpenMP, which torch computes with on a CPU: how long they wait busily, and how many there are."""
+"""Threads of OpenMP, which torch uses on a CPU: how long they spin while they wait, and their number."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NUMBER = "OMP_NUM_THREADS"
 
 
 def wait_without_spinning() -> bool:
-    """Let threads that wait for each other sleep after a moment; returns whether that was set.
+    """Let waiting threads sleep after a moment; returns whether that was set.
 
-    Call it before torch is imported. By default they spin for milliseconds: beside another run on the same cores a
-    thread then keeps busy the core that the thread it waits for needs. Left alone where the user has set one of the
+    Call it before torch is imported. By default they spin for milliseconds: with another run on the same cores, a
+    waiting thread then blocks the core that the other thread needs. Does nothing if the user has set one of the
     variables.
     """
     if any(os.environ.get(name) for name in OURS_TO_SET):
@@ -24,7 +24,7 @@ def wait_without_spinning() -> bool:
 
 
 def keep_threads(saved: str | None) -> None:
-    """As many threads as before, where this machine has the cores and the user sets no number: sums stay the same."""
+    """Use as many threads as before, if this machine has the cores and the user sets no number: sums stay the same."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The batches that flow between the parts."""
+"""The batches that the parts of the program exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Prompt(str):
     """A prompt's text, with the row of the data set that it came from."""
 
     row: Mapping[str, Any]
-    messages: tuple[tuple[str, str], ...]  # (role, content), where the row has a conversation; else none
+    messages: tuple[tuple[str, str], ...]  # (role, content), if the row has a conversation; else empty
 
     def __new__(
         cls, text: str, row: Mapping[str, Any] | None = None, messages: Sequence[tuple[str, str]] = ()
@@ -45,9 +45,9 @@ class Response(str):
 
 
 class RewardFn(Protocol):
-    """Scores responses: one finite number per response, or None for one that it cannot score.
+    """Scores responses: one finite number per response, or None for a response that it cannot score.
 
-    A `Prompt` brings its row of the data set.
+    A `Prompt` has its row of the data set.
     """
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float | None]: ...
@@ -105,12 +105,12 @@ class RolloutBatch:
     logprob_variance: Tensor  # (B, T) the same of log pi
     values: Tensor  # (B, T) of the state before each token
     scores: Tensor  # (B,) raw
-    shaped_scores: Tensor  # (B,) normalised, clipped, penalties taken off
+    shaped_scores: Tensor  # (B,) normalised, clipped, minus penalties
     ended: Tensor  # (B,) bool, True = the response has an EOS
     prompts: list[str]  # B texts
-    responses: list[str]  # B texts, special tokens left out
-    score_terms: dict[str, Tensor] = field(default_factory=dict)  # of a sum, what each term adds: (B,) by name
-    penalties: dict[str, Tensor] = field(default_factory=dict)  # taken from the score: (B,) by name
+    responses: list[str]  # B texts, without special tokens
+    score_terms: dict[str, Tensor] = field(default_factory=dict)  # contribution of each term of a sum: (B,) by name
+    penalties: dict[str, Tensor] = field(default_factory=dict)  # subtracted from the score: (B,) by name
     scored: Tensor = None  # type: ignore[assignment]  # (B,) bool, False = the reward gave None: score 0; default all
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class RolloutBatch:
         return len(self.response_ids)
 
     def cpu(self) -> RolloutBatch:
-        """The same on the CPU."""
+        """A copy on the CPU."""
         moved: dict[str, Any] = {
             column.name: value.cpu()
             for column in fields(self)
@@ -161,5 +161,5 @@ class RolloutBatch:
 
     @cached_property
     def layout(self) -> Layout:
-        """How to pass over the rows."""
+        """The layout of the rows for forward passes."""
         return Layout(self.input_ids, self.prompt_ids.shape[1], self.prompt_mask.sum(1), self.lengths)

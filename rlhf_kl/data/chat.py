@@ -17,28 +17,28 @@ def is_conversation(value: Any) -> bool:
 
 
 class Conversation(Prompt):
-    """A prompt of several turns. As a text, which reward functions see, it is one paragraph a turn: "user: ..."."""
+    """A prompt of several turns. Its text, for reward functions, has one paragraph per turn: "user: ..."."""
 
     def __new__(cls, messages: Sequence[tuple[str, str]], row: Mapping[str, Any] | None = None) -> Conversation:
         text = "\n\n".join(f"{role}: {content}" for role, content in messages)
         return cast(Conversation, super().__new__(cls, text, row, messages))
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.messages, self.row  # for copies
+        return self.messages, self.row  # for copy and pickle
 
 
 def with_row(text: str, row: Mapping[str, Any], *, messages: bool = False) -> Prompt:
-    """The prompt with its row of the data set; `messages`: there it is a conversation, even if of a single turn."""
+    """The prompt with its row of the data set; `messages`: the row has a conversation, perhaps of a single turn."""
     if isinstance(text, Conversation):
         return Conversation(text.messages, row)
     return Prompt(text, row, (("user", text),) if messages else ())
 
 
 def split_conversation(messages: Messages) -> tuple[str | None, str | None] | None:
-    """The prompt before the last answer, and that answer; each None where there is none.
+    """The prompt before the last answer, and that answer; None for each that is missing.
 
-    A single turn of the user is a plain text, a longer prompt a `Conversation`: a system message, perhaps,
-    then user and assistant in turn. None for any other shape, and for content that is no text.
+    A single user turn is a plain text. A longer prompt is a `Conversation`: an optional system message, then user and
+    assistant in turn. None for any other shape, and for content that is not text.
     """
     turns = [(m.get("role"), m.get("content")) for m in messages]
     if not all(isinstance(role, str) and isinstance(content, str) for role, content in turns):
@@ -57,7 +57,7 @@ def split_conversation(messages: Messages) -> tuple[str | None, str | None] | No
 def chat_prompt(tokenizer: Any, prompt: str, system: str | None = None) -> str:
     """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
 
-    `system` goes in front, unless a `Conversation` brings a system message of its own.
+    `system` comes first, unless a `Conversation` has its own system message.
     """
     return _apply(tokenizer, _turns(prompt, system), answer=True)
 
@@ -82,6 +82,6 @@ def _turns(prompt: str, system: str | None) -> list[dict[str, str]]:
 def _apply(tokenizer: Any, messages: list[dict[str, str]], *, answer: bool) -> str:
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
-    except Exception as error:  # the template is somebody's code
+    except Exception as error:  # the template is other people's code
         raise InputError(f"chat template: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     return text

@@ -1,6 +1,6 @@
 """Rows from .jsonl .json .csv .parquet .txt files, each problem named with its file and line.
 
-Read here and not by the datasets library, which raises StopIteration for an empty file, accepts mixed types
+Not read with the datasets library, which raises StopIteration for an empty file, accepts mixed types
 and gives no line numbers.
 """
 
@@ -17,7 +17,7 @@ from rlhf_kl.errors import InputError
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-MAX_CHARACTERS = 10_000_000  # in one text; a longer one is no document but a broken file
+MAX_CHARACTERS = 10_000_000  # in one text; a longer one is a broken file
 
 
 def load_rows(ref: str, split: str, key: str) -> list[Row]:
@@ -33,7 +33,7 @@ def load_rows(ref: str, split: str, key: str) -> list[Row]:
 
 
 def is_file_name(ref: str) -> bool:
-    """Whether a data reference names a local file, existing or not, and no hub id or folder."""
+    """Whether a data reference names a local file (existing or not), not a hub id or folder."""
     path = Path(ref)
     return not path.is_dir() and (path.is_file() or ref.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES)
 
@@ -47,7 +47,7 @@ def read_rows(path: Path, key: str) -> list[Row]:
         raise InputError(f"{key}: no such file: {path}")
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError(f"{key}: {path}: unknown kind of file, one of {' '.join(SUFFIXES)}")
+        raise InputError(f"{key}: {path}: unknown file type, use one of {' '.join(SUFFIXES)}")
     if suffix == ".parquet":
         return _read_parquet(path, key)
     try:
@@ -61,12 +61,12 @@ def read_rows(path: Path, key: str) -> list[Row]:
 
 
 def text_column(ref: str, column: str) -> str:
-    """The column that holds the text: in a .txt file always `text`, else `column`."""
+    """The column of the text: `text` for a .txt file, else `column`."""
     return "text" if ref.lower().endswith(".txt") else column
 
 
 def checked_text(value: Any, where: str) -> str:
-    """A value that is usable text. Errors: InputError for another type, a broken character, or no sane length."""
+    """A value that is usable text. Errors: InputError for another type, an invalid character, or too much text."""
     if not isinstance(value, str):
         raise InputError(f"{where} is {'null' if value is None else type(value).__name__}, not text")
     if len(value) > MAX_CHARACTERS:
@@ -100,7 +100,7 @@ def _csv(text: str, where: str) -> Iterator[Row]:
         if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
             raise InputError(f"{where}: its header names {twice[0]!r} more than once")
         for row in reader:
-            if None in row:  # where DictReader puts the cells that have no column
+            if None in row:  # DictReader's key for cells without a column
                 cells = len(names) + len(row[None])
                 raise InputError(f"{where}: line {reader.line_num}: {cells} cells for {len(names)} columns")
             yield row

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, or of a folder with the same layout, as rows."""
+"""Rows of data sets from the Hugging Face hub, or from a folder with the same layout."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def silent(datasets: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _offline(datasets: Any, offline: bool) -> Iterator[None]:
-    """Where the hub cannot be reached, read from the cache, without a retry for each file."""
+    """If the hub cannot be reached, read from the cache, without a retry for each file."""
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or offline
     try:
@@ -65,5 +65,5 @@ def _reason(error: Exception, split: str, reachable: bool) -> str:
         names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
         return f"has no split {split!r}{suggestion(split, names)}"
     if not reachable:
-        return "nothing of that name here, the hub cannot be reached and its cache does not hold it"
+        return "no local folder of that name, the hub cannot be reached, and its cache does not contain it"
     return f"cannot be read: {text}"

@@ -1,4 +1,4 @@
-"""Prompts in an endless order that depends on the seed and the step alone."""
+"""Prompts in an endless order that depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.types import PromptBatch
 
-CHARACTERS_PER_TOKEN = 64  # a text with more than this for each token of room is too long, and not encoded
+CHARACTERS_PER_TOKEN = 64  # a text with more than this for each free token is too long, and not encoded
 
 
 @dataclass(frozen=True)
 class PromptFormat:
     """How a prompt becomes tokens."""
 
-    chat: bool = False  # as a turn of the user, in the tokenizer's chat template
+    chat: bool = False  # as a user turn in the tokenizer's chat template
     system: str | None = None
-    first_tokens: int | None = None  # keep only so many from its beginning
+    first_tokens: int | None = None  # keep only this many from its start
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts that can be answered: texts as reward functions see them, and the tokens the policy sees."""
+    """Usable prompts: texts for reward functions, and tokens for the policy."""
 
     texts: list[str]
     rows: list[list[int]]
-    note: str = ""  # what was left out
+    note: str = ""  # about prompts that were left out
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -70,7 +70,7 @@ def prepare_prompts(
 
 
 def _beginnings(texts: Sequence[str], tokenizer: Any, count: int) -> list[str]:
-    # The first tokens lie within a few characters each; a long text is not read to its end.
+    # A token has few characters, so a long text is not read to its end.
     rows = encode_all(tokenizer, [text[: count * CHARACTERS_PER_TOKEN] for text in texts], bos=False)
     cut: list[str] = tokenizer.batch_decode([row[:count] for row in rows], clean_up_tokenization_spaces=False)
     return [
@@ -82,8 +82,8 @@ def _beginnings(texts: Sequence[str], tokenizer: Any, count: int) -> list[str]:
 class PromptStream:
     """Tokenised prompts, shuffled anew in each pass.
 
-    Two runs with one seed see the same prompts in the same order, whatever else differs, and a resumed run
-    goes on where it stopped: the order is a function of the step.
+    Two runs with the same seed use the same prompts in the same order, and a resumed run continues where it stopped:
+    the order depends only on the seed and the step.
     """
 
     def __init__(

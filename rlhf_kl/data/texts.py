@@ -25,7 +25,7 @@ class Example(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """One comparison of two responses to a prompt, as texts that are joined without a separator."""
+    """A prompt with a preferred and another response; the texts are joined without a separator."""
 
     prompt: str
     chosen: str
@@ -40,9 +40,9 @@ class Labelled(NamedTuple):
 
 
 def read_texts(rows: Sequence[Row], text_column: str, template: str | None, where: str) -> list[str]:
-    """One text a row: a column, or a template filled from several.
+    """One text per row: a column, or a template filled from several columns.
 
-    Errors: InputError for no rows, a missing column, or an entry that is no text.
+    Errors: InputError for no rows, a missing column, or an entry that is not text.
     """
     return _read_each(rows, where, lambda row, place: _text(row, text_column, template, place))[0]
 
@@ -50,12 +50,12 @@ def read_texts(rows: Sequence[Row], text_column: str, template: str | None, wher
 def read_prompts(
     rows: Sequence[Row], prompt_column: str, template: str | None, where: str, *, chat: bool
 ) -> tuple[list[Prompt], int]:
-    """One prompt a row, of a conversation the part before its last answer; and how many rows were left out.
+    """One prompt per row (of a conversation, the part before its last answer), and the number of rows left out.
 
-    Each brings its row, whose columns reward functions may read.
+    Each prompt has its row, whose columns reward functions may read.
 
-    Left out are conversations of several turns where there is no chat template to write them (`chat`), and those
-    of another shape. Errors: InputError as `read_texts`.
+    Left out are conversations of several turns without a chat template (`chat`), and those of another shape.
+    Errors: InputError as in `read_texts`.
     """
 
     def read(row: Row, place: str) -> Prompt | None:
@@ -79,10 +79,10 @@ def read_examples(
     *,
     chat: bool = False,
 ) -> tuple[list[Example], int]:
-    """Prompts with their responses, and how many rows were left out.
+    """Prompts with their responses, and the number of rows left out.
 
-    Left out are conversations of several turns where there is no chat template to write them (`chat`), and those
-    that do not end with an answer.
+    Left out are conversations of several turns without a chat template (`chat`), and those that do not end with an
+    answer.
     """
 
     def read(row: Row, place: str) -> Example | None:
@@ -106,11 +106,11 @@ def read_pairs(
     *,
     chat: bool = False,
 ) -> tuple[list[Pair], int]:
-    """Preference pairs, and how many rows were left out.
+    """Preference pairs, and the number of rows left out.
 
-    Left out are the same response twice, responses to different prompts, and conversations of several turns where
-    there is no chat template to write them (`chat`).
-    Without a prompt column the common beginning of both responses is the prompt.
+    Left out are pairs of equal responses, responses to different prompts, and conversations of several turns without
+    a chat template (`chat`).
+    Without a prompt column, the common beginning of both responses is the prompt.
     """
 
     def read(row: Row, place: str) -> Pair | None:
@@ -129,7 +129,7 @@ def read_pairs(
 
 
 def read_labels(rows: Sequence[Row], text: str, label: str, where: str) -> list[Labelled]:
-    """Texts with their numbers; true and false count as 1 and 0. Errors: InputError for a label that is no number."""
+    """Texts with their numbers; true and false count as 1 and 0. Errors: InputError if a label is not a number."""
 
     def read(row: Row, place: str) -> Labelled:
         value = column(row, label, place)
@@ -145,7 +145,7 @@ def read_labels(rows: Sequence[Row], text: str, label: str, where: str) -> list[
 
 
 def _read_each(rows: Sequence[Row], where: str, read: Callable[[Row, str], T | None]) -> tuple[list[T], int]:
-    """`read(row, place)` of every row, and how many were None. Errors: InputError where nothing is left."""
+    """`read(row, place)` of every row, and the number of None. Errors: InputError if nothing is left."""
     if not rows:
         raise InputError(f"{where}: holds no rows")
     items = [item for i, row in enumerate(rows, 1) if (item := read(row, f"{where}: row {i}")) is not None]
@@ -178,13 +178,13 @@ def _prompt_of(row: Row, name: str | None, template: str | None, before: str | N
         if before is not None:
             return before
         if name is None:
-            raise InputError(f"{place}: has no prompt: name its column, or bring conversations")
+            raise InputError(f"{place}: has no prompt: name its column, or use conversations")
         if is_conversation(column(row, name, place)):
             turn = split_conversation(row[name])
-            return None if turn is None or turn[1] is not None else turn[0]  # the answer has a column of its own
+            return None if turn is None or turn[1] is not None else turn[0]  # the answer is in another column
     return _text(row, name or "", template, place)
 
 
 def _writable(prompt: str | None, *, chat: bool) -> str | None:
-    """None for a conversation of several turns where there is no chat template."""
+    """None for a conversation of several turns without a chat template."""
     return None if isinstance(prompt, Conversation) and not chat else prompt

@@ -27,23 +27,23 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
     The KL is that of the policy which sampled the rollout, before its first optimizer step, over all processes:
     the mean over the rollout's microbatches of their token means. GRPO: k3 as TRL logs it (`kl`). RLOO: TRL logs
     k1, whose noise would be most of what a controller sees; k3 is computed from the same log-probs and logged
-    beside it (`kl_budget/k3`). Both trainers read `beta` at every loss (GRPO) or rollout (RLOO), `args.beta` only
-    when they are made.
+    beside it (`kl_budget/k3`). Both trainers read `beta` at every loss (GRPO) or rollout (RLOO), but `args.beta` only
+    at their creation.
 
-    Logged by the trainer's own trackers, a row each rollout: `kl_budget/kl` and `kl_budget/target` (nats in
+    The trainer's trackers log, for each rollout: `kl_budget/kl` and `kl_budget/target` (nats in
     `unit`), `kl_budget/beta` (used in this rollout), `kl_budget/beta_next`. Saved in every checkpoint and restored
     by `trainer.train(resume_from_checkpoint=...)`.
     """
 
     def __init__(self, trainer: Any, controller: GuardedController, target: float, unit: str, log_only: bool) -> None:
-        """Use `attach`, which checks its arguments and the trainer."""
+        """Use `attach` instead, which checks its arguments and the trainer."""
         self.trainer, self.controller = trainer, controller
         self.target, self.unit, self.log_only = target, unit, log_only
         self.kl = Entries(trainer, log_k3(trainer) if estimate_of(trainer) == "k1" else "kl")
         self.lengths = Entries(trainer, "completions/mean_length")
         self.rollout_microbatches = trainer.args.steps_per_generation * trainer.num_iterations
-        self.window_start = 0  # the first microbatch since the policy moved
-        self.fresh: list[float] = []  # KL of microbatches whose policy has not moved since it sampled them
+        self.window_start = 0  # the first microbatch since the policy changed
+        self.fresh: list[float] = []  # KL of microbatches whose policy has not changed since it sampled them
         self.fresh_rollout = 0
         self.length = 0.0
         self.rate: float | None = None  # the learning rate of the last rollout's steps
@@ -64,8 +64,8 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         unit: "token" or "sequence" (a token's KL times the mean completion length).
         controller: a built-in's name, "module:Class", "file.py:Class", a class, or an object with `coef` and
             `update(kl, episodes)`. All but an object start at the trainer's beta and take `options`.
-        log_only: log the beta that would follow each rollout and leave the trainer's as it is.
-        Raises InputError with everything that stands in the way, each with its mend.
+        log_only: log the beta that would follow each rollout, without changing the trainer's.
+        Raises InputError with every problem and how to fix it.
         """
         found = problems(trainer, target, unit, attached=_attached(trainer))
         if found:
@@ -81,7 +81,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         return budget
 
     def describe(self) -> str:
-        """One line: which KL is held where, and how far beta may go."""
+        """One line: which KL is held at which target, and the bounds of beta."""
         estimate = "k3"
         if self.kl.name == "kl":
             weighted = self.trainer.args.use_bias_correction_kl
@@ -93,7 +93,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         )
 
     def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """Restore what a checkpoint holds, if training resumes from one."""
+        """Restore the saved state, if training resumes from a checkpoint."""
         self.window_start = self.trainer._step
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
@@ -103,8 +103,8 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = saved["attributes"]
         if (saved["target"], saved["unit"]) != (self.target, self.unit):
             raise InputError(
-                f"kl-budget: the checkpoint held {saved['target']:g} nats per {saved['unit']}, this run "
-                f"{self.target:g} per {self.unit}: attach with the former, or start anew from the checkpoint's weights"
+                f"kl-budget: the checkpoint held {saved['target']:g} nats per {saved['unit']}, this run has "
+                f"{self.target:g} per {self.unit}: attach with the saved target, or start a new run from the weights"
             )
         try:
             self.controller.load_state_dict(saved["controller"])
@@ -124,13 +124,13 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
             if not self.fresh:
                 raise InputError(
                     f"kl-budget: {type(self.trainer).__name__} logged no {self.kl.name!r} for a rollout, so there is "
-                    "nothing to hold: use TRL's GRPOTrainer or RLOOTrainer, or log it in your _compute_loss"
+                    "no KL to control: use TRL's GRPOTrainer or RLOOTrainer, or log it in your _compute_loss"
                 )
             self._update()
             self.fresh, self.fresh_rollout = [], rollout
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         kept = {
             "target": self.target,
             "unit": self.unit,
@@ -140,7 +140,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {"args": {}, "attributes": kept}
 
     def _read(self) -> None:
-        """Take the KL of the microbatch that has just ended, if its policy is still the one that sampled it."""
+        """Record the KL of the last microbatch, if the policy is still the one that sampled it."""
         last = self.trainer._step - 1
         entries, lengths = self.kl.new(), self.lengths.new()
         if lengths:
@@ -161,7 +161,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.rate = rate
         after = self.controller.coef
         if self.controller.adjusts and after in (self.controller.min_coef, self.controller.max_coef):
-            self._warn(f"beta-at-bound: beta {after:g} is as far as it may go, at a KL of {kl:.4g}")
+            self._warn(f"beta-at-bound: beta {after:g} is at its bound, at a KL of {kl:.4g}")
         figures = {"kl": kl, "target": self.target, "beta": beta, "beta_next": after}
         for name, value in figures.items():
             self.trainer._metrics["train"][f"kl_budget/{name}"].append(value)
@@ -172,7 +172,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.trainer.beta = self.controller.coef
 
     def _warn(self, message: str) -> None:
-        """Once for each name, the word before the colon."""
+        """Warn once per name (the word before the colon)."""
         name = message.partition(":")[0]
         if name not in self.warned and self.trainer.accelerator.is_main_process:
             logger.warning("kl-budget: %s", message)

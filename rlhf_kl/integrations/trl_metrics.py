@@ -1,4 +1,4 @@
-"""What TRL's trainers measure: their metrics as they arrive, and k3 where they log the noisier k1."""
+"""Reads the metrics of TRL's trainers, and adds k3 if they log the noisier k1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_kl.ops.kl import k3
 
 
 class Entries:
-    """What a trainer has added to one of its training metrics since the last look; its log empties them."""
+    """New values of one of a trainer's training metrics since the last read; the trainer's log clears them."""
 
     def __init__(self, trainer: Any, name: str) -> None:
         self.trainer, self.name = trainer, name

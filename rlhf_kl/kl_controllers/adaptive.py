@@ -1,4 +1,4 @@
-"""The default: learn during the run how its KL depends on beta, and choose beta accordingly."""
+"""The default: learns during the run how the KL depends on beta, and chooses beta accordingly."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ FIRST_STEP = 1.65  # paces: Adam's first steps have no momentum to build up
 PACE_BOUNDS = (1e-4, 0.5)
 SAMPLING_NOISE = 0.3  # of x measured on a single response
 NOISE_RATE = 0.1  # of learning the noise from how far measurements lie from their predictions
-JUMP = 0.3  # no noise is this large: a rollback, or a batch of other prompts
+JUMP = 0.3  # too large for noise: a rollback, or a batch of other prompts
 JUMP_DEVIATIONS = 4.0  # standard deviations, where the noise is larger
-FARTHEST = 100.0  # beyond it a KL is far too high, by how much makes no difference
-RESTRAINT = 0.03  # what a change of log beta by 1 costs beside a step that misses by so many paces
+FARTHEST = 100.0  # larger KLs are treated as equal
+RESTRAINT = 0.03  # cost of a change of log beta by 1, relative to a step error in paces
 SHRINKAGE = 0.3  # of a gap to the target that is small beside its own uncertainty
-SPENT = 0.95  # of the pace: where the drive reaches it, a lower beta brings no more
+SPENT = 0.95  # share of the pace: above it, a lower beta has no further effect
 CANDIDATES = 61  # changes of log beta that are compared
 
 
 class AdaptiveKL(KLController):
     """Predictive control of x = sqrt(KL/target), the policy's distance from its reference.
 
-    A step of x carries momentum (Adam's, and that of values which were fitted to the old beta) and is driven by the
-    balance of penalty and score. Whitened advantages and Adam bound the drive on both sides:
+    A step of x carries momentum (that of Adam, and of values fitted to the old beta). Its drive is the balance of
+    penalty and score. Whitened advantages and Adam bound the drive on both sides:
 
         step_k = m step_{k-1} - (1 - m) a tanh(s log x_k + log(beta_k / b))
 
     b is the beta that holds the target and a the pace. Both differ from run to run and b wanders, so the controller
-    keeps a belief about the pair (`Belief`) and learns from every step it observes. The next beta is the one whose
-    expected squared distance to the x a share `approach` nearer to 1 is least: an uncertain belief makes it careful
-    by itself, and where no beta would change the step, beta stays. log beta changes by -down to up per update.
+    keeps a belief about the pair (`Belief`) and learns from every step it observes. The wanted x is a share
+    `approach` nearer to 1. The next beta is the one with the least expected squared distance to it: so an uncertain
+    belief leads to careful changes, and if no beta would change the step, beta stays. log beta changes
+    by -down to up per update.
 
-    `observe_update` gets the KL before and after the update at the same states: the step without the noise of
-    sampling. Where it is not called, steps are differences of successive measurements. The distance itself is a
-    Kalman filter's: each measurement counts by its noise, which is learned, beside the distance that was predicted.
+    `observe_update` gets the KL before and after the update at the same states: the step without sampling noise.
+    If it is not called, steps are differences of successive measurements. A Kalman filter
+    estimates the distance itself from the prediction and the measurement, whose noise is learned.
 
-    It follows that a cold start needs no holding, since a KL on its way up is predicted and not taken for an error;
-    that the first steps correct a starting beta which is wrong by a factor of ten; that an update which a ceiling
-    cut still counts with its full length; and that nothing integrates an error. The first update starts where a KL
-    has no gradient, so it shows the pace and nothing of b.
+    Consequences: a cold start needs no special rule, since a rising KL is predicted and is not an error. The first
+    steps correct a starting beta that is wrong by a factor of ten. An update that a ceiling has cut still counts with
+    its full length. No error is integrated. The first update starts where the KL has no gradient, so it shows the
+    pace but nothing about b.
     """
 
     model = StepModel()
@@ -72,13 +73,13 @@ class AdaptiveKL(KLController):
         self.variance = 0.0  # of that prediction
         self.noise: float | None = None  # variance of a measured x
         self.step = 0.0  # the last change of x, before any cut
-        self.observed: tuple[float, float] | None = None  # this update's step: without any cut, and with it
-        self.unobserved: tuple[float, float, float, float] | None = None  # where a step began that nothing measured
+        self.observed: tuple[float, float] | None = None  # this update's step: without and with a cut
+        self.unobserved: tuple[float, float, float, float] | None = None  # the start of a step that was not measured
         self.updates = 0
 
     @cached_property
     def _belief(self) -> Belief:
-        """Made at its first use: it needs numpy, which checking a config does not."""
+        """Created at its first use, since it needs numpy, which the check of a config does not."""
         from rlhf_kl.kl_controllers.belief import Belief
 
         return Belief(self.model, self.start_coef, self.min_coef, self.max_coef, USUAL_PACE)
@@ -140,14 +141,14 @@ class AdaptiveKL(KLController):
         super().load_state_dict({name: value for name, value in state.items() if name != "belief"})
         self._belief.pace = float(state["belief"]["pace"])
         self._belief.probabilities = np.array(state["belief"]["probabilities"])
-        low, high = state["belief"]["log_holding"]  # of the run that saved it: another start has another grid
+        low, high = state["belief"]["log_holding"]  # of the run that saved it: the grid depends on the start
         self._belief.log_holding = np.linspace(low, high, len(self._belief.probabilities))
 
     def _distance_of(self, kl: float) -> float:
         return min(math.sqrt(max(kl, 0.0) / self.target), FARTHEST)
 
     def _locate(self, measured: float, episodes: int) -> float:
-        """The distance of the policy that has sampled, from what was predicted and what was measured."""
+        """The distance of the policy that has sampled, from the prediction and the measurement."""
         noise = SAMPLING_NOISE**2 / max(1, episodes) if self.noise is None else self.noise
         error = 0.0 if self.distance is None else measured - self.distance
         expected = self.variance + noise
@@ -167,7 +168,7 @@ class AdaptiveKL(KLController):
 
     def _learn(self, step: float, at: Situation, added_variance: float = 0.0) -> None:
         belief = self._belief
-        first = self.updates <= 1  # of an unobserved one too: the next update learns it before it counts itself
+        first = self.updates <= 1  # also of an unobserved one: the next update learns it before it counts itself
         guess = clip(abs(step) / FIRST_STEP, *PACE_BOUNDS)
         if guess > belief.pace or (first and at.distance < JUMP):
             belief.pace = guess
@@ -180,7 +181,7 @@ class AdaptiveKL(KLController):
         gap = 1.0 - at.distance
         wanted = self.approach * gap**3 / (gap**2 + SHRINKAGE * self.variance)
         width = (self.down + self.up) / (CANDIDATES - 1)
-        moves = sorted([0.0, *(i * width - self.down for i in range(CANDIDATES))], key=abs)  # of equals the least
+        moves = sorted([0.0, *(i * width - self.down for i in range(CANDIDATES))], key=abs)  # ties: the smallest
         if self._belief.drive_share(at) > SPENT:
             moves = [move for move in moves if move >= 0.0]
 

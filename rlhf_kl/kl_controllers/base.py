@@ -8,7 +8,7 @@ import math
 from collections import deque
 from typing import Any, ClassVar
 
-COEF_SPAN = (1e-3, 1e3)  # bounds of beta over its start, where none are written
+COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
 
 
 def require_number(name: str, value: object) -> float:
@@ -37,7 +37,7 @@ def require_fraction(name: str, value: object) -> float:
 def resolve_bounds(coef: float, low: float | None, high: float | None) -> tuple[float, float]:
     """The bounds of a beta that starts at `coef`; None = COEF_SPAN times it. A constant 0 has none.
 
-    Raises ValueError where they are not above 0, in the wrong order, or leave `coef` outside.
+    Raises ValueError if they are not above 0, in the wrong order, or exclude `coef`.
     """
     if coef == 0.0:
         return 0.0, math.inf
@@ -58,7 +58,7 @@ class KLController:
     """Moves `coef` (beta) so that the policy's KL to its reference stays at a target.
 
     A subclass writes `update`; any other class with `coef` and `update(kl, episodes)` is a controller too.
-    Options are keyword arguments; `factory.CONTROLLER_PROVIDED` names those that the run fills in.
+    Options are keyword arguments; `factory.CONTROLLER_PROVIDED` names those that the run sets.
     The KL is in nats, in the unit of the target.
     """
 
@@ -77,16 +77,16 @@ class KLController:
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         """Use the exact KL at the rollout's states before and after the policy update; called before `update`.
 
-        Nats in the target's unit. `kl_uncut` is what it would be after the whole update where the ceiling cut it,
-        and equals `kl_after` elsewhere. The states are the same: the difference has no noise of sampling.
+        Nats in the target's unit. `kl_uncut` is the KL after the whole update if the ceiling cut it,
+        else equal to `kl_after`. The states are the same, so the difference has no sampling noise.
         """
 
     def observe_rate(self, factor: float) -> None:
-        """The learning rate of the next update is `factor` times that of the last one: so is the policy's step."""
+        """The learning rate of the next update is `factor` times that of the last one, and so is the policy's step."""
 
     @property
     def spent(self) -> bool:
-        """Whether a lower beta would not carry the policy farther from its reference."""
+        """Whether a lower beta would not move the policy farther from its reference."""
         return self.coef <= self.min_coef
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
@@ -94,7 +94,7 @@ class KLController:
         return math.inf, math.inf
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
-        """Lowest and highest coef that `updates` updates of `batch_size` episodes can arrive at."""
+        """Lowest and highest coef that `updates` updates of `batch_size` episodes can reach."""
         fall, rise = (min(step * updates, 700.0) if updates else 0.0 for step in self.log_steps(batch_size))
         return (
             max(self.min_coef, self.coef * math.exp(-fall)),

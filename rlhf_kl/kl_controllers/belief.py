@@ -11,7 +11,7 @@ from rlhf_kl.kl_controllers.step_model import Situation, StepModel
 
 Floats = npt.NDArray[np.float64]
 
-GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; wider bounds than the points can cover make the steps longer
+GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; if the bounds are wider than the points cover, the steps are longer
 PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta
 PACES = np.array([0.25, 0.5, 1.0, 2.0, 4.0])  # multiples of the guess
 NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm

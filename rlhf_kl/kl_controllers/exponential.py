@@ -8,7 +8,7 @@ from rlhf_kl.kl_controllers.base import KLController, require_fraction, require_
 class ExponentialKL(KLController):
     """beta *= exp(gain * (KL - target)), the KL optionally smoothed: m = s*m + (1-s)*KL, m_1 = KL_1.
 
-    The exponentiated-gradient form of dual ascent, as tutorials print it with gain 0.1. The error is in
+    The exponentiated-gradient form of dual ascent, in tutorials with gain 0.1. The error is in
     nats, so a gain is right for one unit and target only: 0.1 against an error of 0.1 nats moves beta by
     1 % per update.
     """

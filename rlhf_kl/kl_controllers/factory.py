@@ -1,4 +1,4 @@
-"""The one place that builds controllers: their names, the options that the program fills in, the bounds of beta."""
+"""Builds all controllers: their names, the options that the program sets, the bounds of beta."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CONTROLLERS: dict[str, type[KLController]] = {
 SYNONYMS = {"static": "fixed"}
 RENAMED = {"proportional": "ziegler"}
 
-# Options that the program fills in where a class takes them and the user writes none.
+# Options that the program sets if a class takes them and the user does not set them.
 CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
 BOUNDS = {"min_coef", "max_coef"}  # of beta; the program keeps them for every class
-COEF_WITHOUT_SCORES = 0.1  # `coef: auto` where no scores are known
+COEF_WITHOUT_SCORES = 0.1  # `coef: auto` without scores
 
 
 def adjusts(kind: str) -> bool:
-    """Whether the beta of this kind of controller depends on the KL; of a user's own it is assumed."""
+    """Whether the beta of this kind of controller depends on the KL; assumed for a user's own class."""
     known = CONTROLLERS.get(stored_name(kind))
     return known is None or known.adjusts
 
@@ -58,9 +58,9 @@ def build_controller(
     """The controller `kind(**options)`, guarded.
 
     kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
-    options: those that the user wrote. A `coef` among them is the starting beta and must lie inside the bounds,
+    options: those of the user. A `coef` among them is the starting beta and must lie inside the bounds,
     `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
-    The other arguments are passed on where the class takes them and the options leave them out; None = not known.
+    The other arguments are passed on if the class takes them and the options do not set them; None = not known.
     `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit. `hide`: see
     `GuardedController`.
     Raises ValueError and TypeError: no such kind, or values that the class refuses.
@@ -85,7 +85,7 @@ def build_controller(
 
 
 def builtin_controller(name: str) -> type[KLController]:
-    """The built-in of this name. Raises ValueError where there is none."""
+    """The built-in controller of this name. Raises ValueError if there is none."""
     if stored_name(name) not in CONTROLLERS:
         raise ValueError(f"no controller is called {name!r}; available: {', '.join(CONTROLLERS)}")
     return CONTROLLERS[stored_name(name)]
@@ -93,7 +93,7 @@ def builtin_controller(name: str) -> type[KLController]:
 
 @cache
 def stored_name(kind: str) -> str:
-    """The name that a kind is stored under; the first use of a name that was changed leaves a note on stderr."""
+    """The stored name of a kind; the first use of an old name prints a note on stderr."""
     if kind in RENAMED:
         print(f"note: the KL controller {kind!r} is called {RENAMED[kind]!r} now", file=sys.stderr)
     return (SYNONYMS | RENAMED).get(kind, kind)

@@ -17,7 +17,7 @@ class FixedKL(KLController):
         self.coef = float(coef)
 
     def update(self, kl: float, episodes: int) -> None:
-        """Nothing moves."""
+        """Changes nothing."""
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         return self.coef, self.coef

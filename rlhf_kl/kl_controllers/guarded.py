@@ -20,14 +20,14 @@ from rlhf_kl.kl_controllers.base import (
 
 
 class GuardedController:
-    """A controller whose beta no measurement and no plugin can break; the trainer uses it through this class.
+    """Protects a run against invalid measurements and faulty controllers; the trainer uses controllers through it.
 
-    A missing or non-finite KL moves nothing. Where an update makes coef non-finite, zero or negative, coef and
-    the controller's state go back to what they were. Bounds: the narrower of those given and the controller's own;
+    A missing or non-finite KL changes nothing. If an update makes coef non-finite, zero or negative, coef and
+    the controller's state are restored. Bounds: the narrower of those given and the controller's own;
     without either they are relative to the starting coef (`base.COEF_SPAN`).
 
-    `raised` is a factor on top of the law, whose own coef it leaves alone: a law that computes its beta from the
-    number of episodes alone would forget a raise of its coef at its next update.
+    `raised` is a factor on the controller's coef, which itself does not change: a controller that computes beta from
+    the number of episodes only would overwrite a raised coef at its next update.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class GuardedController:
         wanted: float | None = None,
         hide: Callable[[str], str] = str,
     ) -> None:
-        """`wanted`: the coef that was found for the start, where the bounds have moved it.
+        """`wanted`: the computed starting coef, if the bounds have changed it.
 
-        `hide` takes out of a message of the controller's own code what nobody may read.
+        `hide` removes secrets from a message of the controller's own code.
         """
         if not hasattr(controller, "coef") or not callable(getattr(controller, "update", None)):
             raise ValueError(f"{type(controller).__name__} needs `coef` and `update(kl, episodes)`")
@@ -60,13 +60,13 @@ class GuardedController:
 
     @property
     def adjusts(self) -> bool:
-        """Whether beta answers to the KL: not where it is 0, constant or scheduled."""
+        """Whether beta depends on the KL: not if it is 0, constant or scheduled."""
         return bool(getattr(self.controller, "adjusts", True)) and self._coef > 0.0
 
     def update(self, kl: float | None, episodes: int) -> list[str]:
         """Move coef after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
 
-        Returns alerts, each `name: what happened`. Errors: InputError where the controller's own code fails.
+        Returns alerts, each `name: what happened`. Errors: InputError if the controller's own code fails.
         """
         if kl is None or not math.isfinite(kl):
             return [f"kl-not-finite: measured KL is {kl}; coef stays at {self._coef:.6g}"]
@@ -89,7 +89,7 @@ class GuardedController:
         return []
 
     def raise_coef(self, factor: float) -> bool:
-        """Multiply coef by `factor` (a rollback) for the rest of the run, inside the bounds; whether it moved."""
+        """Multiply coef by `factor` (a rollback) for the rest of the run, inside the bounds; returns if it changed."""
         before, self._coef = self._coef, min(self._coef * factor, self.max_coef)
         if self._coef > before:
             self.raised *= self._coef / before
@@ -97,7 +97,7 @@ class GuardedController:
 
     @property
     def needs_update_kl(self) -> bool:
-        """Whether the controller uses `observe_update`, whose figures cost a measurement."""
+        """Whether the controller uses `observe_update`, which needs a measurement."""
         own = getattr(type(self.controller), "observe_update", KLController.observe_update)
         return own is not KLController.observe_update
 
@@ -108,15 +108,15 @@ class GuardedController:
                 self.controller.observe_update(float(kl_before), float(kl_after), float(kl_uncut))
 
     def observe_rate(self, factor: float) -> None:
-        """`KLController.observe_rate`, where there is one; a rate of 0, or one that does not change, is not told."""
-        told = getattr(self.controller, "observe_rate", None)
-        if callable(told) and factor > 0.0 and factor != 1.0:
+        """`KLController.observe_rate`, if there is one; not called for a factor of 0 or 1."""
+        observe = getattr(self.controller, "observe_rate", None)
+        if callable(observe) and factor > 0.0 and factor != 1.0:
             with self._own_code("observe_rate"):
-                told(float(factor))
+                observe(float(factor))
 
     @property
     def spent(self) -> bool:
-        """Whether a lower beta would not carry the policy farther from its reference, or cannot be had."""
+        """Whether a lower beta would not move the policy farther from its reference, or is out of bounds."""
         return not self.adjusts or bool(getattr(self.controller, "spent", self._coef <= self.min_coef))
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ class GuardedController:
             raise InputError(f"{where} raised {self.hide(f'{type(error).__name__}: {error}')}") from error
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
-        """Lowest and highest coef this run can arrive at, as far as the controller knows."""
+        """Lowest and highest coef that this run can reach, as far as the controller knows."""
         reach = getattr(self.controller, "reach", None)
         low, high = reach(updates, batch_size) if callable(reach) else (0.0, math.inf)
         low, high = (clip(self.raised * coef, self.min_coef, self.max_coef) for coef in (low, high))
@@ -142,7 +142,7 @@ class GuardedController:
         low, high = self.reach(updates, batch_size)
         if self.wanted is not None and not self.min_coef <= self.wanted <= self.max_coef:
             warnings.append(
-                f"coef-moved: auto found beta {self.wanted:.4g}, and kl.controller.min_coef and max_coef allow "
+                f"coef-moved: auto found beta {self.wanted:.4g}, but kl.controller.min_coef and max_coef allow "
                 f"{self.min_coef:.4g} to {self.max_coef:.4g}: it starts at {self._coef:.4g}"
             )
         if self.adjusts and low * 2 > self._coef and high < 2 * self._coef:
@@ -152,7 +152,7 @@ class GuardedController:
                 f"to between {low:.4g} and {high:.4g}"
             )
         if unsaved := self.unsaved():
-            warnings.append(f"controller-state: {', '.join(unsaved)} cannot be saved; add state_dict")
+            warnings.append(f"controller-state: {', '.join(unsaved)} cannot be saved; define state_dict")
         return warnings
 
     def unsaved(self) -> list[str]:
@@ -197,6 +197,6 @@ class GuardedController:
 
 
 def _own(controller: Any, name: str) -> Any:
-    """A bound that the controller has itself; None where it has none, or an infinite one."""
+    """A bound of the controller itself; None if it has none, or an infinite one."""
     value = getattr(controller, name, None)
     return None if value is None or math.isinf(float(value)) else value

@@ -12,8 +12,8 @@ class PIDKL(KLController):
 
     m is the smoothed KL. Source: Stooke, Achiam & Abbeel 2020 (2007.03964), section 5, there on the
     multiplier itself; here on its logarithm, so that beta stays positive and a gain means a relative
-    change. `rate` limits |change of log beta| per update. Anti-windup: the sum stands still while a bound
-    or the rate limit holds the output back and the error pushes further that way. Cold start: the KL
+    change. `rate` limits |change of log beta| per update. Anti-windup: the sum does not change while a bound
+    or the rate limit restricts the output and the error has the same direction. Cold start: the KL
     begins at 0 whatever beta is, so for the first `hold` updates an error below zero changes nothing.
     """
 

@@ -1,4 +1,4 @@
-"""beta as a function of progress, blind to the KL."""
+"""beta as a function of progress, independent of the KL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScheduledKL(KLController):
         self.total_episodes = require_positive("total_episodes", total_episodes)
         self.episodes_seen = 0
         self.coef = self.start_coef
-        # Around both ends: nothing of what is written is cut off, and a rollback can raise it.
+        # Around both ends: the whole schedule is inside the bounds, and a rollback can raise it.
         low, high = sorted((self.start_coef, self.end_coef))
         self.min_coef, self.max_coef = COEF_SPAN[0] * low, COEF_SPAN[1] * high
 

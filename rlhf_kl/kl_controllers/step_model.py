@@ -1,4 +1,4 @@
-"""How a policy's distance from its reference moves in one update, as `AdaptiveKL` models it."""
+"""Model of the change of a policy's distance from its reference in one update, for `AdaptiveKL`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Situation(NamedTuple):
-    """Where a policy update begins."""
+    """The start of a policy update."""
 
     distance: float  # x = sqrt(KL/target)
     step: float  # of x in the update before
@@ -24,4 +24,4 @@ class StepModel(NamedTuple):
     noise: float = 0.25  # of a step measured at the rollout's own states, in paces
     wander: float = 0.125  # share of the belief that moves to either neighbour on the grid of log b every update
     pace_spread: float = 0.5  # of log a around its first guess
-    tails: float = 8.0  # degrees of freedom of Student's t: an odd update proves little
+    tails: float = 8.0  # degrees of freedom of Student's t: an outlier has little weight

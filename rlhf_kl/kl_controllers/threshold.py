@@ -1,4 +1,4 @@
-"""Three states: too far, too near, leave alone."""
+"""Changes beta by a factor if the KL leaves a band around the target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_kl.kl_controllers.base import KLController, require_positive
 
 
 class ThresholdKL(KLController):
-    """KL > high * target: beta *= factor; KL < low * target: beta /= factor; between them nothing.
+    """KL > high * target: beta *= factor; KL < low * target: beta /= factor; between them no change.
 
     The rule tutorials use for the KL to the reference, with 1.5, 0.5 and factor 1.5. (The KL penalty of
     Schulman et al. 2017, section 4, has this form for old policy against new: 1.5, 1/1.5, factor 2.)

@@ -1,4 +1,4 @@
-"""The best policy a KL budget allows, from scores of reference samples alone.
+"""The best policy for a KL budget, from scores of reference samples only.
 
 The optimum of E[score] - beta * KL(pi || ref) is the tilt pi* = ref * exp(score / beta) / Z (Korbak et al.
 2022, 2205.11275; Rafailov et al. 2023, appendix A.1). With n samples of the reference and weights
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-MIN_ESS = 30.0  # below this the weights sit on a few samples and both figures come out too low
+MIN_ESS = 30.0  # below this, a few samples have most of the weight, and both figures are too low
 
 
 class Tilt(NamedTuple):
@@ -25,12 +25,12 @@ class Tilt(NamedTuple):
 
 class Solution(NamedTuple):
     coef: float
-    tilt: Tilt  # at the smallest trusted coef when extrapolated
+    tilt: Tilt  # at the smallest reliable coef if extrapolated
     extrapolated: bool
 
     @property
     def note(self) -> str:
-        """One line where the figure is extrapolated and not measured; empty elsewhere."""
+        """One line if the figure is extrapolated; empty if it is measured."""
         if not self.extrapolated:
             return ""
         return (
@@ -40,12 +40,12 @@ class Solution(NamedTuple):
 
 
 def centre_groups(scores: Sequence[float], groups: Sequence[Hashable], *, scale: bool = False) -> list[float]:
-    """Scores less the mean of their group (a group = the responses to one prompt).
+    """Scores minus the mean of their group (a group = the responses to one prompt).
 
-    Only the spread within a prompt can be bought with KL. The rest of a group of m is scaled by
+    A policy can only use the differences within a prompt. The rest of a group of m is scaled by
     sqrt(m / (m - 1)), which keeps the within-group variance right when m is small. Groups of one have
-    no spread and are left out, unless there are no others: then the common mean is taken off.
-    scale: divide them by their group's standard deviation, where it has one.
+    no spread and are left out, unless there are no others: then the common mean is subtracted.
+    scale: divide them by their group's standard deviation, if it has one.
     """
     if len(scores) != len(groups):
         raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
@@ -86,8 +86,8 @@ def tilted(scores: Sequence[float], coef: float) -> Tilt:
 def solve_tilt(scores: Sequence[float], target_kl: float, *, min_ess: float = MIN_ESS) -> Solution:
     """The coef whose tilt has `target_kl` nats per sequence, by bisection in log(coef).
 
-    Where the effective sample size would fall below `min_ess`, goes on from the last trusted point by the
-    Gaussian law KL ~ 1/coef^2, which errs on the careful side (a larger coef) when scores saturate.
+    If the effective sample size would fall below `min_ess`, extrapolates from the last reliable point with the
+    Gaussian rule KL ~ 1/coef^2, which gives a larger (safer) coef when scores saturate.
     Raises ValueError for a target that is not positive, or scores that are constant or too few.
     """
     if not (math.isfinite(target_kl) and target_kl > 0.0):
@@ -95,7 +95,7 @@ def solve_tilt(scores: Sequence[float], target_kl: float, *, min_ess: float = MI
     mean = math.fsum(scores) / max(1, len(scores))
     spread = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / max(1, len(scores)))
     if not spread > 1e-12 * max(1.0, abs(mean)):
-        raise ValueError("scores are constant: no beta changes anything")
+        raise ValueError("scores are constant, so beta has no effect")
     if len(scores) <= min_ess:
         raise ValueError(f"{len(scores)} scores are too few for an effective sample size of {min_ess:g}")
     low, high = math.log(spread) - 15.0, math.log(spread) + 15.0
@@ -113,7 +113,7 @@ def solve_tilt(scores: Sequence[float], target_kl: float, *, min_ess: float = MI
 
 
 def gain_at_kl(scores: Sequence[float], kl: float, *, min_ess: float = MIN_ESS) -> float | None:
-    """Upper limit of the score gain at `kl` nats per sequence; None where the samples are too few."""
+    """Upper limit of the score gain at `kl` nats per sequence; None if the samples are too few."""
     if not math.isfinite(kl) or len(scores) <= min_ess:
         return None
     if kl <= 0.0:

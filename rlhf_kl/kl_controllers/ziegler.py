@@ -13,8 +13,8 @@ class ZieglerKL(KLController):
     Source: Ziegler et al. 2019 (1909.08593), section 2.2, with clip_error 0.2 and horizon 10000. On
     log(beta) it is a pure integrator: late and overshooting. The horizon must fit the run: 10000 lets a
     run of 6400 episodes move beta by 1.14x at most. `auto` is total_episodes / 20, at least one batch.
-    One departure: a single update multiplies beta by 1/2 to 2 at the utmost, since the law as printed
-    turns beta negative once n exceeds horizon / clip_error.
+    One departure: a single update multiplies beta by at least 1/2 and at most 2, since the published
+    rule makes beta negative once n exceeds horizon / clip_error.
     """
 
     state_names = ("coef",)

@@ -1,4 +1,4 @@
-"""A key-value cache for decoding: room is reserved once, and rows that are done leave it."""
+"""A key-value cache for decoding: space is reserved once, and finished rows are removed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 class ReservedLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer, (B, heads, length, size) each, written in place.
 
-    The usual layer copies everything it holds with each new token.
+    The usual layer copies all its content for each new token.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Takes over what a layer holds, with room for `length` tokens in all."""
+        """Takes the content of a layer, with space for `length` tokens in total."""
         super().__init__()
         self.lazy_initialization(keys, values)
         self.room = [
@@ -44,9 +44,9 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def reserve(cache: Any, length: int) -> bool:
-    """Give every layer of a cache that a model has just filled room for `length` tokens.
+    """Reserve space for `length` tokens in every layer of a cache that a model has just filled.
 
-    Returns whether that was possible; a cache of another kind (sliding windows, recurrent states) stays as it is.
+    Returns whether that was possible; a cache of another kind (sliding windows, recurrent states) is not changed.
     """
     if type(cache) is not DynamicCache:
         return False
@@ -57,5 +57,5 @@ def reserve(cache: Any, length: int) -> bool:
 
 
 def attends_to_everything(config: Any) -> bool:
-    """Whether every layer of a model looks at all tokens behind it, and at no window of them."""
+    """Whether every layer of a model attends to all previous tokens, without a window."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)

@@ -1,4 +1,4 @@
-"""A value function on what frozen models make of a state."""
+"""A value function on features of a state from frozen models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ WIDTH = 128
 
 
 class FeatureCritic(nn.Module):
-    """A small network that reads frozen features of a state and says the score to come.
+    """A small network that predicts the final score from frozen features of a state.
 
-    The features never change, so a rollout's are computed once, and fitting costs next to nothing beside an epoch
-    of the policy; the policy carries no gradient of the value. Starts from `mean` everywhere, the score that the
-    reference gets, and learns in units of `scale`.
+    The features never change, so they are computed once per rollout, and fitting costs little compared with an epoch
+    of the policy. The policy gets no gradient from the value. Initially it predicts `mean`, the mean score of the
+    reference, everywhere; it learns in units of `scale`.
     """
 
     def __init__(self, size: int, mean: float, scale: float, seed: int) -> None:
@@ -23,7 +23,7 @@ class FeatureCritic(nn.Module):
         super().__init__()
         self.size, self.mean, self.scale = size, mean, scale
         self.inner, self.outer = nn.Linear(size, WIDTH), nn.Linear(WIDTH, 1)
-        noise = generator(seed, "critic")  # the library's own generator is not touched
+        noise = generator(seed, "critic")  # the global generator is not used
         with torch.no_grad():
             self.inner.weight.normal_(0.0, size**-0.5, generator=noise)
             for zero in (self.inner.bias, self.outer.weight, self.outer.bias):

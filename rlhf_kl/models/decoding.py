@@ -1,4 +1,4 @@
-"""Token by token: temperature only, no top-k, no top-p, or the KL would be wrong."""
+"""Sampling token by token, with temperature only: top-k or top-p would make the KL wrong."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rlhf_kl.ops.float64 import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
 
-STOP_TEST_EVERY = {"cpu": 1, "cuda": 4}  # steps; asking a GPU which rows are done makes it wait
-COMPACT_BELOW = 0.8  # share of unfinished rows at which the finished ones leave the batch
+STOP_TEST_EVERY = {"cpu": 1, "cuda": 4}  # steps; reading the finished rows from a GPU makes it wait
+COMPACT_BELOW = 0.8  # share of unfinished rows below which the finished ones are removed from the batch
 
 
 class Decoder(Protocol):
-    """A model that is advanced token by token."""
+    """A model that decodes token by token."""
 
     def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]:
-        """Hidden states (B, H) behind the prompts, the cache to go on from, and its mask."""
+        """Hidden states (B, H) after the prompts, the cache to continue from, and its mask."""
         ...
 
     def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Hidden states (b, H) behind tokens (b, n), and the cache."""
+        """Hidden states (b, H) after tokens (b, n), and the cache."""
         ...
 
     def logits(self, hidden: Tensor) -> Logits:
@@ -37,8 +37,8 @@ class Decoder(Protocol):
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling: ids (B,) and their log-probs (B,) from logits (B, V) and numbers in [0, 1) (B,).
 
-    The token is where the cumulative probability first exceeds the number: one random number a token, so
-    runs with the same seed see the same noise whatever their policies do.
+    The token is where the cumulative probability first exceeds the number: one random number per token, so
+    runs with the same seed use the same noise for any policy.
     """
     logp = torch.log_softmax(logits.float() / temperature, -1)
     cumulative = float64(logp.exp()).cumsum(-1)
@@ -97,12 +97,12 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
 
 
 def _until_stop(drawn: list[tuple[Tensor, Tensor, Tensor]], rows: int, stops: Tensor, pad_id: int) -> Sampled:
-    """Responses from the tokens of each step: what comes behind a row's first stop is left out."""
+    """Responses from the tokens of each step: tokens after a row's first stop token are left out."""
     ids = torch.full((rows, len(drawn)), pad_id, dtype=torch.long, device=stops.device)
     logprobs = torch.zeros(ids.shape, device=stops.device)
     for column, (live, tokens, chosen) in enumerate(drawn):
         ids[live, column], logprobs[live, column] = tokens, chosen
-    stop = torch.isin(ids, stops)  # a pad token may be one, but stands behind the first only
+    stop = torch.isin(ids, stops)  # a pad token may be a stop token, but comes only after the first one
     mask = stop.long().cumsum(1) - stop.long() == 0
     length = int(mask.sum(1).max())
     ids, logprobs = ids.masked_fill(~mask, pad_id), logprobs.masked_fill(~mask, 0.0)

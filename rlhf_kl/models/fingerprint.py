@@ -1,4 +1,4 @@
-"""Fingerprints of models and texts, to notice a change."""
+"""Fingerprints of models and texts, to detect a change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all tensors, wherever they lie."""
+    """SHA-256 over the names, types, shapes and bytes of all tensors, on any device."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())

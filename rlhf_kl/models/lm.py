@@ -1,8 +1,8 @@
 """The one interface to a causal language model: sample from it, or read it at chosen states.
 
-Precision and memory are decided here and nowhere else. The layers run under autocast where a run asks for bfloat16;
+Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16;
 their hidden states become float32, and the LM head runs in float32 outside of autocast: the logits of a real model
-stand far from 0 (GPT-2's at -70), where bfloat16 has steps of 0.5. Logits exist a bounded chunk at a time.
+are far from 0 (GPT-2's near -70), where bfloat16 has steps of 0.5. Logits are computed one bounded chunk at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Trunk(Protocol):
-    """A causal transformer without its head: what a reward model or a separate value function reads."""
+    """A causal transformer without its head: used by reward models and separate value functions."""
 
     @property
     def module(self) -> nn.Module:
@@ -58,20 +58,20 @@ class LM(Trunk, Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Logits:
-        """Logits at hidden states (N, H) that were kept: the price of the head alone."""
+        """Logits at stored hidden states (N, H): costs only a pass of the head."""
         ...
 
 
 class TransformersTrunk(nn.Module):
-    """A `Trunk` over a model of transformers, by its own forward pass.
+    """A `Trunk` over a transformers model, through the model's forward pass.
 
-    Rows begin at column 0. Attention is causal, so what stands behind a row's last token needs no hiding.
+    Rows begin at column 0. Attention is causal, so padding after a row's last token needs no mask.
     """
 
     def __init__(
         self, model: Any, dtype: torch.dtype = torch.float32, active: Context = contextlib.nullcontext
     ) -> None:
-        """`dtype` of the layers' computation; `active`: a context that every pass runs in (an adapter's switch)."""
+        """`dtype`: of the layers' computation; `active`: a context for every pass (the switch of an adapter)."""
         super().__init__()
         self.model, self.dtype, self.active = model, dtype, active
 
@@ -104,7 +104,7 @@ class TransformersTrunk(nn.Module):
     def _read(self, ids: Tensor) -> Tensor:
         """Hidden states (B, L, H) of rows that begin at column 0."""
         with recomputing(self.model):
-            # A mask of ones: some models guess one from the ids where none is given.
+            # A mask of ones: without a mask, some models guess one from the ids.
             output = self.whole.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
@@ -124,12 +124,12 @@ class TransformersTrunk(nn.Module):
         return torch.cat([last.unsqueeze(1), output.last_hidden_state], 1)
 
     def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]:
-        """Hidden states (B, H) behind the prompts of the rows, the cache to go on from, and its mask (B, C + R).
+        """Hidden states (B, H) after the prompts of the rows, the cache to continue from, and its mask (B, C + R).
 
-        What prompts have in common goes through the layers once; its keys and values are copied to the rows.
+        The common part of prompts goes through the layers once; its keys and values are copied to the rows.
         """
         if not attends_to_everything(self.whole.config):
-            prompts = prompts.without_prefix()  # padding behind the prefix would count in a layer's window
+            prompts = prompts.without_prefix()  # padding after the prefix would count in a layer's window
         cache, mask = None, prompts.mask
         if len(prompts.prefix):
             ids = prompts.prefix.unsqueeze(0)
@@ -145,7 +145,7 @@ class TransformersTrunk(nn.Module):
         return hidden, cache, mask
 
     def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Hidden states (B, H) behind the last of `ids` (B, n), and the cache with the keys and values of all."""
+        """Hidden states (B, H) after the last of `ids` (B, n), and the cache with the keys and values of all."""
         output = self.whole.base_model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
@@ -153,7 +153,7 @@ class TransformersTrunk(nn.Module):
 
 
 class TransformersLM(TransformersTrunk):
-    """An `LM` over a causal language model of transformers. Called, it is `states`: one root for wrappers."""
+    """An `LM` over a causal language model of transformers. Calling it runs `states`, as wrappers need."""
 
     def forward(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
         """See `states`."""
@@ -170,7 +170,7 @@ class TransformersLM(TransformersTrunk):
         return Logits(self.head, hidden, int(self.model.config.get_text_config().vocab_size))
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (n, V) of hidden states (n, H): float32 throughout, whatever the layers computed in."""
+        """Logits (n, V) of hidden states (n, H): in float32, for any dtype of the layers."""
         with self.active(), torch.autocast(hidden.device.type, enabled=False):
             logits: Tensor = self.whole.get_output_embeddings()(hidden.float())
         return final_logits(logits.float(), self.model.config.get_text_config())
@@ -181,13 +181,13 @@ class TransformersLM(TransformersTrunk):
         device = self.device
         with self.active(), self.precision():  # one context for all steps: the weights are converted once
             rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
-            # In bfloat16 a step's states differ from a pass's by rounding that a ratio would show.
+            # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
             keep = self.dtype == torch.float32
             return decode(self, share_prompts(rows, device), noise, sampling, keep_states=keep)
 
 
 def final_logits(logits: Tensor, config: Any) -> Tensor:
-    """What models do to their logits behind the LM head: a scale (Cohere, Granite), a soft cap (Gemma 2)."""
+    """Operations on the logits after the LM head: a scale (Cohere, Granite), a soft cap (Gemma 2)."""
     if scale := getattr(config, "logit_scale", None):
         logits = logits * scale
     if scaling := getattr(config, "logits_scaling", None):
@@ -201,7 +201,7 @@ def final_logits(logits: Tensor, config: Any) -> Tensor:
 def check_head(model: Any, what: str) -> None:
     """Compare the logits computed here with those of the model's own forward pass, on a small batch.
 
-    Errors: InputError where they differ, so that every figure would be wrong, and where there is no cache to sample by.
+    Errors: InputError if they differ, since every figure would be wrong, or if there is no cache to sample with.
     """
     lm, device = TransformersLM(model), next(model.parameters()).device
     ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
@@ -216,6 +216,6 @@ def check_head(model: Any, what: str) -> None:
     gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
     if not gap <= SAME_LOGITS * max(1.0, float(own.abs().max())):
         raise InputError(
-            f"{what}: the logits of a {type(model).__name__} are not what its LM head makes of its last hidden "
+            f"{what}: the logits of a {type(model).__name__} are not its LM head applied to its last hidden "
             f"states (they differ by {gap:.2g}), so they cannot be computed in float32"
         )

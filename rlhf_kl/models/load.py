@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder, checked: nothing that goes wrong while loading stays silent."""
+"""Loads models and tokenizers from a folder and checks them: every problem is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Access:
-    """Permissions of loading a model that can run other people's code."""
+    """Permissions to load a model in ways that can run other people's code."""
 
     remote_code: bool = False
     pickle: bool = False
@@ -35,7 +35,7 @@ class Access:
 
 SAFE = Access()
 NO_TOKENIZER = (
-    "there is no tokenizer.json, nor files that one can be made from here "
+    "there is no tokenizer.json, and no files to create one from "
     "(vocab.json and merges.txt; tokenizer.model where sentencepiece is installed)"
 )
 CLASSIFIES = "SequenceClassification"  # in the names of architectures
@@ -51,7 +51,7 @@ def _check_folder(ref: str, key: str, access: Access) -> None:
         return
     pickled = any(folder.glob("*.bin"))
     if not (pickled and access.pickle):
-        words = " (pickled weights can run code: convert them, or set run.allow_pickle; of a run: --allow-pickle)"
+        words = " (pickled weights can run code: convert them, or set run.allow_pickle; for a run: --allow-pickle)"
         hint = words if pickled else ""
         raise InputError(f"{key} {ref}: the folder holds no weights (*.safetensors){hint}")
 
@@ -59,7 +59,7 @@ def _check_folder(ref: str, key: str, access: Access) -> None:
 def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
     _check_folder(ref, key, access)
     try:
-        # float32 whatever the checkpoint's dtype: in bf16 master weights small updates round away.
+        # float32 for any checkpoint dtype: in bf16 master weights, small updates are lost by rounding.
         with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):
             model, report = cls.from_pretrained(
                 ref,
@@ -89,18 +89,18 @@ def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
 
 def _load_failure(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return "it brings code of its own: read that, then set run.trust_remote_code; of a run: --trust-remote-code"
-    if "instantiate the backend tokenizer" in str(error):  # transformers goes on with a list of lines
+        return "it contains code: read it, then set run.trust_remote_code; for a run: --trust-remote-code"
+    if "instantiate the backend tokenizer" in str(error):  # transformers adds several lines
         return NO_TOKENIZER
     return first_line(error)
 
 
 def switch_dropout_off(model: Model) -> None:
-    """Dropout off in every model, for good: with it the log-probs of one policy differ from pass to pass."""
+    """Switch dropout off permanently: with it, the log-probs of one policy differ between passes."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Attention keeps its dropout as a number, and so does OPT, which skips whole layers in training mode.
+        # Attention stores its dropout as a number, and so does OPT, which skips whole layers in training mode.
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
@@ -110,7 +110,7 @@ def switch_dropout_off(model: Model) -> None:
 def fuse_activations(model: Model) -> None:
     """The tanh form of GELU in one operation instead of seven, which GPT-2 has: a third of the time, within 1e-6.
 
-    Nothing of it is saved: the config names the function as before.
+    It is not saved: the config still names the original function.
     """
     for parent in model.modules():
         for name, child in parent.named_children():
@@ -119,9 +119,9 @@ def fuse_activations(model: Model) -> None:
 
 
 def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """A folder that plain transformers loads: safetensors, config, tokenizer, generation_config.
+    """Save a folder for plain transformers: safetensors, config, tokenizer, generation_config.
 
-    Of a model with an adapter it holds the adapter, which names its base. `tensors`: in place of the model's own.
+    For a model with an adapter, only the adapter is saved; it names its base. `tensors` replace those of the model.
     """
     given = {} if tensors is None else {"state_dict": tensors}
     with quiet_transformers():
@@ -130,7 +130,7 @@ def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, to
             model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False, **given)
             if getattr(model, "generation_config", None) is not None:  # a classifier has none
                 model.generation_config.save_pretrained(folder)
-            (folder / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
+            (folder / "README.md").unlink(missing_ok=True)  # an empty model card
         else:
             model.save_pretrained(folder, **given)
         tokenizer.save_pretrained(folder)
@@ -144,9 +144,9 @@ def load_causal_lm(ref: str, key: str = "model", access: Access = SAFE) -> Model
 
 
 def load_reward_model(ref: str, key: str = "reward.model", access: Access = SAFE, label: str | None = None) -> Model:
-    """A sequence classifier in float32: with one output, or of several with one that `label` names.
+    """A sequence classifier in float32, with one output or with several, of which `label` names one.
 
-    Errors: InputError where the head would be random (a causal LM's folder), or no output is chosen.
+    Errors: InputError if the head would be random (a causal LM's folder), or if no output is chosen.
     """
     architectures = _architectures(ref, key)
     if architectures and not any(CLASSIFIES in name for name in architectures):
@@ -175,31 +175,31 @@ def _architectures(ref: str, key: str) -> list[str]:
 
 
 def check_label(model: Model, ref: str, key: str, label: str | None) -> None:
-    """Errors: InputError where a model has several outputs and `label` names none, or one output and a label."""
+    """Errors: InputError if a model has several outputs and `label` names none, or has one output and a label."""
     names = [str(name) for name in model.config.id2label.values()]
     if model.config.num_labels != 1 and label not in names:
         given = "reward.label names none of them" if label is None else f"none of them is {label!r}"
         raise InputError(f"{key} {ref}: has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
     if model.config.num_labels == 1 and label is not None:
-        raise InputError(f"{key} {ref}: has one output, so reward.label ({label!r}) has nothing to choose")
+        raise InputError(f"{key} {ref}: has only one output, so reward.label must be null: {label!r}")
 
 
 def load_tokenizer(ref: str, key: str = "model", access: Access = SAFE) -> Any:
-    """The tokenizer of a model, padding on the left, with a pad token. Masks never look at the pad *id*."""
+    """The tokenizer of a model, padding on the left, with a pad token. Masks do not depend on the pad *id*."""
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(ref, trust_remote_code=access.remote_code)
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
         raise InputError(f"{key} {ref}: its tokenizer cannot be loaded: {_load_failure(error)}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # of some models an empty one is made where there is none
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # some models get an empty tokenizer if they have none
         raise InputError(f"{key} {ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
     tokenizer.padding_side = "left"
-    # Long texts are read in windows or left out here: transformers need not warn of them.
+    # Long texts are read in windows or left out here, so no warning of transformers is needed.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if tokenizer.pad_token is None:
         stand_in = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
         if stand_in is None:
-            raise InputError(f"{key} {ref}: its tokenizer has no special token at all, so nothing can pad")
+            raise InputError(f"{key} {ref}: its tokenizer has no special token, so there is none for padding")
         tokenizer.pad_token = stand_in
     return tokenizer
 
@@ -207,22 +207,22 @@ def load_tokenizer(ref: str, key: str = "model", access: Access = SAFE) -> Any:
 def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]], where: str) -> None:
     """Errors: InputError for a token id, special or in `rows`, beyond the model's embeddings.
 
-    A tokenizer may have more tokens than the model (of images, say) as long as none of them is used.
+    A tokenizer may have more tokens than the model (for images, say) if none of them is used.
     """
     size = model.get_input_embeddings().weight.shape[0]
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     beyond = [f"{name} ({token})" for name, token in special.items() if token is not None and token >= size]
     if beyond:
-        raise InputError(f"{where}: the tokenizer's {', '.join(beyond)} lies beyond the model's {size} tokens")
+        raise InputError(f"{where}: the tokenizer's {', '.join(beyond)} is outside the model's {size} tokens")
     largest = max((max(row, default=0) for row in rows), default=0)
     if largest >= size:
-        raise InputError(f"{where}: token {largest} lies beyond the model's {size}: is this the model's tokenizer?")
+        raise InputError(f"{where}: token {largest} is outside the model's {size}: is this the model's tokenizer?")
 
 
 def eos_ids(model: Model, tokenizer: Any) -> list[int]:
     """Every token id that ends a text: those of the generation config and the tokenizer's own.
 
-    Errors: InputError where there is none, so that no response could end.
+    Errors: InputError if there is none, since no response could end.
     """
     ids: list[int] = []
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -236,7 +236,7 @@ def eos_ids(model: Model, tokenizer: Any) -> list[int]:
 
 
 def context_length(model: Model) -> int | None:
-    """Most tokens the model can take in, or None where its config has no such number."""
+    """Maximum number of tokens for the model, or None if its config has no such number."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "n_ctx"):
         value = getattr(config, name, None)
@@ -246,7 +246,7 @@ def context_length(model: Model) -> int | None:
 
 
 def compute_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `run.dtype`, once `auto` is settled."""
+    """The torch dtype of `run.dtype`, with `auto` resolved."""
     return DTYPES[name]
 
 

@@ -1,4 +1,4 @@
-"""Logits that exist a bounded chunk at a time."""
+"""Logits that are computed one bounded chunk at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Logits:
     def map(self, function: Callable[[Tensor, slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """`function(logits (n, V), slice)` for every chunk; its results (n,) come back joined: (N,) each.
 
-        Where gradients are on and there are several chunks, each is computed again in the backward pass.
+        If gradients are enabled and there are several chunks, each is recomputed in the backward pass.
         """
         slices = [slice(start, start + self.rows) for start in range(0, len(self), self.rows)] or [slice(0, 0)]
 

@@ -1,7 +1,7 @@
 """Low-rank adapters through peft: one copy of the weights serves as policy and as reference.
 
-Source: Hu et al. 2021 (2106.09685). With the adapter switched off the model computes what the start model
-computes, bit for bit; merged into the weights it does so only closely.
+Source: Hu et al. 2021 (2106.09685). With the adapter switched off, the model gives the same results
+as the start model, bit for bit. A merged model is only close to the trained one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import switch_dropout_off
 
-TRAINED, KEPT = "default", "start"  # names of the adapter that learns, and of its frozen beginning
+TRAINED, KEPT = "default", "start"  # names of the trained adapter, and of its frozen initial copy
 ADAPTER_CONFIG = "adapter_config.json"
-LANGUAGE_MODEL: Literal["CAUSAL_LM"] = "CAUSAL_LM"  # peft's names of what an adapter sits on
+LANGUAGE_MODEL: Literal["CAUSAL_LM"] = "CAUSAL_LM"  # peft's names for the kinds of base models
 CLASSIFIER: Literal["SEQ_CLS"] = "SEQ_CLS"
 
 
@@ -41,7 +41,7 @@ def has_adapter(model: Any) -> bool:
 def adapter_base(folder: str | Path, what: str) -> str:
     """The model that an adapter was made for: a folder, or a hub id with its revision.
 
-    Errors: InputError where the adapter does not say.
+    Errors: InputError if the adapter does not name it.
     """
     config = _adapter_config(folder, what)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -66,7 +66,7 @@ def _adapter_config(folder: str | Path, what: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
     if not isinstance(config, dict):
-        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: it is no mapping")
+        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: it is not a mapping")
     return config
 
 
@@ -81,7 +81,7 @@ def add_adapter(
     seed: int,
     task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL,
 ) -> Any:
-    """A fresh adapter on a model whose own weights freeze; it changes nothing until it is trained.
+    """A new adapter on a model whose weights are frozen; before training it changes nothing.
 
     The head of a classifier is trained as a whole and belongs to its adapter.
 
@@ -94,7 +94,7 @@ def add_adapter(
     settings = LoraConfig(
         r=r,
         lora_alpha=alpha,
-        lora_dropout=0.0,  # it would make the log-probs of one and the same policy differ
+        lora_dropout=0.0,  # with dropout, the log-probs of one policy would differ
         target_modules=target_modules or "all-linear",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 keeps weights transposed
         task_type=task,
@@ -111,7 +111,7 @@ def add_adapter(
 
 @contextlib.contextmanager
 def _peft_warnings() -> Iterator[None]:
-    """peft calls names of transformers that warn of their end; that is between the two of them."""
+    """Hide warnings of transformers about deprecated names that peft uses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -131,7 +131,7 @@ def load_adapter(model: Any, folder: str | Path, what: str) -> Any:
         raise InputError(f"{what} {folder}: the adapter has no adapter_model.safetensors")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # keys that are missing are only warned of
+            warnings.simplefilter("error", UserWarning)  # peft only warns about missing keys
             warnings.simplefilter("ignore", FutureWarning)
             adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=TRAINED, is_trainable=True)
     except Exception as error:  # peft raises a dozen kinds
@@ -143,8 +143,8 @@ def load_adapter(model: Any, folder: str | Path, what: str) -> Any:
 class AdapterReference(TransformersLM):
     """The frozen starting point inside a model with an adapter: no second copy of the weights.
 
-    A policy that began without an adapter is read with its adapter off; one that began as an adapter keeps that
-    beginning as a second, frozen adapter.
+    For a policy that started without an adapter, it is the model with the adapter off. For one that started with an
+    adapter, it is a second, frozen copy of that adapter.
     """
 
     def __init__(self, policy: Any, dtype: torch.dtype = torch.float32, *, keep_start: bool) -> None:
@@ -194,7 +194,7 @@ class AdapterReference(TransformersLM):
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    """What a checkpoint of a model must hold: all of it, or beside frozen weights only what is trained."""
+    """The tensors for a checkpoint of a model: all of them, or only the trained ones if the others are frozen."""
     if all(parameter.requires_grad for parameter in model.parameters()):
         return model
     view = nn.Module()
@@ -205,5 +205,5 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def merge(adapted: Any) -> Any:
-    """The base model with the adapter folded into its weights: close to both together, not equal."""
+    """The base model with the adapter merged into its weights: a close result, not an equal one."""
     return adapted.merge_and_unload().eval()

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers keep no activations and compute them again in the backward pass."""
+"""Gradient checkpointing: layers keep no activations and recompute them in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlhf_kl.hub import first_line
 
 
 def enable_recompute(model: Any, what: str) -> None:
-    """Switch it on. Errors: InputError where the architecture cannot."""
+    """Switch it on. Errors: InputError if the architecture does not support it."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    # transformers 5.2x renamed it and warns of the old name.
+    # transformers 5.2x renamed it and warns about the old name.
     enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -25,10 +25,10 @@ def enable_recompute(model: Any, what: str) -> None:
 
 @contextlib.contextmanager
 def recomputing(model: Any) -> Iterator[None]:
-    """A forward pass whose layers are computed again later, where that was switched on and gradients are.
+    """A forward pass whose layers are recomputed later, if that was switched on and gradients are enabled.
 
-    Layers do so in training mode only, in which they refuse the cache that sampling needs: so their mode is
-    changed for this pass alone. What is inside them keeps its own: the router of a mixture of experts, for one,
+    Layers recompute only in training mode, in which they reject the cache that sampling needs. So their mode is
+    changed for this pass only. Their submodules keep their mode: the router of a mixture of experts, for example,
     draws noise in training mode.
     """
     layers = []

@@ -12,7 +12,7 @@ from rlhf_kl.types import Response
 
 
 def encode(tokenizer: Any, text: str, *, bos: bool = True) -> list[int]:
-    """Token ids of a text; the bos token, where the tokenizer has one, stands in front exactly once."""
+    """Token ids of a text; it starts with exactly one bos token, if the tokenizer has one."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
         ids = [tokenizer.bos_token_id, *ids]
@@ -29,9 +29,9 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, bos: bool = True) -> lis
 
 
 def first_token_bytes(tokenizer: Any, text: str) -> int:
-    """UTF-8 bytes of the token of a text that stands first in its row; 0 where that is a bos put in front of it.
+    """UTF-8 bytes of the first token in a text's row; 0 if that is an added bos.
 
-    A character that several tokens make up is shared out evenly.
+    The bytes of a character that consists of several tokens are divided evenly.
     """
     bos = tokenizer.bos_token
     if bos is not None:
@@ -39,7 +39,7 @@ def first_token_bytes(tokenizer: Any, text: str) -> int:
     first: str = tokenizer.decode(encode(tokenizer, text)[:1], clean_up_tokenization_spaces=False)
     if not tokenizer.is_fast or (first and text.startswith(first)):
         return len(first.encode())
-    # Letters that the tokenizer changes, or a part of a character.
+    # Characters that the tokenizer changes, or a part of a character.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     spans: list[tuple[int, int]] = encoded["offset_mapping"]
     if len(spans) < 2:
@@ -63,7 +63,7 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tens
 
 
 def position_ids(mask: Tensor) -> Tensor:
-    """Positions (B, L) that count real tokens only, so that padding on the left shifts nothing."""
+    """Positions (B, L) that count real tokens only, so that left padding does not shift them."""
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 

@@ -14,7 +14,7 @@ SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
 def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> Any:
     """A byte-level BPE tokenizer (Radford et al. 2019) with distinct pad, bos and eos.
 
-    Calling it puts bos in front; eos is the caller's to add, since a prompt must not end with one.
+    Calling it adds bos at the start. The caller adds eos, since a prompt must not end with it.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Value functions that learn in the policy's loss: a head on its hidden states, or a trunk of their own.
+"""Value functions that learn in the policy's loss: a head on its hidden states, or a separate trunk.
 
 Source: Ziegler et al. 2019 (shared trunk); Ouyang et al. 2022 (separate, from the reward model).
 """
@@ -31,7 +31,7 @@ class HeadValue(nn.Module):
 
 
 class SeparateValue(nn.Module):
-    """A model of its own with a linear head."""
+    """A separate model with a linear head."""
 
     def __init__(self, trunk: TransformersTrunk, head: nn.Linear) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ActorCritic:
 
     @property
     def modules(self) -> nn.ModuleDict:
-        """What is optimised and what a checkpoint holds, by name."""
+        """The optimised modules, which a checkpoint holds, by name."""
         parts = {"policy": self.policy.module, "value": self.value, "critic": self.critic}
         return nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
 
@@ -88,7 +88,7 @@ def value_head_from_reward(score: nn.Linear, mean: float, std: float) -> nn.Line
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """No gradients, eval mode; returns the model."""
+    """Disable gradients, set eval mode; returns the model."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model.eval()
@@ -106,9 +106,9 @@ def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:
 
 
 def values_in(reference: LM, policy: nn.Module) -> Callable[[], list[Tensor]] | None:
-    """Gives the reference's values of the policy's trained parameters; None where it is another kind of model.
+    """A function for the reference's values of the policy's trained parameters; None for another kind of model.
 
-    A reference that is spread, of a policy that is not, is gathered when it is called for: all processes call.
+    A sharded reference of an unsharded policy is gathered in the call: all processes must call.
     """
     there = reference.state_dict()
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]

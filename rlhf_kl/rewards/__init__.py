@@ -1,1 +1,1 @@
-"""Reward models, reward functions, sums of them, and how a raw score becomes what PPO sees."""
+"""Reward models, reward functions, sums of them, and the shaping of a raw score for PPO."""

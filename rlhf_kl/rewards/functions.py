@@ -1,4 +1,4 @@
-"""Reward functions: a user's own, weighted sums, and the checks around functions that may misbehave."""
+"""Reward functions: a user's own, weighted sums, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhf_kl.rewards.time_limit import TimeLimitExceeded
 from rlhf_kl.types import RewardFn
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
-GOLD_FAILED = "gold-failed"  # what an alert of it begins with
+GOLD_FAILED = "gold-failed"  # keyword of its alert
 
 
 class Scores(NamedTuple):
     """Raw scores of one batch."""
 
-    values: Tensor  # (B,), 0 where not scored; a reward model's may be anything
+    values: Tensor  # (B,), 0 if not scored; those of a reward model are not checked
     scored: Tensor  # (B,) bool: False where a function returned None
     terms: dict[str, Tensor]  # of a sum, what each term adds: (B,) by name, nan where it does not score
 
@@ -34,7 +34,7 @@ class Scores(NamedTuple):
 class WeightedSum:
     """Several reward functions as one: the sum of their raw scores, each times its weight.
 
-    A term that does not score a response adds nothing to it; it is not scored where no term scores it.
+    A term that does not score a response adds nothing. A response that no term scores is not scored.
     """
 
     terms: dict[str, tuple[float, RewardFn]]
@@ -48,7 +48,7 @@ class WeightedSum:
     def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Scores:
         """Scores, and what each term adds to them, its weight included.
 
-        Not finite where a reward model's are not. Errors: InputError, see `checked_scores`.
+        Not finite if a reward model's scores are not. Errors: InputError, see `checked_scores`.
         """
         found = {name: score_responses(reward, prompts, responses, name) for name, (_, reward) in self.terms.items()}
         parts = {name: weight * found[name].values.cpu().double() for name, (weight, _) in self.terms.items()}
@@ -58,12 +58,12 @@ class WeightedSum:
         total = exact.float()
         if bool((torch.isfinite(exact) & ~torch.isfinite(total)).any()):
             sizes = ", ".join(f"{name} {float(part.abs().max()):g}" for name, part in parts.items())
-            raise InputError(f"reward sum: beyond the range of float32; the largest of its terms: {sizes}")
+            raise InputError(f"reward sum: beyond the range of float32; largest absolute value of each term: {sizes}")
         return Scores(total, scored, {name: torch.where(known[name], part, math.nan) for name, part in parts.items()})
 
 
 def score_responses(reward: RewardFn, prompts: Sequence[str], responses: Sequence[str], name: str) -> Scores:
-    """Raw scores. A model's may be anything; a function's are checked (errors: InputError, see `checked_scores`)."""
+    """Raw scores. Only those of a function are checked (errors: InputError, see `checked_scores`)."""
     if isinstance(reward, WeightedSum):
         return reward.score(prompts, responses)
     if isinstance(reward, RewardModel):
@@ -77,14 +77,13 @@ def score_responses(reward: RewardFn, prompts: Sequence[str], responses: Sequenc
 def checked_scores(
     reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str], name: str
 ) -> Tensor:
-    """Scores (B,) float32 of a reward function that may misbehave; nan where it returned None: not scored.
+    """Checked scores (B,) float32 of a reward function; nan if it returned None: not scored.
 
-    Errors: InputError that names the function, what it did and the sample it did it on; memory that is full is no
-    fault of the function's.
+    Errors: InputError that names the function, its fault and the sample. Full memory is not a fault of the function.
     """
     try:
         return _checked_scores(reward, prompts, responses, name)
-    except InputError as error:  # the user's code may tell what is in its options
+    except InputError as error:  # an error of the user's code may contain values of its options
         secrets = getattr(reward, "secrets", {})
         raise InputError(*(hidden(problem, secrets) for problem in error.problems)) from error
 
@@ -121,7 +120,7 @@ def _batch_words(responses: Sequence[str]) -> str:
 
 
 def _culprit(reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str]) -> str:
-    """The first sample that raises by itself; the whole batch where none does."""
+    """The first sample that raises alone; the whole batch if none does."""
     for prompt, response in zip(prompts, responses, strict=True):
         try:
             answer = reward([prompt], [response])
@@ -132,7 +131,7 @@ def _culprit(reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: S
 
 
 def _number(score: Any) -> float | None:
-    """As float32 would hold it; None where it is no single number."""
+    """The number as float32; None if it is not a single number."""
     if isinstance(score, bool | str) or not hasattr(score, "__float__"):
         return None
     try:
@@ -142,20 +141,20 @@ def _number(score: Any) -> float | None:
 
 
 class GoldScores(NamedTuple):
-    """Of one batch. They are only logged, so a failure costs them and nothing else."""
+    """Gold scores of one batch. They are only logged, so a failure does not stop the run."""
 
-    scores: list[float | None] | None  # None where there is no gold scorer, or where it failed
+    scores: list[float | None] | None  # None if there is no gold scorer, or if it failed
     failure: str | None = None
 
     @property
     def mean(self) -> float | None:
-        """Over the responses that it scored."""
+        """Mean over the scored responses."""
         known = [score for score in self.scores or [] if score is not None]
         return sum(known) / len(known) if known else None
 
 
 def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: Sequence[str]) -> GoldScores:
-    """Checked scores of the gold scorer, or what it did wrong."""
+    """Checked scores of the gold scorer, or its failure."""
     if gold is None:
         return GoldScores(None)
     try:
@@ -170,7 +169,7 @@ def gold_scores_of(gold: GoldScorer | None, prompts: Sequence[str], responses: S
 
 
 def joined_gold(parts: Sequence[GoldScores]) -> GoldScores:
-    """Of several processes: all scores, or the first failure."""
+    """The scores of several processes, or the first failure."""
     failure = next((part.failure for part in parts if part.failure is not None), None)
     scores = [part.scores for part in parts if part.scores is not None]
     whole = len(scores) == len(parts)

@@ -37,7 +37,7 @@ class TextFormat:
 
 
 def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None = None) -> TextFormat:
-    """The format of a reward model: the one given, else that of its folder, else plain text and an EOS."""
+    """The format of a reward model: as configured, else as stored in its folder, else plain text and an EOS."""
     stored = getattr(model.config, FORMAT_KEY, None)
     stored = stored if isinstance(stored, dict) else {}
     return TextFormat(
@@ -47,10 +47,10 @@ def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None
 
 
 def remember_format(model: Any, folder: str | Path) -> None:
-    """Take the format from the folder of an adapter, as a whole model has it in its config."""
+    """Read the format from the folder of an adapter; a whole model has it in its config."""
     file = Path(folder) / FORMAT_FILE
     if not file.is_file():
-        return  # made elsewhere
+        return  # not made by rlhf-kl
     try:
         setattr(model.config, FORMAT_KEY, json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -67,7 +67,7 @@ class ScoredText(NamedTuple):
 class RewardModel:
     """A sequence classifier as a reward function; texts are encoded with its own tokenizer.
 
-    A decoder is read through `TransformersTrunk`: its head sees the state of a text's last token. An encoder is a
+    A decoder is read through `TransformersTrunk`: its head reads the state of a text's last token. An encoder is a
     plain classifier. Of several outputs, `label` names the one whose log-odds against the others are the score.
     """
 
@@ -80,14 +80,14 @@ class RewardModel:
         label: str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`rows`: texts in one pass. Errors: InputError for a classifier whose head reads more than last states."""
+        """`rows`: texts in one pass. Errors: InputError for a classifier whose head needs more than the last state."""
         self.model, self.tokenizer, self.rows = model, tokenizer, rows
         self.form = form or text_format(model)
         if self.form.chat:
             require_chat_template(tokenizer, "reward.model")
         names = [str(name) for name in model.config.id2label.values()]
         self.output = names.index(label) if label is not None else 0
-        self.encoder = not hasattr(model, "score")  # it reads its first token and not the last
+        self.encoder = not hasattr(model, "score")  # it reads the first token, not the last
         self.limit = context_length(model)
         self.trunk = TransformersTrunk(model, dtype)
         self.keeps_states = False
@@ -109,12 +109,12 @@ class RewardModel:
         ours = self._head(TransformersTrunk(self.model).hidden(pack_last([row], ids.device)))
         if ours.shape != own.shape or not (ours - own).abs().max() <= SAME_SCORE * own.abs().max().clamp_min(1.0):
             raise InputError(
-                f"reward.model: the scores of a {type(self.model).__name__} are not what its head makes of a text's "
+                f"reward.model: the scores of a {type(self.model).__name__} are not its head applied to a text's "
                 "last hidden state"
             )
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """One score per response, in the model's own unit."""
+        """One score per response, in the model's unit."""
         return self.score(prompts, responses).tolist()
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class RewardModel:
         return scores
 
     def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Scores (B,) float32 of encoded texts, with gradients where they are on."""
+        """Scores (B,) float32 of encoded texts, with gradients if they are enabled."""
         if not self.encoder:
             return self._scores(self._head(self.trunk.hidden(pack_last(rows, self.trunk.device))))
         ids, mask = (x.to(self.trunk.device) for x in pad(rows, int(self.tokenizer.pad_token_id), left=False))
@@ -169,7 +169,7 @@ class RewardModel:
         return logits[:, self.output] - logits[:, others].logsumexp(1)
 
     def encode(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[int]]:
-        """bos, prompt, response, eos, or the chat template's words; a text too long loses its beginning."""
+        """bos, prompt, response, eos, or the chat template's tokens; a text that is too long loses its beginning."""
         pairs = list(zip(prompts, responses, strict=True))
         if self.form.chat:
             texts = [chat_exchange(self.tokenizer, prompt, response) for prompt, response in pairs]
@@ -188,7 +188,7 @@ class RewardModel:
 
 
 def save_reward_model(reward: RewardModel, folder: Path) -> None:
-    """A folder that plain transformers loads, or peft where the model has an adapter; it remembers the format."""
+    """Save a folder for plain transformers, or for peft if the model has an adapter; it also stores the format."""
     setattr(reward.model.config, FORMAT_KEY, asdict(reward.form))
     reward.model.config.pad_token_id = reward.tokenizer.pad_token_id
     save_model(reward.model, reward.tokenizer, folder)

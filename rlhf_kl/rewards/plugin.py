@@ -19,7 +19,7 @@ from rlhf_kl.rewards.time_limit import OwnThread
 class PluginReward:
     """A user's function with its options, or an instance of a user's class made with them.
 
-    It runs in the main thread; with a time limit everything of it runs in one thread of its own.
+    It runs in the main thread; with a time limit, all its calls run in one separate thread.
     """
 
     def __init__(
@@ -29,9 +29,9 @@ class PluginReward:
         time_limit: float | None = None,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
-        """`time_limit`: seconds that a call may take. `secrets`: what no message may show -> what it shows.
+        """`time_limit`: seconds that a call may take. `secrets`: values that no message may show -> their replacements.
 
-        Errors: InputError where the instance cannot be made.
+        Errors: InputError if the instance cannot be made.
         """
         self.secrets = dict(secrets or {})
         self.name = str(getattr(attribute, "__name__", attribute))
@@ -42,7 +42,7 @@ class PluginReward:
         self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Any:
-        """Whatever it returns. Errors: whatever it raises, InputError for a column, and TimeLimitExceeded."""
+        """The result of the function. Errors: those of the function, InputError for a column, and TimeLimitExceeded."""
         call = self._call(prompts, responses)
         return call() if self._thread is None else self._thread.call(self._limit, call)
 
@@ -50,34 +50,34 @@ class PluginReward:
         return partial(self._function, prompts, responses, **self.columns_of(prompts))
 
     def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
-        """Column of the data set -> its values, one a prompt. Errors: InputError for a prompt that lacks one."""
+        """Column of the data set -> its values, one a prompt. Errors: InputError if a prompt has no such column."""
         rows: list[Mapping[str, Any]] = [getattr(prompt, "row", {}) for prompt in prompts]
         for name in self.columns:
             if bare := [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if name not in row]:
                 prompt, row = bare[0]
                 raise InputError(
-                    f"reward {self.name}: needs {name!r}, which is no option in the config and no column of the prompt "
+                    f"reward {self.name}: needs {name!r}, neither an option in the config nor a column of the prompt "
                     f"{prompt[:60]!r}{suggestion(name, row)}"
                 )
         return {name: [row[name] for row in rows] for name in self.columns}
 
     @property
     def has_state(self) -> bool:
-        """Whether it is an object with a state of its own. That of a torch module is its weights, which stay."""
+        """Whether it is an object with a state. The state of a torch module is its weights, which do not change."""
         if not all(callable(getattr(self._object, name, None)) for name in ("state_dict", "load_state_dict")):
             return False
         return not getattr(self._object.state_dict, "__module__", "").startswith("torch.")
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of its state. Errors: InputError where it fails, or JSON would not give it back as it was."""
+        """A copy of its state. Errors: InputError if this fails, or if JSON cannot restore the state exactly."""
         state: dict[str, Any] = self._apart("state_dict")
         if (problem := _not_json(state, "state_dict()")) is not None:
             name = type(self._object).__name__
-            raise InputError(f"reward {name}: {problem}: state is made of numbers, texts, lists, and mappings of texts")
-        return copy.deepcopy(state)  # the object may go on with its own
+            raise InputError(f"reward {name}: {problem}: use only numbers, texts, lists, and mappings with text keys")
+        return copy.deepcopy(state)  # the object may change its own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state. Errors: InputError where it fails."""
+        """Restore a saved state. Errors: InputError if this fails."""
         self._apart("load_state_dict", copy.deepcopy(state))
 
     def _apart(self, method: str, *arguments: Any) -> Any:
@@ -95,16 +95,16 @@ class PluginReward:
             return self._in_its_thread(partial(cls, **options))
         except InputError:
             raise
-        except (Exception, SystemExit) as error:  # an exit code of the class's would pass for one of ours
+        except (Exception, SystemExit) as error:  # the class's exit code must not become the program's
             reason = hidden(f"{type(error).__name__}: {error}", self.secrets)
-            raise InputError(f"reward {cls.__name__}: cannot be made: raised {reason}") from error
+            raise InputError(f"reward {cls.__name__}: cannot be created: raised {reason}") from error
 
 
 def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
     """The columns of the data set that a reward function or class names.
 
-    They are the parameters without a default, beside prompts and responses, that the config does not fill in; of a
-    class, those of its `__call__`.
+    They are the parameters without a default, except prompts and responses, that the config does not set; for a class,
+    the parameters of its `__call__`.
     """
     is_class = inspect.isclass(attribute)
     called = attribute.__call__ if is_class else attribute
@@ -120,7 +120,7 @@ def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
 
 
 def _not_json(value: Any, where: str) -> str | None:
-    """What in a value is of no type that JSON gives back."""
+    """The part of a value whose type JSON cannot restore."""
     if isinstance(value, dict):
         if odd := [key for key in value if not isinstance(key, str)]:
             return f"{where} has the key {odd[0]!r}"
@@ -146,17 +146,17 @@ def plugin_scorers(reward: Any, gold: Any) -> dict[str, PluginReward]:
 
 
 def scorers_with_state(reward: Any, gold: Any) -> dict[str, PluginReward]:
-    """Those whose state a checkpoint keeps."""
+    """The scorers whose state is saved in a checkpoint."""
     return {name: one for name, one in plugin_scorers(reward, gold).items() if one.has_state}
 
 
 def columns_read(reward: Any, gold: Any) -> list[str]:
-    """The columns of the data set that some scorer of a run names, needed or not."""
+    """The columns of the data set that the scorers of a run name, required or optional."""
     return list(dict.fromkeys(name for one in plugin_scorers(reward, gold).values() for name in one.named))
 
 
 def states_of(scorers: Mapping[str, PluginReward]) -> dict[str, dict[str, Any]]:
-    """Their states by name. Gold, which is only logged, is left out where its own fails.
+    """Their states by name. The state of gold, which is only logged, is left out if it fails.
 
     Errors: InputError, see `PluginReward.state_dict`.
     """
@@ -168,7 +168,7 @@ def states_of(scorers: Mapping[str, PluginReward]) -> dict[str, dict[str, Any]]:
 
 
 def load_states(scorers: Mapping[str, PluginReward], states: Mapping[str, dict[str, Any]]) -> None:
-    """Take over the states of those that are there. Errors: InputError, see `PluginReward.load_state_dict`."""
+    """Restore the states of the scorers in it. Errors: InputError, see `PluginReward.load_state_dict`."""
     for name in scorers.keys() & states.keys():
         with _only_logged(name):
             scorers[name].load_state_dict(states[name])
@@ -176,7 +176,7 @@ def load_states(scorers: Mapping[str, PluginReward], states: Mapping[str, dict[s
 
 @contextmanager
 def state_kept(scorers: Mapping[str, PluginReward]) -> Iterator[None]:
-    """Afterwards their state is what it was: an evaluation changes nothing of a run."""
+    """Restore their state afterwards: an evaluation does not change a run."""
     before = states_of(scorers)
     try:
         yield
@@ -185,5 +185,5 @@ def state_kept(scorers: Mapping[str, PluginReward]) -> Iterator[None]:
 
 
 def _only_logged(name: str) -> AbstractContextManager[None]:
-    """Nothing that gold does wrong ends a run."""
+    """An error of gold does not end a run."""
     return suppress(InputError) if name == "gold" else nullcontext()

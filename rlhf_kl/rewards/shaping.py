@@ -1,4 +1,4 @@
-"""How a raw score becomes what PPO sees: normalised on reference samples, clipped, less the penalties."""
+"""Raw score -> score for PPO: normalised on reference samples, clipped, minus the penalties."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REPEAT = 3  # tokens in a row that count as repeated
 
 
 class ResponseTraits(NamedTuple):
-    """What penalties look at; every field (B,)."""
+    """Properties of responses that penalties depend on; every field (B,)."""
 
     ended: Tensor  # bool: the response has an EOS
     lengths: Tensor  # tokens, EOS included
-    repeated: Tensor  # share of its runs of three tokens that occurred in it before
+    repeated: Tensor  # share of its three-token runs that are repetitions
 
 
 def response_traits(ids: Tensor, mask: Tensor, ended: Tensor) -> ResponseTraits:
@@ -34,7 +34,7 @@ def _repeated(tokens: list[int]) -> float:
 
 @dataclass(frozen=True)
 class ScoreShaping:
-    """Raw score -> normalised on reference samples, clipped, less the penalties.
+    """Raw score -> normalised on reference samples, clipped, minus the penalties.
 
     Source: Ziegler et al. 2019, section 2.1 (normalisation on reference samples).
     """
@@ -47,15 +47,15 @@ class ScoreShaping:
     repetition_penalty: float = 0.0  # times the repeated share
 
     def fit(self, scores: Tensor, *, normalize: bool) -> ScoreShaping:
-        """The same with mean and spread of raw scores (N,) of reference samples.
+        """The same shaping with the mean and standard deviation of raw scores (N,) of reference samples.
 
-        Errors: InputError where all scores are the same.
+        Errors: InputError if all scores are equal.
         """
         std = float(scores.std(correction=0))
         if not std > 1e-8 * max(1.0, float(scores.abs().max())):
             raise InputError(
-                f"reward: every one of {len(scores)} reference samples scores {float(scores[0]):g}: "
-                "a constant score teaches nothing"
+                f"reward: all {len(scores)} reference samples have the score {float(scores[0]):g}: "
+                "a policy cannot learn from a constant score"
             )
         return replace(self, mean=float(scores.mean()), std=std) if normalize else self
 
@@ -69,14 +69,14 @@ class ScoreShaping:
         return shaped
 
     def clipped(self, scores: Tensor) -> float:
-        """Share of raw scores (B,) that the clip cuts off."""
+        """Share of raw scores (B,) that are clipped."""
         return 0.0 if self.clip is None else float((self._scaled(scores).abs() > self.clip).float().mean())
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std
 
     def penalties(self, traits: ResponseTraits) -> dict[str, Tensor]:
-        """Each penalty that is on, by its name: (B,), never negative."""
+        """Each active penalty by name: (B,), never negative."""
         terms = {
             "missing_eos": (self.missing_eos_penalty, (~traits.ended).float()),
             "length": (self.length_penalty, traits.lengths.float()),
@@ -85,5 +85,5 @@ class ScoreShaping:
         return {name: size * amount for name, (size, amount) in terms.items() if size}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to shape scores as before."""
+        """State that a resumed run needs to shape scores as before."""
         return asdict(self)

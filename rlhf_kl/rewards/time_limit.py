@@ -1,4 +1,4 @@
-"""Calls that may hang: given up after a time."""
+"""Calls with a time limit."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 
 class TimeLimitExceeded(Exception):
-    """A call took longer than it may."""
+    """A call took longer than its time limit."""
 
 
 class OwnThread:
-    """Calls that all run in one thread of their own, and may be given up.
+    """Runs all calls in one separate thread, and abandons a call that takes too long.
 
-    A call that was given up keeps that thread (Python cannot end it); it does not keep the process from ending, and
-    the next call gets a new one.
+    An abandoned call keeps its thread (Python cannot end it). It does not keep the process from ending, and the next
+    call gets a new thread.
     """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Any, ...]] | None = None
 
     def call(self, seconds: float | None, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result, or what it raised. Errors: TimeLimitExceeded after `seconds` (None = never)."""
+        """The function's result, or its exception. Errors: TimeLimitExceeded after `seconds` (None = never)."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(self._calls, same_device()), daemon=True).start()
@@ -41,7 +41,7 @@ class OwnThread:
 
 
 def same_device() -> Callable[[], None]:
-    """For a new thread, which begins with the first GPU: takes the one of the thread that calls this."""
+    """For a new thread, whose default is the first GPU: use the GPU of the calling thread."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return lambda: None
@@ -55,7 +55,7 @@ def _serve(calls: queue.SimpleQueue[tuple[Any, ...]], prepare: Callable[[], None
         function, arguments, answers = calls.get()
         try:
             result = function(*arguments)
-            # A generator runs here too, and not where its result is read.
+            # A generator runs here too, not where its result is read.
             answers.put((list(result) if hasattr(result, "__next__") else result, None))
-        except BaseException as error:  # whatever it is, it belongs to the caller
+        except BaseException as error:  # the caller gets every exception
             answers.put((None, error))

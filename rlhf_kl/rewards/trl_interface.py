@@ -1,4 +1,4 @@
-"""A reward function that was written for TRL, called as TRL's GRPOTrainer and RLOOTrainer call it."""
+"""A reward function written for TRL, called as in TRL's GRPOTrainer and RLOOTrainer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pa
 class TRLReward(PluginReward):
     """f(prompts=, completions=, completion_ids=, trainer_state=, log_extra=, log_metric=, **columns).
 
-    Completions, and the prompts of rows that are conversations, are lists of messages there. It gets every column of
-    the data set, or those that it names where it has no **kwargs. An async function is waited for.
+    For rows that are conversations, prompts and completions are lists of messages. The function gets every column of
+    the data set, or only those that it names if it has no **kwargs. An async function is awaited.
     """
 
     def __init__(self, attribute: Any, options: Mapping[str, Any], *limits: Any) -> None:
@@ -41,21 +41,21 @@ class TRLReward(PluginReward):
         self.named = [p.name for p in own]
         self.columns = [p.name for p in own if p.default is p.empty]
         self.update, self.updates = 1, 1
-        self.extra: dict[str, list[str]] = defaultdict(list)  # what it logged of each response since the update began
+        self.extra: dict[str, list[str]] = defaultdict(list)  # columns logged since the update began
         self.logged: dict[str, list[float]] = defaultdict(list)
 
     def begin(self, update: int, updates: int) -> None:
-        """Update number `update` (from 1) begins; forgets what was logged."""
+        """Start update number `update` (from 1); clears the logged values."""
         self.update, self.updates = update, updates
         self.extra.clear()
         self.logged.clear()
 
     def metrics(self) -> dict[str, list[float]]:
-        """What it logged by `log_metric` since the update began."""
+        """Values logged by `log_metric` since the update began."""
         return {f"log/{name}": list(values) for name, values in self.logged.items()}
 
     def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
-        """Every column that it gets. Errors: InputError for a prompt that lacks one that it needs."""
+        """Every column that it gets. Errors: InputError if a prompt has no column that it needs."""
         needed = super().columns_of(prompts)
         rows: list[Mapping[str, Any]] = [getattr(prompt, "row", {}) for prompt in prompts]
         names = [
@@ -66,7 +66,7 @@ class TRLReward(PluginReward):
 
     def _call(self, prompts: Sequence[str], responses: Sequence[str]) -> Callable[[], Any]:
         if any(not isinstance(response, Response) for response in responses):
-            raise InputError(f"reward {self.name}: completion_ids are known of sampled responses only")
+            raise InputError(f"reward {self.name}: completion_ids exist only for sampled responses")
         arguments = {
             "prompts": [_messages(prompt) or str(prompt) for prompt in prompts],
             "completions": [_completion(prompt, text) for prompt, text in zip(prompts, responses, strict=True)],
@@ -88,7 +88,7 @@ class TRLReward(PluginReward):
 
 
 def begin_scorers(reward: Any, gold: Any, update: int, updates: int) -> list[TRLReward]:
-    """Tell those of a run's scorers that are TRL's where the run is; returns them."""
+    """Pass the current update to a run's TRL scorers; returns these scorers."""
     found = [scorer for scorer in plugin_scorers(reward, gold).values() if isinstance(scorer, TRLReward)]
     for scorer in found:
         scorer.begin(update, updates)
@@ -96,7 +96,7 @@ def begin_scorers(reward: Any, gold: Any, update: int, updates: int) -> list[TRL
 
 
 def mean_metrics(found: Iterable[Iterable[Mapping[str, list[float]]]]) -> dict[str, float]:
-    """What the rewards of each process logged, by name: the mean of all values."""
+    """Metrics that the rewards of all processes logged, by name: the mean of all values."""
     values: dict[str, list[float]] = {}
     for metrics in (metrics for each in found for metrics in each):
         for name, logged in metrics.items():
@@ -105,7 +105,7 @@ def mean_metrics(found: Iterable[Iterable[Mapping[str, list[float]]]]) -> dict[s
 
 
 def logged_columns(rewards: Sequence[TRLReward], responses: int) -> dict[str, list[str]]:
-    """What they logged of each response of the update, by name; what has another length is left out."""
+    """Columns that they logged, by name: one value per response of the update. Other lengths are left out."""
     logged = [pair for reward in rewards for pair in reward.extra.items()]
     return {name: values for name, values in logged if len(values) == responses}
 
@@ -120,7 +120,7 @@ def _completion(prompt: str, response: str) -> Any:
 
 
 def _result(call: Callable[[], Any]) -> Any:
-    """What the call returns, as TRL reads it: True is 1, and nan is no score, as None is."""
+    """The results of the call, as TRL reads them: True is 1; nan and None mean no score."""
     result = call()
     if inspect.iscoroutine(result):
         result = asyncio.run_coroutine_threadsafe(result, _event_loop()).result()
@@ -129,7 +129,7 @@ def _result(call: Callable[[], Any]) -> Any:
 
 
 def _score(value: Any) -> Any:
-    """A number of Python's, of numpy's or of torch's, one by one."""
+    """A score as a number of Python; None for nan."""
     value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
     if isinstance(value, bool):
         return float(value)
@@ -138,7 +138,7 @@ def _score(value: Any) -> Any:
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """One for the whole process: what an async function keeps between calls belongs to its loop."""
+    """One event loop for the whole process: an async function may keep objects of its loop between calls."""
     loop = asyncio.new_event_loop()
     prepare = same_device()
 

@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[str, Write, str]] = {
     "no parquet": ("p.parquet", raw(b"PAR1 nonsense"), "cannot be read as parquet"),
     "parquet without text": ("p.parquet", parquet, "row 1: prompt is int, not text"),
     "an unclosed quote": ("p.csv", text('prompt\n"ab\n'), "unexpected end of data"),
-    "an unknown kind": ("p.xlsx", raw(b"PK"), "unknown kind of file, one of .jsonl .json .csv .parquet .txt"),
+    "an unknown kind": ("p.xlsx", raw(b"PK"), "unknown file type, use one of .jsonl .json .csv .parquet .txt"),
 }
 
 
@@ -106,7 +106,7 @@ def test_a_split_that_is_not_there(refused: Callable[..., str], tmp_path: Path) 
 
 
 def test_a_name_that_is_neither_here_nor_in_the_cache(refused: Callable[..., str]) -> None:
-    assert "the hub cannot be reached and its cache does not hold it" in refused("data.prompts=nobody/nothing")
+    assert "the hub cannot be reached, and its cache does not contain it" in refused("data.prompts=nobody/nothing")
     assert "neither a file nor a hub id" in refused("data.prompts='no such thing'")
 
 

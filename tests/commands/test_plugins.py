@@ -354,7 +354,7 @@ def test_a_column_that_is_missing_is_named_before_anything_is_trained(
     changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=null")
     outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
     assert outcome.code == 2
-    assert "reward f: needs 'anwser', which is no option in the config and no column of the prompt" in outcome.err
+    assert "reward f: needs 'anwser', neither an option in the config nor a column of the prompt" in outcome.err
     assert "did you mean answer?" in outcome.err
     assert "Traceback" not in outcome.err
     assert rlhf_kl("train", "--config", checked, *changes, "--set", "reward.anwsr=1").code == 2
@@ -397,7 +397,7 @@ def test_a_reward_that_scores_nothing_is_told_at_the_start(rlhf_kl: Cli, checked
     changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=null")
     outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
     assert outcome.code == 2
-    assert "returned None for every one of 64 reference samples" in outcome.err
+    assert "returned None for all 64 reference samples" in outcome.err
 
 
 TRL_CHECKER = """

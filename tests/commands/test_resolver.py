@@ -95,7 +95,7 @@ def test_what_is_held_out_by_name_is_not_trained_on(resolver: Resolver, tmp_path
     train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
     kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
     assert resolver.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
-    with pytest.raises(InputError, match="every row is among the held-out ones"):
+    with pytest.raises(InputError, match="every row is a held-out row too"):
         resolver.documents(SFTDataSection(texts=kept, eval_texts=kept))
     labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
     apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])

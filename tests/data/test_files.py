@@ -102,8 +102,8 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.jsonl", '{"promt": "a"}\n', "row 1 has no column 'prompt'; did you mean promt?"),
         ("x.jsonl", '{"prompt": "a"}\n{"x": 1, "y": 2}\n', "row 2 has no column 'prompt' (it has x, y)"),
         ("x.parquet", "no parquet at all", "cannot be read as parquet"),
-        ("x.pickle", "", "unknown kind of file"),
-        ("x", "", "unknown kind of file"),
+        ("x.pickle", "", "unknown file type"),
+        ("x", "", "unknown file type"),
     ],
 )
 def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected: str, tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ def test_importing_it_needs_no_trl() -> None:
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [(None, "TRL is not installed: pip install 'trl==1.16.0'"), ("1.17.0", "TRL 1.17.0 is here; tested with 1.16.0")],
+    [
+        (None, "TRL is not installed: pip install 'trl==1.16.0'"),
+        ("1.17.0", "TRL 1.17.0 is installed, 1.16.* is needed"),
+    ],
 )
 def test_a_version_that_does_not_fit_is_one_line(version: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_checks, "_version", lambda: version)

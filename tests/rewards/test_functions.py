@@ -75,7 +75,7 @@ def test_a_function_or_class_that_exits_does_not_end_the_program() -> None:
 
     for function in (leaves, PluginReward(leaves, {}, 5.0)):
         assert f"raised SystemExit: 3 on the response {RESPONSES[1]!r} to the prompt" in problem(function)
-    with pytest.raises(InputError, match="reward Leaves: cannot be made: raised SystemExit: 3"):
+    with pytest.raises(InputError, match="reward Leaves: cannot be created: raised SystemExit: 3"):
         PluginReward(Leaves, {})
 
 
@@ -129,7 +129,7 @@ def test_a_sum_of_scorers_that_misbehave_names_the_one() -> None:
     assert WeightedSum({"x": (2.0, good), "y": (-0.5, good)})(PROMPTS, RESPONSES) == [1.5, 3.0, 4.5]
     with pytest.raises(InputError, match="reward y: returned 1 scores"):
         WeightedSum({"x": (1.0, good), "y": (1.0, bad)})(PROMPTS, RESPONSES)
-    with pytest.raises(InputError, match=r"range of float32; the largest of its terms: x 3, y 3e\+300"):
+    with pytest.raises(InputError, match=r"range of float32; largest absolute value of each term: x 3, y 3e\+300"):
         WeightedSum({"x": (1.0, good), "y": (1e300, good)})(PROMPTS, RESPONSES)
 
 

@@ -79,7 +79,7 @@ def test_a_head_that_reads_more_than_the_last_state_is_refused(model: RewardMode
     classifier = load_reward_model(str(tiny_reward_folder))
     own = classifier.score.forward
     classifier.score.forward = lambda states: own(states) + states.numel()
-    with pytest.raises(InputError, match="GPT2ForSequenceClassification are not what its head makes"):
+    with pytest.raises(InputError, match="GPT2ForSequenceClassification are not its head applied"):
         RewardModel(classifier, model.tokenizer)
 
 

@@ -111,7 +111,7 @@ def test_what_it_raises_does_not_tell_a_secret() -> None:
         with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
             checked_scores(reward, PROMPTS, RESPONSES, "x")
         assert "sk-" not in str(caught.value)
-    with pytest.raises(InputError, match=r"cannot be made: raised PermissionError: 401: \$\{MY_KEY\}"):
+    with pytest.raises(InputError, match=r"cannot be created: raised PermissionError: 401: \$\{MY_KEY\}"):
         PluginReward(NotMade, {"key": "sk-123456"}, None, secrets)
 
 
