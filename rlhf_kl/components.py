@@ -57,8 +57,7 @@ def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
 def load_attribute(ref: str, *, search: Sequence[Path]) -> Any:
     """The object that `ref` names. Runs the code of its module.
 
-    ref: "module:attribute" (modules in the working directory too) or "file.py:attribute" (looked for in each folder
-        in `search`).
+    ref: "module:attribute" (modules in the working directory too) or "file.py:attribute" (looked for in `search`).
     Raises InputError: no such file, module or attribute, or an error in the imported code.
     """
     source, _, attribute = ref.rpartition(":")

@@ -33,13 +33,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def rloo(scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Advantages and weights of the tokens, both (B, T), zeros outside the mask.
 
-    Score less the mean score of the others in its group, and penalties to go less those of the others at the same
-    position: neither baseline depends on the response itself, so the expected gradient is that of the objective.
+    Score minus the mean score of the others in its group, minus the penalties to go relative to those of the others at
+    the same position. Neither baseline depends on the response itself, so the expected gradient is unchanged.
 
-    scores (B,), of responses in groups of `group` neighbours; penalties (B, T), what each token pays for its KL;
-    scored (B,) bool: a response without a score has weight 0 and is in no baseline, and with a single score left in
-    a group there is none to compare it with.
-    Source: Ahmadian et al. 2024 (2402.14740), equation 6; the second baseline is ours.
+    scores (B,), of responses in groups of `group` neighbours; penalties (B, T): the KL penalty of each token;
+    scored (B,) bool: a response without a score has weight 0 and is in no baseline. A single score in a group has no
+    other to be compared with.
+    Source: Ahmadian et al. 2024 (2402.14740), equation 6; the second baseline is an addition.
     """
     column = scores.unsqueeze(1)
     others, count = _others(column, scored.unsqueeze(1), group)
@@ -49,17 +49,17 @@ def rloo(scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group:
 def grpo(
     scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group: int, *, scale_by_std: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As `rloo`, with the score less its group's mean, divided by the group's standard deviation (sample) if asked.
+    """As `rloo`, with the score minus its group's mean, optionally divided by the sample standard deviation.
 
-    The mean holds the response's own score, which scales the gradient by (n - 1) / n; the division weighs prompts by
-    how little their scores differ, so the expected gradient is not that of the mean score (Liu et al. 2025,
-    2503.20783). Penalties are not divided. Source: Shao et al. 2024 (2402.03300), section 4.1.
+    The mean includes the response's own score, which scales the gradient by (n - 1) / n. The division gives prompts a
+    higher weight if their scores differ little, so the expected gradient is not that of the mean score (Liu et al.
+    2025, 2503.20783). Penalties are not divided. Source: Shao et al. 2024 (2402.03300), section 4.1.
     """
     grouped, known = scores.view(-1, group), scored.view(-1, group)
     count = known.sum(1, keepdim=True)
     mean = torch.where(known, grouped, 0.0).sum(1, keepdim=True) / count.clamp_min(1)
     lowest, highest = torch.where(known, grouped, math.inf).amin(1), torch.where(known, grouped, -math.inf).amax(1)
-    equal = (lowest >= highest).unsqueeze(1)  # what is left of their mean is rounding, which a division would blow up
+    equal = (lowest >= highest).unsqueeze(1)  # only rounding errors, which a division would enlarge
     rest = torch.where(known & ~equal, grouped - mean, 0.0)
     if scale_by_std:
         rest = rest / ((rest.square().sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt() + GROUP_EPSILON)
@@ -67,14 +67,14 @@ def grpo(
 
 
 def _with_penalties(scores: Tensor, penalties: Tensor, live: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Advantages of scores (B, 1) less those of the penalties to go, and the tokens' weights."""
+    """Advantages of scores (B, 1) minus those of the penalties to go, and the tokens' weights."""
     to_go = torch.where(live, penalties, 0.0).flip(1).cumsum(1).flip(1)
     advantages = scores - (to_go - _others(to_go, live, group)[0])
     return torch.where(live, advantages, 0.0), live.to(advantages.dtype)
 
 
 def _others(x: Tensor, known: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Mean (B, T) of `x` over the others of a group where it is known (B, T), 0 where no other is; and how many are."""
+    """Mean (B, T) of `x` over the others of a group that are `known` (B, T), 0 if there are none; and their number."""
     values, there = torch.where(known, x, 0.0).view(-1, group, x.shape[1]), known.view(-1, group, x.shape[1])
     count = there.sum(1, keepdim=True) - there.int()
     mean = (values.sum(1, keepdim=True) - values) / count.clamp_min(1)

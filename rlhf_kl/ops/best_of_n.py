@@ -1,6 +1,6 @@
-"""Best of n: the cheap way to spend KL, from scores of reference samples alone.
+"""Best of n: the score gain of a KL without training, from scores of reference samples only.
 
-Of n reference samples to a prompt keep the one that scores best. Its KL to the reference is at most
+Of n reference samples for a prompt, keep the one with the highest score. Its KL to the reference is at most
 log n - (n - 1)/n (Stiennon et al. 2020, 2009.01325, G.3; an upper bound: Beirami et al. 2024, 2401.01879).
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 class BestOfN(NamedTuple):
     n: int
     kl_bound: float  # nats per sequence
-    gain: float  # mean score of the best less the mean score of all
+    gain: float  # mean score of the best minus the mean score of all
     gold_gain: float | None
 
 
@@ -28,9 +28,9 @@ def kl_bound(n: int) -> float:
 def best_of_n(
     scores: Sequence[float], groups: Sequence[Hashable], golds: Sequence[float] | None = None
 ) -> list[BestOfN]:
-    """The curve for n = 1, 2, 4, ..., as far as half of the groups have so many (a group = the responses to a prompt).
+    """The curve for n = 1, 2, 4, ..., if half of the groups have n samples (a group = the responses to a prompt).
 
-    golds: what another scorer says of the same responses. The mean over all subsets of n, not of one draw.
+    golds: scores of the same responses from another scorer. The mean is over all subsets of n, not over one draw.
     """
     members: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
     for score, group, gold in zip(scores, groups, golds or scores, strict=True):
@@ -51,7 +51,7 @@ def _expected_best(group: Sequence[tuple[float, float]], n: int) -> tuple[float,
     total, score, gold, seen = math.comb(len(group), n), 0.0, 0.0, 0
     for value, tied in groupby(sorted(group), key=lambda pair: pair[0]):
         golds = [pair[1] for pair in tied]
-        # Subsets whose largest score is `value`: those of all up to it less those of all below it.
+        # Subsets whose largest score is `value`: subsets of all scores up to it, minus subsets of all below it.
         weight = (math.comb(seen + len(golds), n) - math.comb(seen, n)) / total
         score += weight * value
         gold += weight * math.fsum(golds) / len(golds)

@@ -1,12 +1,12 @@
-"""Sums in float64, on the CPU where a device has no such numbers."""
+"""Sums in float64, on the CPU if a device does not support it."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-WITHOUT_FLOAT64 = {"mps"}  # types of devices
+WITHOUT_FLOAT64 = {"mps"}  # device types
 
 
 def float64(x: Tensor) -> Tensor:
-    """`x` as float64, of any shape; moved to the CPU from a device that has none."""
+    """`x` (any shape) as float64; moved to the CPU from a device without float64."""
     return (x.cpu() if x.device.type in WITHOUT_FLOAT64 else x).double()

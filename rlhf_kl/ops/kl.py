@@ -40,14 +40,14 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|lr|. Biased upward, never negative; its gradient is that of no KL."""
+    """|lr|. Biased upward, never negative; its gradient is not the gradient of a KL."""
     return (logprobs - ref_logprobs).abs()
 
 
 def importance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(lr) * lr. Unbiased for KL(pi || ref) only when the tokens were sampled from *ref*.
 
-    Averaged over samples from pi, as in a rollout, it is too high: three times at a tiny KL, more further out.
+    Averaged over samples from pi, as in a rollout, it is too high: three times at a tiny KL, more at a larger one.
     """
     lr = logprobs - ref_logprobs
     return lr.exp() * lr
@@ -65,7 +65,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
     """Per-token KL estimate, same shape as the log-probs, in nats.
 
-    Errors: ValueError for an unknown name, and for `exact`, which cannot be had from sampled tokens alone.
+    Errors: ValueError for an unknown name, and for `exact`, which needs more than the sampled tokens.
     """
     if estimator == "exact":
         raise ValueError("exact KL needs full distributions: use rlhf_kl.exact_kl(logits, ref_logits)")
@@ -103,10 +103,10 @@ def rewards_with_kl(
     estimator: str = "k1",
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores with the KL penalty taken off: (rewards, kl), both of the log-probs' shape.
+    """Scores minus the KL penalty: (rewards, kl), both of the log-probs' shape.
 
     Equal shapes are elementwise: rewards = scores - coef * kl. Scores (B,) with log-probs (B, T) need the
-    `mask` (B, T) and land on the last chosen token of each row (Ziegler et al. 2019, section 2).
+    `mask` (B, T) and are added at the last selected token of each row (Ziegler et al. 2019, section 2).
     """
     from rlhf_kl.ops.reward_shaping import shape_rewards
 

@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens, and what two full distributions say about each other.
+"""Log-probabilities of chosen tokens, and the KL of two full distributions.
 
-Everything is computed in float32 whatever the dtype of the logits, in chunks of positions, so that the
+Everything is computed in float32 for any dtype of the logits, in chunks of positions, so that the
 float32 working memory does not grow with batch times length times vocabulary.
 """
 
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 1 << 17  # float32 numbers in one temporary: 512 KiB, which a core's own cache holds
-DEVICE_CHUNKS = 256  # such chunks at once on a GPU, where each launch costs
+CHUNK_ELEMENTS = 1 << 17  # float32 numbers in one temporary: 512 KiB, which fits into a core's cache
+DEVICE_CHUNKS = 256  # chunks at once on a GPU, where each launch has a cost
 
 
 class TokenDistributions(NamedTuple):
-    """What the distributions of policy and reference say at each response position; every field (B, T)."""
+    """Figures of the policy's and the reference's distributions at each response position; every field (B, T)."""
 
     logprobs: Tensor
     ref_logprobs: Tensor
     exact_kl: Tensor
     entropy: Tensor
     k1_variance: Tensor  # of log pi - log ref of a token drawn from the policy, nats squared; its mean is the exact KL
-    logprob_variance: Tensor  # of log pi of such a token; its mean is less the entropy
+    logprob_variance: Tensor  # of log pi of such a token; its mean is minus the entropy
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature)[id] that keeps nothing of the logits' size but the logits themselves."""
+    """log softmax(logits / temperature)[id] that stores only the logits for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
@@ -65,8 +65,8 @@ def chosen_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Te
 def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(pi || ref) over the whole vocabulary for logits (..., V): (...) float32, in nats, never negative.
 
-    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments, once. Forward and backward go
-    through the positions in chunks, and nothing of the logits' size is kept between them but the logits.
+    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments, once. Forward and backward
+    process the positions in chunks, and store only the logits between them.
     """
     shape, vocabulary = logits.shape[:-1], logits.shape[-1]
     kl: Tensor = _ExactKL.apply(logits.reshape(-1, vocabulary), ref_logits.reshape(-1, vocabulary), temperature)
@@ -86,7 +86,7 @@ class _ExactKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        logits, ref_logits = ctx.saved_tensors  # once: where a chunk is computed again, a second time is an error
+        logits, ref_logits = ctx.saved_tensors  # once: if a chunk is recomputed, a second read is an error
         wanted = ctx.needs_input_grad
         grads = [torch.empty_like(x) if want else None for x, want in zip((logits, ref_logits), wanted, strict=False)]
         for rows in _chunks(logits):
@@ -115,7 +115,7 @@ def _chunk(logits: Tensor, ref_logits: Tensor, rows: slice, temperature: float) 
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """In float32, over the temperature: no copy where neither changes anything."""
+    """In float32, divided by the temperature; no copy if neither changes anything."""
     return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
@@ -133,7 +133,7 @@ def _moments(p: Tensor, x: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
 def _weighted(p: Tensor, x: Tensor, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (N,) of x (N, V) under p, and x and p x; a forbidden token (log p = -inf) is 0, where 0 * inf would be NaN.
 
-    Forbidden tokens are rare: on a CPU they are looked for only where the plain sum fails.
+    Forbidden tokens are rare: on a CPU they are looked for only if the plain sum fails.
     """
     if p.device.type == "cpu":
         product = p * x

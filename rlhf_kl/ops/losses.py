@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate per token and whether the clip was the binding side, both (B, T).
+    """Clipped surrogate per token and whether the clip was active, both (B, T).
 
     max(-A r, -A clip(r, 1 - c, 1 + c)) with r = pi / pi_old.
     Source: Schulman et al. 2017 (1707.06347), equation 7.

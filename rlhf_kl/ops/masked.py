@@ -1,6 +1,6 @@
 """Means and whitening over the tokens that a mask selects.
 
-Masks have one polarity everywhere: True = a token the policy chose.
+In every mask, True = a token that the policy chose.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def masked_std(x: Tensor, mask: Tensor, *, reduce: Reduce = _local) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, *, center: bool = True, reduce: Reduce = _local) -> tuple[Tensor, Tensor]:
-    """Scale `x` (B, T) to unit standard deviation over `mask`, by default with its mean taken out.
+    """Scale `x` (B, T) to unit standard deviation over `mask`, by default with its mean subtracted.
 
     Returns (whitened (B, T) with zeros outside the mask, the standard deviation it was divided by).
     Source: Huang et al. 2022, "The 37 implementation details of PPO", detail 7.

@@ -1,7 +1,7 @@
-"""Rows of prompt and response laid side by side, and split into passes that hardly pad.
+"""Rows of prompt and response without gaps, split into passes with little padding.
 
-A causal model never looks to the right, so a row that starts at column 0 needs no attention mask: what stands
-behind its last token changes nothing. Only the states that a response token was drawn from are ever read.
+A causal model does not see later tokens, so a row that starts at column 0 needs no attention mask: padding after its
+last token changes nothing. Only the states that a response token was drawn from are read.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What a pass costs whatever its size, in tokens: as long as that is more, padding a row is cheaper.
+# Fixed cost of a pass, in tokens: padding a row is cheaper than another pass if it adds fewer tokens.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
 WORTH_SHARING = 0.25  # share of a batch's tokens that must repeat another row's prompt
-KEYS_AND_VALUES = 4  # tokens of a copied prompt, which has keys and values only, that take the memory of one read
+KEYS_AND_VALUES = 4  # tokens of a copied prompt (keys and values only) that take the memory of one computed token
 
 
 def pass_overhead(device: torch.device) -> int:
-    """Tokens whose time a further pass takes on this device."""
+    """Cost of another pass on this device, in tokens."""
     return PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"])
 
 
 class Packed(NamedTuple):
-    """Some rows of a batch as one forward pass reads them, and where its N response tokens belong."""
+    """Some rows of a batch for one forward pass, and the places of their N response tokens."""
 
     ids: Tensor  # (B', L) long: prompt and response without a gap from column 0 on
     states: Tensor  # (N,) long, into the B' * L positions: the state that each response token was drawn from
     places: Tensor  # (N,) long, into the B * T places of the whole batch's responses
     numbers: Tensor  # (N,) long: the same, counting the response tokens of the whole batch only
-    prompts: SharedPrompts | None = None  # where several rows have the same prompt; `ids` are then responses
+    prompts: SharedPrompts | None = None  # if several rows have the same prompt; `ids` are then responses
 
 
 class SharedPrompts(NamedTuple):
-    """Prompts of which every different token is read once: what all begin with, then the rest of each different one.
+    """Prompts without repeated computation: the common prefix once, then the rest of each different prompt once.
 
-    In a pass that has them `states` count through a grid (B', T). Column t of it is the state that response token t
-    was drawn from: of token 0 the prompt's last one. The pass's `ids` (B', T - 1) are the response tokens.
+    In a pass with them, `states` are places in a grid (B', T). Column t is the state that response token t was drawn
+    from; for token 0 it is the prompt's last state. The pass's `ids` (B', T - 1) are the response tokens.
     """
 
-    prefix: Tensor  # (C,) long: what all prompts begin with
+    prefix: Tensor  # (C,) long: the common prefix of all prompts
     ids: Tensor  # (U, R) long: the rest of each different prompt, padded on the left
     mask: Tensor  # (U, R) bool
     copies: Tensor  # (B',) long: the prompt of each row
@@ -71,7 +71,7 @@ def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> S
 
 
 def common_tokens(prompts: Collection[tuple[int, ...]], device: torch.device) -> int:
-    """Tokens that different prompts all begin with, less than the shortest has; 0 where a pass of them is no gain."""
+    """Length of the common prefix of the prompts, less than the shortest prompt; 0 if sharing it saves nothing."""
     first, last = min(prompts), max(prompts)  # in the order of their tokens: all others lie between
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     common = min(same, min(map(len, prompts)) - 1)
@@ -79,7 +79,7 @@ def common_tokens(prompts: Collection[tuple[int, ...]], device: torch.device) ->
 
 
 class Layout:
-    """Where the tokens of a batch lie; works out every pass over it without asking the device."""
+    """Positions of the tokens of a batch; plans every pass over it without reading from the device."""
 
     def __init__(self, ids: Tensor, prompt_width: int, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
         """`ids` (B, P + T): prompts padded on the left to P = `prompt_width`, responses on the right to T.
@@ -89,7 +89,7 @@ class Layout:
         self.ids, self.prompt_width = ids, prompt_width
         self.prompts, self.responses = prompt_lengths.cpu(), response_lengths.cpu()
         self.first = self.responses.cumsum(0) - self.responses  # number of each row's first response token
-        # The last token is chosen but never read.
+        # The last token is drawn but never read.
         self.lengths: list[int] = (self.prompts + self.responses - 1).clamp_min(1).tolist()
         self.tokens = int(self.responses.sum())
 
@@ -120,7 +120,7 @@ class Layout:
         return [tuple(row[self.prompt_width - n :]) for row, n in zip(ids, self.prompts.tolist(), strict=True)]
 
     def pack_shared(self, rows: Sequence[int]) -> Packed:
-        """These rows as one pass that reads what their prompts have in common once."""
+        """These rows as one pass that reads the common parts of their prompts once."""
         picked, device = torch.as_tensor(rows), self.ids.device
         responses = self.responses[picked]
         length = int(responses.max())
@@ -134,7 +134,7 @@ class Layout:
     def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, share: bool = True) -> Iterator[Packed]:
         """The rows in passes of near-equal length: see `group_lengths`.
 
-        Where prompts have so much in common that reading it once spares enough, in passes that do (`share`).
+        If the prompts have enough tokens in common, the passes read these once (`share`).
         """
         if share and len(rows):
             prompts = [self.prompt_tokens[row] for row in rows]
@@ -176,7 +176,7 @@ def _response_tokens(responses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def text_layout(rows: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device) -> Layout:
-    """The layout of plain texts, whose tokens from `starts` (at least 1) on are the ones to score."""
+    """The layout of plain texts, whose tokens from `starts` (at least 1) on are scored."""
     prompt, response = max(starts), max(len(row) - start for row, start in zip(rows, starts, strict=True))
     ids = torch.zeros(len(rows), prompt + response, dtype=torch.long)
     for line, row, start in zip(ids, rows, starts, strict=True):
@@ -196,7 +196,7 @@ def pack_last(rows: Sequence[Sequence[int]], device: torch.device) -> Packed:
 
 
 def group_lengths(lengths: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int) -> list[list[int]]:
-    """Indices of `lengths` in groups, shortest first, so that padded tokens plus `overhead` a group are fewest.
+    """Indices of `lengths` in groups, shortest first, with the fewest padded tokens plus `overhead` per group.
 
     A group has at most `most_rows` members and `most_tokens` padded tokens, but at least one member. Exact, by
     dynamic programming over the sorted lengths.

@@ -25,9 +25,9 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tens
 def kl_of_next_states(kl: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """KL of the state that each token leads to: gamma times kl (B, T) moved one place to the left, 0 at the last token.
 
-    With exact KL, the current state's KL does not depend on the token drawn there: it belongs into the loss,
-    and only the KL of later states into the reward (Amini et al. 2025, 2504.10637). The next state's is paid one
-    step early, so it takes with it the discount of that step.
+    With exact KL, the current state's KL does not depend on the token drawn there: it belongs in the loss,
+    and only the KL of later states in the reward (Amini et al. 2025, 2504.10637). The next state's KL is paid one
+    step early, so it includes the discount of that step.
     """
     shifted = torch.zeros_like(kl)
     shifted[:, :-1] = torch.where(mask[:, 1:], gamma * kl[:, 1:], torch.zeros_like(kl[:, 1:]))

@@ -170,9 +170,9 @@ def test_k3_of_rloo_agrees_with_its_k1(make_trainer: Make, toy: Any) -> None:
     ("settings", "options", "said"),
     [
         ({"beta": 0.0}, {}, r"beta is 0, .*GRPOConfig\(beta=0.04\)"),
-        ({}, {"unit": "sequenz"}, "no unit 'sequenz'; did you mean sequence"),
+        ({}, {"unit": "sequenz"}, "unknown unit 'sequenz'; did you mean sequence"),
         ({}, {"target": 0.0}, "target must be a number of nats above 0, got 0.0"),
-        ({"restore_callback_states_from_checkpoint": True}, {}, "leave it out"),
+        ({"restore_callback_states_from_checkpoint": True}, {}, "remove it"),
         ({}, {"controller": "adaptve"}, "no controller is called 'adaptve'"),
         ({}, {"controller": "dual", "gain": 1.0}, "unexpected keyword argument 'gain'"),
         ({}, {"controller": FixedKL(coef=0.1), "gain": 1.0}, r"options \(gain\) go to a controller's name or class"),
