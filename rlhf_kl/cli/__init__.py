@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, config, doctor, evaluate, generate, guide, report, reward_model, sft, simulate, train
+from rlhf_kl.cli import compare, config, doctor, evaluate, generate, guide, report, simulate, training
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.heap import keep_freed_memory
 from rlhf_kl.memory import memory_is_full
@@ -32,10 +32,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command()(train.train)
+app.command()(training.train)
 app.command("eval")(evaluate.evaluate)
-app.command()(sft.sft)
-app.command("reward-model")(reward_model.reward_model)
+app.command()(training.sft)
+app.command("reward-model")(training.reward_model)
 app.command()(compare.compare)
 app.command()(report.report)
 app.command()(generate.generate)
