@@ -13,25 +13,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import rlhf_kl
+from rlhf_kl.config.compare import COMPARE_SCHEMA
 from rlhf_kl.config.load import json_schema
 from rlhf_kl.config.schema import KIND_NAMES, MODELS, Section, section_of
 
 PACKAGE = Path(rlhf_kl.__file__).parent
-COMPARE: dict[str, Any] = {
-    "title": "A comparison",
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["base", "variants"],
-    "properties": {
-        "base": {"type": "string", "description": "The config of `rlhf-kl train` that all variants start from."},
-        "seeds": {"type": "array", "items": {"type": "integer", "minimum": 0}, "description": "A run for each."},
-        "variants": {
-            "type": "object",
-            "description": "By name: what each changes of the base.",
-            "additionalProperties": {"$ref": "train.json"},
-        },
-    },
-}
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true, false", type(None): "null"}
 INTRODUCTION = """# Config reference
 
@@ -115,7 +101,7 @@ def _bounds(metadata: Any) -> str:
 
 def documents() -> dict[Path, str]:
     """Path and content of every file."""
-    schemas = {**{kind: json_schema(kind) for kind in KIND_NAMES}, "compare": COMPARE}
+    schemas = {**{kind: json_schema(kind) for kind in KIND_NAMES}, "compare": COMPARE_SCHEMA}
     folder = PACKAGE.parent / "configs" / "schema"
     return {
         PACKAGE / "guide" / "config_reference.md": config_reference(),

@@ -46,11 +46,12 @@ def validate(file: File, sets: Set = None) -> None:
 @app.command()
 def schema(
     kind: Annotated[
-        Literal["train", "sft", "reward-model"],
+        Literal["train", "sft", "reward-model", "compare"],
         typer.Option("--kind", help="The command that the config is for."),
     ] = "train",
 ) -> None:
     """Print the JSON Schema, for completion and checks in an editor."""
+    from rlhf_kl.config.compare import COMPARE_SCHEMA
     from rlhf_kl.config.load import json_schema
 
-    print(json.dumps(json_schema(kind), indent=2))
+    print(json.dumps(COMPARE_SCHEMA if kind == "compare" else json_schema(kind), indent=2))

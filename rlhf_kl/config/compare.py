@@ -19,6 +19,21 @@ from rlhf_kl.config.schema import SEEDS, TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 
+COMPARE_SCHEMA: dict[str, Any] = {
+    "title": "A comparison",
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["base", "variants"],
+    "properties": {
+        "base": {"type": "string", "description": "The config of `rlhf-kl train` that all variants start from."},
+        "seeds": {"type": "array", "items": {"type": "integer", "minimum": 0}, "description": "A run for each."},
+        "variants": {
+            "type": "object",
+            "description": "By name: what each changes of the base.",
+            "additionalProperties": {"$ref": "train.json"},
+        },
+    },
+}
 KEYS = ("base", "seeds", "variants")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
 # Keys that are equal in two runs with the same prompts in the same order.

@@ -47,7 +47,9 @@ def test_what_show_prints_is_a_config(here: Path, capsys: pytest.CaptureFixture[
     )
 
 
-@pytest.mark.parametrize(("kind", "section"), [("train", "ppo"), ("sft", "sft"), ("reward-model", "reward_model")])
+@pytest.mark.parametrize(
+    ("kind", "section"), [("train", "ppo"), ("sft", "sft"), ("reward-model", "reward_model"), ("compare", "variants")]
+)
 def test_schema_is_one_json_document(kind: str, section: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["config", "schema", "--kind", kind]) == 0
     assert section in json.loads(capsys.readouterr().out)["properties"]
