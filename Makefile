@@ -50,11 +50,13 @@ install: $(INSTALLED)  ## make the environment; with PYTHON= add missing package
 train: $(READY)  ## train on the built-in model (FRESH=1 starts anew, CONFIG=name.yaml, GPUS=4 uses 4 GPUs)
 	$(PY) $(if $(GPUS),-m accelerate.commands.launch --multi_gpu --num_processes $(GPUS)) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
-test: $(DEV_READY)  ## the tests that finish in minutes
+test: $(DEV_READY)  ## the fast tests (two minutes on two cores)
 	$(PY) -m pytest -n 2 --dist loadfile
 
-test-slow: $(DEV_READY)  ## the tests that take longer
-	$(PY) -m pytest -m slow
+test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, recipes, families (ten minutes)
+	$(PY) -m pytest -n 2 --dist loadfile -m slow
+
+test-all: test test-slow  ## both
 
 test-integrations: .venv-integrations/.ready  ## the controller in TRL's trainers, TRL pinned (minutes)
 	.venv-integrations/bin/python -m pytest tests/integrations
@@ -69,7 +71,7 @@ types: $(DEV_READY)  ## mypy, strict
 imports: $(DEV_READY)  ## the layers that modules may import from
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-check: lint types imports test  ## everything that CI runs
+check: lint types imports test  ## before every commit; CI runs test-slow too
 
 bench-control: $(READY)  ## how well each controller holds the target (an hour or two on 2 cores)
 	$(PY) scripts/bench_control.py
@@ -81,7 +83,7 @@ test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50;
 	$(PY) scripts/crash_test.py --kills $(or $(KILLS),50)
 
 fuzz: $(DEV_READY)  ## generated configs and data files (FUZZ=10000; some minutes)
-	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest tests/fuzz --timeout 0
+	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest -m "slow or not slow" tests/fuzz --timeout 0
 
 gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)
 	$(PY) -m rlhf_kl sft --config $*_sft.yaml --resume
@@ -102,6 +104,9 @@ gpu-report: $(READY)  ## speed, memory and KL on this machine's GPUs as one JSON
 bench: $(READY)  ## speed and memory here (PEER_PYTHON= and PEER_SCRIPT= add the comparison; BENCH='phases --models gpt2')
 	$(PY) scripts/bench.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
 
+bench-trl: $(READY) .venv-integrations/.ready  ## seconds beside TRL's RLOO and GRPO (BENCH='--model llama --dtype bfloat16'; an hour)
+	$(PY) scripts/bench_groups.py $(BENCH)
+
 bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json \
 		$(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
@@ -109,4 +114,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-integrations .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-integrations lint types imports check bench-control bench-plant bench bench-gpu gpu-check gpu-report test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-all test-integrations lint types imports check bench-control bench-plant bench bench-trl bench-gpu gpu-check gpu-report test-crash fuzz clean

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         ThresholdKL,
         ZieglerKL,
     )
-    from rlhf_kl.ops.kl import absolute, importance, k1, k2, k3, kl_penalty, rewards_with_kl
+    from rlhf_kl.ops.kl import importance, k1, k2, k3, kl_penalty, rewards_with_kl
     from rlhf_kl.ops.logprobs import exact_kl
 
 _CONTROLLERS = (
@@ -34,10 +34,9 @@ _CONTROLLERS = (
     "ThresholdKL",
     "ZieglerKL",
 )
-_RENAMED = {"ProportionalKL": "ZieglerKL"}  # still importable
 _HOMES = {
     **dict.fromkeys(_CONTROLLERS, "rlhf_kl.kl_controllers"),
-    **dict.fromkeys(("k1", "k2", "k3", "absolute", "importance", "kl_penalty", "rewards_with_kl"), "rlhf_kl.ops.kl"),
+    **dict.fromkeys(("k1", "k2", "k3", "importance", "kl_penalty", "rewards_with_kl"), "rlhf_kl.ops.kl"),
     "exact_kl": "rlhf_kl.ops.logprobs",
 }
 
@@ -51,7 +50,6 @@ __all__ = [
     "ScheduledKL",
     "ThresholdKL",
     "ZieglerKL",
-    "absolute",
     "exact_kl",
     "importance",
     "k1",
@@ -63,10 +61,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    current = _RENAMED.get(name, name)
-    if current not in _HOMES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[current]), current)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

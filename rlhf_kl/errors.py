@@ -1,15 +1,16 @@
-"""The errors a user can cause, and the exit code that each one means."""
+"""The errors a user can cause, the exit code that each one means, and the name that a wrong one is closest to."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class RlhfKlError(Exception):
     """Base of all errors that are reported as one line, without a traceback."""
 
     exit_code = 1
-    shared = False  # every process of the group ends with it
-    told = False  # the first process of the group reports it
-    in_group = False  # raised in one process of a group; others may not have it
+    told: bool | None = None  # another process of the group has reported it, or the failure that led to it
 
 
 class InputError(RlhfKlError, ValueError):
@@ -50,8 +51,38 @@ class Interrupted(BaseException):
     No `Exception`, like KeyboardInterrupt, so a user's `except Exception` cannot catch it.
     """
 
-    shared = False  # every process of the group ends with it
-
     def __init__(self, signal_number: int) -> None:
         self.exit_code = 128 + signal_number
         super().__init__("interrupted")
+
+
+# ---- the nearest name ----
+
+# What other programs call a key, and its name here.
+FAMILIAR = {
+    "updates": "ppo.total_episodes",
+    "steps": "ppo.total_episodes",
+    "max_steps": "ppo.total_episodes",
+    "lr": "ppo.learning_rate",
+    "beta": "kl.controller.coef",
+    "num_generations": "rollout.samples_per_prompt",
+}
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name closest to `word`, or with `word` as its initials (lr: learning_rate); else None."""
+    by_lower = {name.lower(): name for name in names}
+    for name in by_lower:
+        if "_" in name and word.lower() == "".join(part[:1] for part in name.split("_")):
+            return by_lower[name]
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[close[0]] if close else None
+
+
+def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
+    """ "; did you mean X?", or the valid names if none is close (empty if there are none)."""
+    names = sorted(names)
+    close = nearest(word, names)
+    if close is not None:
+        return f"; did you mean {prefix}{close}?"
+    return f"; valid: {', '.join(names)}" if names else ""

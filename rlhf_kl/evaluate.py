@@ -13,16 +13,15 @@ from torch import Tensor
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import fitting_batches
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import TransformersLM, negative_log_likelihood
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.ops.float64 import float64
+from rlhf_kl.ops.masked import float64
 from rlhf_kl.rewards.functions import GOLD_FAILED, GoldScorer, gold_scores_of, score_responses
 from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.trainers.sft import negative_log_likelihood
 from rlhf_kl.types import PromptBatch, RewardFn, Sampling
 
 ROWS = 32
@@ -108,7 +107,7 @@ def text_sums(
     `advance(n)` is called after every n windows. Errors: MemoryFull.
     """
     limit = window or context_length(lm.model) or DEFAULT_WINDOW
-    pieces = [piece for ids in encode_all(tokenizer, texts) for piece in windows(ids, limit)]
+    pieces = [piece for ids in encode_all(tokenizer, texts, bos=True) for piece in windows(ids, limit)]
     pieces.sort(key=lambda piece: len(piece.ids))
 
     def read(start: int, stop: int) -> tuple[float, int]:
@@ -197,7 +196,7 @@ def policy_figures(
     reward function raises or returns no scores.
     `advance(n)` is called after every n responses, of the reference and then of the policy.
     """
-    every = slice(0, len(prompts))
+    every = range(len(prompts))
     samples = policy_samples(
         policy, reference, prompts, every, seed, sampling, tokenizer, reward, gold, batch_size, advance
     )
@@ -208,7 +207,7 @@ def policy_samples(
     policy: TransformersLM,
     reference: TransformersLM,
     prompts: PromptBatch,
-    part: slice,
+    part: range,
     seed: int,
     sampling: Sampling,
     tokenizer: Any,
@@ -223,7 +222,7 @@ def policy_samples(
     The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
     al. 2025, RL's Razor, 2509.04259). `drawn` keeps these samples, which are the same every time, for the next call.
     """
-    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part]
+    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part.start : part.stop]
     prompts = prompts.part(part.start, part.stop)
     made = PolicySamples()
 
@@ -234,7 +233,8 @@ def policy_samples(
         def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
             batch = prompts.part(start, stop)
             if (start, stop) not in before:
-                before[start, stop] = respond(one, batch, noise[start:stop], sampling, tokenizer)
+                made = respond(one, batch, noise[start:stop], sampling, tokenizer)
+                before[start, stop] = made._replace(sampled=made.sampled._replace(states=None))  # large, and not read
             responses = before[start, stop]
             layout = response_layout(batch, responses.sampled)
             return responses, measure(model, states, layout, sampling.temperature).exact_kl

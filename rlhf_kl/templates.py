@@ -6,8 +6,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_kl.components import nearest
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, nearest
 
 
 def template_fields(template: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-SPIN_ROUNDS = 1000  # of a loop: some microseconds
+SPIN_ROUNDS = 4000
 OURS_TO_SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 NUMBER = "OMP_NUM_THREADS"
 
@@ -23,10 +23,14 @@ def wait_without_spinning() -> bool:
     return True
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def keep_threads(saved: str | None) -> None:
     """Use as many threads as before, if this machine has the cores and the user sets no number: sums stay the same."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if saved is not None and not os.environ.get(NUMBER) and int(saved) <= cores:
+    if saved is not None and not os.environ.get(NUMBER) and int(saved) <= cores():
         torch.set_num_threads(int(saved))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rlhf_kl.ops.masked import Mean, float64, mean_of_groups
 from rlhf_kl.ops.packing import Layout
+
+Unit = Literal["token", "sequence"]
+CPU = torch.device("cpu")
 
 
 class Prompt(str):
@@ -91,7 +95,10 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Responses of one policy with everything that PPO needs to know about them; never mutated."""
+    """Responses of one policy with everything that PPO needs to know about them; never mutated.
+
+    After a rollout it is the batch of all processes, on the CPU, where each of them computes the same numbers from it.
+    """
 
     prompt_ids: Tensor  # (B, P) long, left-padded
     prompt_mask: Tensor  # (B, P) bool
@@ -112,6 +119,9 @@ class RolloutBatch:
     score_terms: dict[str, Tensor] = field(default_factory=dict)  # contribution of each term of a sum: (B,) by name
     penalties: dict[str, Tensor] = field(default_factory=dict)  # subtracted from the score: (B,) by name
     scored: Tensor = None  # type: ignore[assignment]  # (B,) bool, False = the reward gave None: score 0; default all
+    group: int = 1  # neighbours with the same prompt
+    device: torch.device = CPU  # of forward passes
+    begin: int = 0  # the first row whose states this process holds
 
     def __post_init__(self) -> None:
         b, t = self.response_ids.shape
@@ -144,10 +154,42 @@ class RolloutBatch:
         }
         return replace(self, **moved)
 
+    def mean(self, x: Tensor, unit: Unit = "token") -> Mean:
+        """Mean of `x` (B, T) over all tokens, or of its sums over responses; prompts are the independent draws."""
+        sums = float64(torch.where(self.mask, x, 0.0)).sum(1)
+        return mean_of_groups(sums, self.lengths if unit == "token" else torch.ones_like(sums), self.group)
+
+    def kl(self, unit: Unit, exact_kl: Tensor | None = None) -> Mean:
+        """Mean exact KL in nats per token or per response: what is controlled, held below a ceiling and logged.
+
+        `exact_kl` (B, T): that of another policy at the same states.
+        """
+        return self.mean(self.exact_kl if exact_kl is None else exact_kl, unit)
+
+    @classmethod
+    def concat(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        """The rows of several batches; prompts are padded on the left, responses on the right."""
+        columns: dict[str, Any] = {}
+        for column in fields(cls):
+            values = [getattr(part, column.name) for part in parts]
+            if isinstance(values[0], list):
+                columns[column.name] = [text for value in values for text in value]
+            elif isinstance(values[0], dict):
+                columns[column.name] = {name: torch.cat([value[name].cpu() for value in values]) for name in values[0]}
+            elif isinstance(values[0], Tensor):
+                columns[column.name] = torch.cat(_padded(values, left=column.name.startswith("prompt_")))
+            else:
+                columns[column.name] = values[0]
+        return cls(**columns)
+
     @property
     def weights(self) -> Tensor:
         """Weight (B, T) of each token in the losses: 0 outside of the mask and in responses without a score."""
         return (self.mask & self.scored.unsqueeze(1)).to(self.logprobs.dtype)
+
+    def tokens_per(self, unit: Unit) -> float:
+        """Mean number of tokens in a unit."""
+        return 1.0 if unit == "token" else int(self.mask.sum()) / len(self)
 
     @property
     def lengths(self) -> Tensor:
@@ -162,4 +204,15 @@ class RolloutBatch:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the rows for forward passes."""
-        return Layout(self.input_ids, self.prompt_ids.shape[1], self.prompt_mask.sum(1), self.lengths)
+        return Layout(
+            self.input_ids, self.prompt_ids.shape[1], self.prompt_mask.sum(1), self.lengths, self.device, self.begin
+        )
+
+
+def _padded(parts: Sequence[Tensor], *, left: bool) -> list[Tensor]:
+    """Tensors (B, L) with the same number of columns; those (B,) as they are."""
+    if parts[0].dim() == 1:
+        return list(parts)
+    width = max(part.shape[1] for part in parts)
+    gaps = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in parts]
+    return [torch.nn.functional.pad(part, gap) for part, gap in zip(parts, gaps, strict=True)]

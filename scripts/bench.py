@@ -6,13 +6,11 @@ are medians over a run's updates without the first two. The parts:
 phases  samples/s, tokens/s, peak memory, and the seconds of rollout, scoring and update beside their floor: operations
         of the matrix products over the rate at which this machine multiplies such matrices (the LM head at its own
         rate, in float32), and the bytes that decoding reads over the rate at which it copies memory
-growth  time and memory of a small model against batch, response length and vocabulary
 groups  8 responses to each of 2 prompts of 200 tokens beside 16 different prompts of 200 (gpt2 and llama only)
-flat    time and memory over 40 times as many updates: do they stay the same?
 peer    pairs of runs in turn with another trainer: --peer-python is the python of its environment, --peer-script a
         script that takes --policy DIR --reward DIR --prompts FILE ... and prints `RESULT {json}`
 
-The models, all by default (or --model-folder and --prompts: one of your own at natural lengths, sizes as of reviews):
+The models, all by default:
 
 reviews     built-in; 64 rows, 4 epochs, at most 48 new tokens; reviews-48 has an end that is never drawn: 48 each
 gpt2        GPT-2 small's shape (124M), random weights; 16 rows, prompts of 8 to 24 tokens, 32 new ones, 2 epochs
@@ -43,12 +41,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_kl.commands.world import World as BuiltIn
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
-from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2
+from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2
 from rlhf_kl.run.display import TrainingDisplay
-from rlhf_kl.run.files import check_writable
-from rlhf_kl.trainers.reward_model import initialise_head
 
-PARTS = ("phases", "growth", "groups", "flat", "peer")
+PARTS = ("phases", "groups", "peer")
 SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights, beside what both have
     "gpt2": {"hidden_size": 768, "layers": 12, "heads": 12, "vocab_size": 50257},
     "llama": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 32000},
@@ -56,7 +52,6 @@ SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights, beside w
 LLAMA = {"intermediate_size": 1408, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 1}
 MODELS = ("reviews", "reviews-48", *SHAPES)
 DTYPES = ["float32", "bfloat16"]
-GROWTH = [(32, 32, 1000), (128, 32, 1000), (32, 128, 1000), (32, 32, 50000), (128, 32, 50000)]
 WARM_UP = 2  # updates that no median counts
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits in one chunk: rlhf_kl.models.logits.LOGIT_ELEMENTS
 CONFIG = """
@@ -76,7 +71,6 @@ class World:
     policy: Path
     reward: Path
     prompts: Path
-    column: str = "prompt"
     batch: int = 16
     length: int = 32  # most new tokens
     epochs: int = 2
@@ -86,7 +80,7 @@ class World:
     def prompt_ids(self) -> list[list[int]]:
         """The prompts' tokens."""
         lines = self.prompts.read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line)[self.column] for line in lines if line.strip()]
+        texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
         return list(load_tokenizer(str(self.policy))(texts)["input_ids"])
 
 
@@ -132,7 +126,7 @@ def random_world(place: Path, shape: Mapping[str, Any], lengths: Sequence[int], 
     if "layers" in shape:
         model = new_gpt2(**shape, context=1024, tokenizer=tokenizer, seed=0)
     else:
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA, **shape, pad_token_id=0, max_position_embeddings=1024))
+        model = LlamaForCausalLM(LlamaConfig(**(LLAMA | shape), pad_token_id=0, max_position_embeddings=1024))
     folders = write_models(model, tokenizer, place)
     return World(*folders, write_prompts(place / "prompts.jsonl", len(words), lengths), **sizes)
 
@@ -142,13 +136,9 @@ def make_world(name: str, args: argparse.Namespace, place: Path) -> World:
     if name in SHAPES:
         lengths = torch.randint(8, 25, (512,), generator=torch.Generator().manual_seed(0)).tolist()
         world = random_world(place, SHAPES[name], lengths)
-    elif name == "folder":
-        own = str(args.model_folder)
-        folders = write_models(load_causal_lm(own), load_tokenizer(own), place)
-        world = World(*folders, args.prompts.resolve(), args.column, 64, 48, 4, penalty=1.0)
     else:
         parts = BuiltIn("builtin:reviews", TrainingDisplay())
-        world = World(parts.policy(), parts.reward_model(), parts.file("prompts"), "prompt", 64, 48, 4, 2e-4, 1.0)
+        world = World(parts.policy(), parts.reward_model(), parts.file("prompts"), 64, 48, 4, 2e-4, 1.0)
         world = world if name == "reviews" else endless(world, place)
     return replace(world, batch=args.batch or world.batch, length=args.length or world.length)
 
@@ -179,9 +169,9 @@ def our_run(world: World, args: argparse.Namespace, place: Path, value: str, dty
     settings |= {"policy.model": world.policy, "policy.value": value, "reward.model": world.reward}
     settings |= {"reward.missing_eos_penalty": world.penalty, "rollout.max_new_tokens": world.length}
     held_out = place / "held_out.jsonl"  # something else than prompts: those are all trained on
-    held_out.write_text(json.dumps({world.column: "w0 w1"}) + "\n", encoding="utf-8")
+    held_out.write_text(json.dumps({"prompt": "w0 w1"}) + "\n", encoding="utf-8")
     settings |= {"data.prompts": world.prompts, "eval.texts": held_out, "eval.prompts": held_out}
-    settings |= {"kl.placement": args.placement, "data.column": world.column, "eval.column": world.column}
+    settings |= {"kl.placement": args.placement, "data.column": "prompt", "eval.column": "prompt"}
     settings |= {"rollout.batch_size": world.batch, "rollout.reference_samples": world.batch}
     settings |= {"ppo.minibatch_size": world.batch, "ppo.microbatch_size": args.microbatch or "null"}
     settings |= {"ppo.total_episodes": world.batch * args.updates, "ppo.epochs": world.epochs}
@@ -196,7 +186,7 @@ def our_run(world: World, args: argparse.Namespace, place: Path, value: str, dty
 
 def peer_run(world: World, args: argparse.Namespace, place: Path, _: str, dtype: str, seed: int) -> dict[str, Any]:
     """Seconds per update and peak memory of a run of the peer."""
-    options = {"policy": world.policy, "reward": world.reward, "prompts": world.prompts, "column": world.column}
+    options = {"policy": world.policy, "reward": world.reward, "prompts": world.prompts, "column": "prompt"}
     options |= {"batch": world.batch, "epochs": world.epochs, "max-new-tokens": world.length, "updates": args.updates}
     options |= {"learning-rate": world.learning_rate, "kl-coef": 0.1, "missing-eos-penalty": world.penalty}
     options |= {"device": args.device, "dtype": dtype, "seed": seed + 1, "output-dir": place / "peer"}
@@ -308,15 +298,6 @@ class Bench:
                 shares = {f"share_of_{key}": least[key] / run[key] for key in ("rollout_s", "score_s", "update_s")}
                 yield run | show({f"floor_of_{key}" if key in run else key: least[key] for key in least} | shares)
 
-    def growth(self) -> Iterator[dict[str, Any]]:
-        """Time and memory of small models against batch, response length and vocabulary."""
-        for batch, length, words in GROWTH:
-            shape = {"hidden_size": 128, "layers": 4, "heads": 4, "vocab_size": words}
-            place = self.place / f"{batch}-{length}-{words}"
-            world = random_world(place, shape, [16] * 512, batch=batch, length=length)
-            label = {"batch": batch, "vocabulary": words, "all_logits_mb": batch * length * words * 4 / 2**20}
-            yield self.run(label, world, *self.args.variants[0])
-
     def groups(self) -> Iterator[dict[str, Any]]:
         """What many responses to one prompt save."""
         for name in [name for name in self.args.models if name in SHAPES]:
@@ -326,17 +307,6 @@ class Bench:
                 world = replace(self.world(name), prompts=file, batch=16)
                 for variant in self.args.variants:
                     yield self.run({"model": name, "prompts_of_200": count}, world, *variant)
-
-    def flat(self) -> Iterator[dict[str, Any]]:
-        """The second tenth of a long run of a tiny model beside its last one."""
-        settings = {"run.device": self.args.device, "ppo.total_episodes": 16 * 40 * self.args.updates}
-        rows = train("smoke.yaml", settings | {"ppo.learning_rate": 1e-5}, self.place)
-        tenth = len(rows) // 10
-        for name, part in (("second", rows[tenth : 2 * tenth]), ("last", rows[-tenth:])):
-            # Of the faster updates: other jobs on the machine slow some for many seconds, and never speed one up.
-            times = sorted(row["time/step_s"] / row["rollout/response_length"] / 16 for row in part)
-            figures = {"us_per_token": times[tenth // 10] * 1e6, "peak_memory_mb": part[-1]["perf/peak_memory_mb"]}
-            yield show({"updates": len(rows), "tenth": name, **figures})
 
     def peer(self) -> Iterator[dict[str, Any]]:
         """Pairs of runs in turn: ours with each value function and dtype, and the peer."""
@@ -362,10 +332,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all that can run")
-    add("--models", nargs="+", choices=MODELS, help="default: all, or the --model-folder alone")
-    add("--model-folder", type=Path, help="a causal language model; needs --prompts")
-    add("--prompts", type=Path, help="a .jsonl file")
-    add("--column", default="prompt", help="of the prompts")
+    add("--models", nargs="+", choices=MODELS, default=MODELS)
     add("--values", nargs="+", choices=["features", "head", "separate"], default=["features", "separate"])
     add("--placement", choices=["reward", "rao_blackwell"], default="reward", help="of our KL; the peer has `reward`")
     add("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
@@ -386,12 +353,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked and completed."""
     parser = make_parser()
     args = parser.parse_args(words)
-    args.models = [*(args.models or ([] if args.model_folder else MODELS)), *(["folder"] if args.model_folder else [])]
     args.variants = [(value, dtype) for value in args.values for dtype in args.dtypes]
     needs = {
         "peer": not (args.peer_python and args.peer_script) and "--peer-python and --peer-script",
         "groups": not SHAPES.keys() & set(args.models) and "gpt2 or llama among --models",
-        "--model-folder": args.model_folder and not args.prompts and "--prompts",
         "--updates": args.updates <= WARM_UP and f"more than {WARM_UP}: the first {WARM_UP} are not counted",
         "--device": args.device == "cuda" and not torch.cuda.is_available() and "a CUDA device, and there is none",
     }
@@ -400,10 +365,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         if need and (name in args.parts or name not in PARTS):
             parser.error(f"{name}: needs {need}")
     args.parts = args.parts or [part for part in PARTS if not needs.get(part)]
-    try:
-        check_writable(args.out)  # before the runs: an error afterwards would lose their figures
-    except OSError as error:
-        parser.error(f"--out: {args.out}: cannot be written: {error.strerror or error}")
     return args
 
 

@@ -30,18 +30,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from control.charts import charts
-from control.figures import read_results
-from control.goals import goal_lines, stress_lines
 from control.reach import reach_table, read_reach, search
+from control.results import by_beta, by_row, charts, goal_lines, read_results, stress_lines
 from control.rows import Planner, is_stress
-from control.tables import by_beta, by_row
 
 from rlhf_kl.commands.compare import train_grid
 from rlhf_kl.commands.grid import check_folders
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, check_variants
 from rlhf_kl.errors import InputError, Interrupted
-from rlhf_kl.report.plots.render import save_sheet
+from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import write_json
 

@@ -1,21 +1,21 @@
 """Seconds to a score at equal KL: `rlhf-kl train` beside RLOO and GRPO of TRL.
 
-    python scripts/bench_groups.py FOLDER --peer-python PYTHON --peer-script FILE [--policy DIR --reward DIR ...]
+    python scripts/bench_groups.py [FOLDER] [--model llama] [--dtype bfloat16]
 
-PYTHON is that of an environment with TRL; the script takes --method rloo|grpo --policy DIR ... and prints
-`RESULT {json}`. Both sides get the same policy, reward model, prompts, group size, lengths, optimizer steps and peak
-learning rate, which falls linearly there and as `adaptive` has it here; a text that is cut off pays 1. Ours has its
-defaults otherwise, and its seconds hold the reference samples and the closing evaluation.
+`make bench-trl` makes an environment with TRL (--peer-python names another) and runs this. Both sides do the same work
+with the same policy, reward model, prompts and number of threads (OMP_NUM_THREADS): one pass over each batch in
+--minibatches optimizer steps, with the same group size, lengths and peak learning rate, which falls linearly there and
+as `adaptive` has it here; a text that is cut off pays 1. Ours has its defaults otherwise, and its seconds hold the
+reference samples and the closing evaluation. TRL gives a policy no positions, so that padding would shift GPT-2's: of
+the prompts only those of the most usual length are used, by both sides.
 
-Two things are mended for the peer: its script pads texts for the reward model as the tokenizer says, which shifts
-GPT-2's positions where that is on the left, so it gets a copy that pads on the right; and TRL gives a policy no
-positions, so that padded prompts are shifted as well: of the prompts only those of the most usual length are used,
-by both sides.
+The models: `reviews`, the built-in one; `llama`, of 43M parameters with random weights, which has seconds an update but
+no score that means anything.
 
 A peer's constant beta is first searched for, on seed 0, until the KL over the last fifth of the run is within a tenth
 of the target; --betas rloo=0.3 gives it. Each seed then runs one side after the other. The KL is the estimate that
 the peer logs: k1 for its RLOO; k3 for its GRPO, where it is a mean over the optimizer steps, and for ours. Finished
-runs in FOLDER are used again.
+runs in FOLDER (runs/bench-trl/MODEL-DTYPE) are used again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -32,11 +31,12 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from bench import run_alone
+import torch
+from bench import random_world, run_alone
 
 from rlhf_kl.commands.world import World
 from rlhf_kl.models.load import load_tokenizer
-from rlhf_kl.report.table import text_table
+from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
@@ -44,7 +44,21 @@ PEERS = ("rloo", "grpo")
 SIDES = ("gae", "rloo", "grpo", *(f"TRL {name}" for name in PEERS))
 WINDOW = 5  # updates whose mean is "the score"
 SEARCH = 5  # most runs that look for a peer's beta
-NEAR = 0.1  # of the target, as a logarithm
+NEAR = 0.1  # of the target
+ROOT = Path(__file__).resolve().parents[1]
+LLAMA = {
+    "vocab_size": 16000,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "intermediate_size": 1472,
+    "tie_word_embeddings": False,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "reviews": {"score": 2.5},
+    # A small rate, so that no response learns to end, and any beta: no KL is compared.
+    "llama": {"seeds": [0, 1], "batch": 32, "updates": 12, "learning_rate": 1e-6, "betas": ["rloo=0.1", "grpo=0.1"]},
+}
 SETTINGS = """
 extends: ppo_adaptive.yaml
 eval: {every: 100000}
@@ -59,7 +73,7 @@ class Run(NamedTuple):
     seconds: list[float]  # since the start, at the end of each update
     scores: list[float]  # of the reward model, less 1 where the text was cut off
     kl: float  # per token, over the last fifth
-    samples_per_s: float
+    update_s: float  # median without the first two
     memory_mb: float
 
     @property
@@ -81,13 +95,15 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
     if not (folder / "summary.json").exists():
         config, held_out = args.folder / "base.yaml", args.folder / "held_out.jsonl"
         config.write_text(SETTINGS, encoding="utf-8")
-        held_out.write_text(json.dumps({"text": "x", args.column: "x"}) + "\n", encoding="utf-8")
+        with args.prompts.open(encoding="utf-8") as lines:
+            other = " ".join([json.loads(next(lines))["prompt"]] * 2)  # no prompt, but of words that the model knows
+        held_out.write_text(json.dumps({"text": other, "prompt": other}) + "\n", encoding="utf-8")
         settings = {"run.seed": seed, "run.dtype": args.dtype, "policy.model": args.policy, "reward.model": args.reward}
-        settings |= {"data.prompts": args.prompts, "data.column": args.column, "reward.missing_eos_penalty": 1.0}
+        settings |= {"data.prompts": args.prompts, "data.column": "prompt", "reward.missing_eos_penalty": 1.0}
         settings |= {"eval.texts": held_out, "eval.prompts": held_out, "ppo.advantage": advantage}
         settings |= {"rollout.batch_size": args.batch, "rollout.max_new_tokens": args.max_new_tokens}
         settings |= {"rollout.samples_per_prompt": 1 if advantage == "gae" else args.group}
-        settings |= {"ppo.minibatch_size": args.batch // args.steps, "kl.target": args.target}
+        settings |= {"ppo.epochs": 1, "ppo.minibatch_size": args.batch // args.minibatches, "kl.target": args.target}
         settings |= {"ppo.learning_rate": args.learning_rate, "ppo.total_episodes": args.batch * args.updates}
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), "--quiet", "--overwrite"]
@@ -100,7 +116,7 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
         [start + sum(times[: i + 1]) for i in range(len(times))],
         [row["objective/scores"] - 1 + row["rollout/eos_rate"] for row in rows],
         fmean(row["kl/k3"] for row in rows[-len(rows) // 5 :]),
-        args.batch / median(times[2:]),
+        median(times[2:]),
         rows[-1]["perf/peak_memory_mb"],
     )
 
@@ -109,39 +125,46 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
     """A run of the peer."""
     file = args.folder / f"trl-{method}-{beta:.4g}-s{seed}.json"
     if not file.exists():
-        options = {"method": method, "policy": args.policy, "reward": args.peer_reward, "prompts": args.prompts}
-        options |= {"column": args.column, "updates": args.updates, "batch": args.batch, "group": args.group}
-        options |= {"iterations": args.steps, "max-new-tokens": args.max_new_tokens, "beta": beta, "seed": seed + 1}
-        options |= {"learning-rate": args.learning_rate, "output-dir": args.folder / "trl"}
+        options = {"method": method, "policy": args.policy, "reward": args.reward, "prompts": args.prompts}
+        options |= {"column": "prompt", "dtype": args.dtype, "beta": beta, "seed": seed + 1}
+        options |= {"updates": args.updates, "batch": args.batch, "group": args.group}
+        options |= {"minibatches": args.minibatches, "max-new-tokens": args.max_new_tokens}
+        options |= {"learning-rate": args.learning_rate}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        output = run_alone([args.peer_python, args.peer_script, *words], cwd=args.folder, env=environment)
-        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        file.write_text(lines[-1].removeprefix("RESULT "), encoding="utf-8")
+        script = str(ROOT / "scripts" / "peer_trl.py")
+        output = run_alone([args.peer_python, script, *words], env=environment)
+        file.write_text(output.splitlines()[-1], encoding="utf-8")
     found = json.loads(file.read_text(encoding="utf-8"))
     curve = found["curve"]
     return Run(
-        [point["t"] for point in curve],
+        [point["seconds"] for point in curve],
         [point["score"] for point in curve],
-        fmean(point["kl_token"] for point in curve[-len(curve) // 5 :]),
-        args.batch / found["median_update_s"],
+        fmean(point["kl"] for point in curve[-len(curve) // 5 :]),
+        found["median_update_s"],
         found["peak_rss_mb"],
     )
+
+
+def is_near(kl: float, target: float) -> bool:
+    """Whether a run landed at the target."""
+    return abs(kl / target - 1) <= NEAR
 
 
 def find_beta(args: argparse.Namespace, method: str, beta: float) -> float:
     """A constant beta whose run on seed 0 ends near the target: KL as a power of beta, through the last two runs."""
     tried: list[tuple[float, float]] = []
-    for _ in range(SEARCH):
+    found = False
+    while not found and len(tried) < SEARCH:
         kl = peer_run(args, method, beta, 0).kl
         print(f"TRL {method}, beta {beta:.4g}: KL {kl:.4g}", flush=True)
         tried.append((math.log(beta), math.log(max(kl, 1e-6) / args.target)))
-        if abs(tried[-1][1]) < NEAR:
-            break
+        found = is_near(kl, args.target)
         power = -1.0
         if len(tried) > 1 and tried[-1][0] != tried[-2][0]:
             power = (tried[-1][1] - tried[-2][1]) / (tried[-1][0] - tried[-2][0])
         beta *= math.exp(-tried[-1][1] / min(-0.3, power))
+    print(f"TRL {method} {'landed' if found else 'did not land'} near the target in {len(tried)} runs", flush=True)
     return math.exp(min(tried, key=lambda point: abs(point[1]))[0])
 
 
@@ -152,74 +175,63 @@ def spread(values: Iterable[float], places: int) -> str:
     return f"{text} ({stdev(every):.{places}f})" if len(every) > 1 else text
 
 
-def table(runs: dict[str, list[Run]], score: float) -> str:
+def table(runs: dict[str, list[Run]], score: float | None) -> str:
     """One row for each side: mean (standard deviation) over the seeds, of the seconds the median over all of them."""
-    head = ["", f"median seconds to {score:g}", "reached", "score", "KL", "samples/s", "memory, MB"]
+    head = ["", "seconds an update", "memory, MB", "KL"]
+    if score is not None:
+        head += ["score", f"median seconds to {score:g}", "reached"]
     rows = []
     for side, found in runs.items():
-        times = [run.seconds_to(score) for run in found]
-        middle = median(math.inf if math.isnan(each) else each for each in times)
-        reached = f"{sum(not math.isnan(each) for each in times)} of {len(found)}"
-        figures = [spread((getattr(run, name) for run in found), places) for name, places in COLUMNS]
-        rows.append([side, "not reached" if math.isinf(middle) else f"{middle:.1f}", reached, *figures])
+        row = [side, f"{median(run.update_s for run in found):.3g}"]
+        row += [spread((run.memory_mb for run in found), 0), spread((run.kl for run in found), 3)]
+        if score is not None:
+            times = [run.seconds_to(score) for run in found]
+            middle = median(math.inf if math.isnan(each) else each for each in times)
+            row += [spread((run.score for run in found), 2), "not reached" if math.isinf(middle) else f"{middle:.1f}"]
+            row.append(f"{sum(not math.isnan(each) for each in times)} of {len(found)}")
+        rows.append(row)
     return text_table(head, rows)
-
-
-COLUMNS = (("score", 2), ("kl", 3), ("samples_per_s", 1), ("memory_mb", 0))
-
-
-def keep_settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Runs are used again for the settings that they were made with, and for no others."""
-    free = ("folder", "seeds", "sides", "betas", "score", "peer_python", "peer_script")
-    settings = {key: str(value) for key, value in vars(args).items() if key not in free}
-    file = args.folder / "settings.json"
-    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != settings:
-        changed = [f"--{key.replace('_', '-')} {before[key]}" for key in before if before[key] != settings.get(key)]
-        parser.error(f"{args.folder} holds runs with {', '.join(changed)}: choose another folder")
-    file.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def same_length(args: argparse.Namespace) -> None:
     """Of the prompts those with the most usual number of tokens."""
     lines = [line for line in Path(args.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = load_tokenizer(str(args.policy))([json.loads(line)[args.column] for line in lines])["input_ids"]
+    rows = load_tokenizer(str(args.policy))([json.loads(line)["prompt"] for line in lines])["input_ids"]
     ((usual, _),) = Counter(map(len, rows)).most_common(1)
     args.prompts = args.folder / "prompts.jsonl"
     kept = [line for line, row in zip(lines, rows, strict=True) if len(row) == usual]
     args.prompts.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
 
-def pads_right(args: argparse.Namespace) -> None:
-    """A copy of the reward model, for the peer, whose tokenizer pads on the right."""
-    args.peer_reward = args.folder / "reward"
-    if not args.peer_reward.exists():
-        shutil.copytree(args.reward, args.peer_reward)
-        tokenizer = load_tokenizer(str(args.reward))
-        tokenizer.padding_side = "right"
-        tokenizer.save_pretrained(args.peer_reward)
+def make_models(args: argparse.Namespace) -> None:
+    """The policy, reward model and prompts of --model."""
+    if args.model == "llama":
+        folder = args.folder / "llama"
+        if not (folder / "prompts.jsonl").exists():  # written last
+            random_world(folder, LLAMA, [16] * 512)
+        args.policy, args.reward, args.prompts = folder / "policy", folder / "reward", folder / "prompts.jsonl"
+    else:
+        world = World("builtin:reviews", TrainingDisplay())
+        args.policy, args.reward, args.prompts = world.policy(), world.reward_model(), world.file("prompts")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Every option."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("folder", type=Path, help="of the runs")
-    add("--peer-python", required=True, help="python of the peer's environment")
-    add("--peer-script", required=True, type=lambda file: str(Path(file).resolve()), help="the script that runs it")
-    add("--policy", help="default: the built-in one; needs --reward and --prompts")
-    add("--reward", help="folder of a reward model")
-    add("--prompts", help="a .jsonl file")
-    add("--column", default="prompt", help="of the prompts")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of ours")
+    add("folder", type=Path, nargs="?", help="of the runs, another one for other settings")
+    add("--peer-python", default=str(ROOT / ".venv-integrations" / "bin" / "python"), help="of the peer's environment")
+    add("--model", choices=DEFAULTS, default="reviews", help="has its own defaults")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the layers' computation")
     add("--sides", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=f"of {', '.join(SIDES)}")
     add("--seeds", nargs="+", type=int, default=list(range(5)))
     add("--betas", nargs="+", default=[], metavar="METHOD=BETA", help="of the peer, instead of looking for it")
-    add("--score", type=float, default=2.5)
+    add("--score", type=float, help="seconds to which are in the table")
     add("--target", type=float, default=0.1, help="KL, nats per token")
     add("--updates", type=int, default=60)
     add("--batch", type=int, default=64, help="responses per update")
     add("--group", type=int, default=4, help="responses per prompt")
-    add("--steps", type=int, default=4, help="optimizer steps per update")
+    add("--minibatches", type=int, default=4, help="optimizer steps per update")
     add("--max-new-tokens", type=int, default=48)
     add("--learning-rate", type=float, default=2e-4)
     return parser
@@ -228,18 +240,13 @@ def make_parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> None:
     """Run what is missing, and print the table."""
     parser = make_parser()
+    parser.set_defaults(**DEFAULTS[parser.parse_args(words).model])
     args = parser.parse_args(words)
-    given = [args.policy, args.reward, args.prompts]
-    if any(given) and not all(given):
-        parser.error("--policy, --reward and --prompts come together")
-    args.folder = args.folder.resolve()
+    args.folder = (args.folder or ROOT / "runs" / "bench-trl" / f"{args.model}-{args.dtype}").resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
-    if not args.policy:
-        world = World("builtin:reviews", TrainingDisplay())
-        args.policy, args.reward, args.prompts = world.policy(), world.reward_model(), world.file("prompts")
-    keep_settings(args, parser)
+    make_models(args)
     same_length(args)
-    pads_right(args)
+    print(f"{torch.get_num_threads()} threads, {args.dtype}", flush=True)
     betas = {name: float(beta) for name, _, beta in (text.partition("=") for text in args.betas)}
     for name in PEERS:
         if f"TRL {name}" in args.sides and name not in betas:
@@ -250,9 +257,11 @@ def main(words: Sequence[str] | None = None) -> None:
             peer = side.removeprefix("TRL ")
             run = our_run(args, side, seed) if peer == side else peer_run(args, peer, betas[peer], seed)
             runs[side].append(run)
-            figures: dict[str, Any] = {"seconds": run.seconds_to(args.score), "score": run.score, "kl": run.kl}
-            print(f"{side}, seed {seed}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
+            print(f"{side}, seed {seed}: {run.update_s:.3g} s an update, KL {run.kl:.4g}", flush=True)
     print("\nbetas of TRL:", ", ".join(f"{name} {beta:.4g}" for name, beta in betas.items()))
+    for side in [side for side in args.sides if args.score is not None and not side.startswith("TRL ")]:
+        landed = sum(is_near(run.kl, args.target) for run in runs[side])
+        print(f"{side}: {landed} of {len(args.seeds)} runs landed near the target, without a search")
     print(table(runs, args.score))
 
 

@@ -24,7 +24,6 @@ INTRODUCTION = """# Config reference
 Every key, its values and its default, made from the schema (`python scripts/config_reference.py`).
 `rlhf-kl config show FILE` prints the values of one config, `rlhf-kl config schema` the JSON Schema for editors.
 """
-HEAD = ("| key | values | default | |", "|---|---|---|---|")
 
 
 def config_reference() -> str:

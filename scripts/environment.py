@@ -1,18 +1,15 @@
 """`make install PYTHON=...`: adds missing packages to an existing environment, and does not change its torch.
 
-Run by the python of that environment; needs nothing but its pip. `--check` installs nothing and fails where something
-is missing that a run needs, `--check-dev` also where a tool of the tests is. Exit code 2 with a line for what stands in
-the way.
+Run by the python of that environment. `--check` installs nothing and fails where something is missing that a run
+needs, `--check-dev` also where a tool of the tests is. Exit code 2 with a line for what stands in the way.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -26,13 +23,6 @@ print("GPUs: " + (", ".join(names) or "none"))
 """
 
 
-def obstacle() -> str | None:
-    """Why nothing can be installed here; None where it can."""
-    if sys.version_info < (3, 11):  # noqa: UP036  whatever PYTHON= names
-        return f"Python 3.11 or newer is needed, this one is {platform.python_version()}"
-    return None if importlib.util.find_spec("pip") else f"it has no pip: {sys.executable} -m ensurepip"
-
-
 def installed(name: str) -> str | None:
     """The version of a package here, None where there is none."""
     try:
@@ -41,7 +31,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def missing(*, dev: bool = True) -> list[str]:
+def missing(*, dev: bool) -> list[str]:
     """The project's requirements that nothing here fulfils, as they are written.
 
     `dev`: also those of its tests, and the project itself, which runs from its folder without being installed.
@@ -54,28 +44,13 @@ def missing(*, dev: bool = True) -> list[str]:
         from pip._vendor.packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = project["dependencies"] + (project["optional-dependencies"]["dev"] if dev else [])
     lines = []
-    for line in wanted:
+    for line in project["dependencies"] + (project["optional-dependencies"]["dev"] if dev else []):
         need = Requirement(line)
         version = installed(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             lines.append(line + ("" if version is None else f" ({version} is here)"))
     return [*lines, *([project["name"]] if dev and not installed(project["name"]) else [])]
-
-
-def forbidden(lacking: list[str]) -> str | None:
-    """Why pip may not install these here; None if it may."""
-    for line in lacking:
-        if line.startswith("torch") and installed("torch"):
-            return f"{line}, and this command does not change torch: update it yourself, or name another environment"
-    marker = Path(sysconfig.get_path("stdlib", sysconfig.get_default_scheme())) / "EXTERNALLY-MANAGED"
-    if sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in os.environ:  # PEP 668
-        return (
-            "the system manages its packages, so pip may not: make an environment that sees them "
-            "(python3 -m venv --system-site-packages ENV) and name it with PYTHON=ENV/bin/python"
-        )
-    return None
 
 
 def install(lacking: list[str]) -> int:
@@ -86,49 +61,36 @@ def install(lacking: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text(f"torch=={torch}\n" if torch else "", encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--constraint",
-            str(constraints),
-            "--editable",
-            ".[dev]",
-        ]
-        return subprocess.run(command, cwd=ROOT, check=False).returncode
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
+        return subprocess.run([*command, "--editable", ".[dev]"], cwd=ROOT, check=False).returncode
 
 
-def main(arguments: list[str]) -> int:
-    check = bool(arguments)
-    able = bool(importlib.util.find_spec("packaging")) and check and sys.version_info >= (3, 11)
-    if not able and (problem := obstacle()) is not None:
-        print(f"error: {sys.executable}: {problem}", file=sys.stderr)
-        return 2
+def problem(arguments: list[str]) -> str | None:
+    """Install or check; what stands in the way, None where the environment is complete."""
+    if sys.version_info < (3, 11):  # noqa: UP036  whatever PYTHON= names
+        return f"{sys.executable}: Python 3.11 or newer is needed, this one is {platform.python_version()}"
+    if not importlib.util.find_spec("pip") and not (arguments and importlib.util.find_spec("packaging")):
+        return f"{sys.executable}: it has no pip: {sys.executable} -m ensurepip"
     lacking = missing(dev=arguments != ["--check"])
-    if check:
-        if lacking:
-            words = f"{sys.executable} lacks {', '.join(lacking)}"
-            print(f"error: {words}: make install PYTHON={sys.executable}", file=sys.stderr)
-        return 2 if lacking else 0
+    if arguments:
+        lacks = f"{sys.executable} lacks {', '.join(lacking)}: make install PYTHON={sys.executable}"
+        return lacks if lacking else None
     print(f"Python {platform.python_version()}, {sys.executable}")
-    if lacking and (problem := forbidden(lacking)) is not None:
-        print(f"error: {sys.executable}: {problem}", file=sys.stderr)
-        return 2
+    old = [line for line in lacking if line.startswith("torch")]
+    if old and installed("torch"):
+        return f"{old[0]}, and this command does not change torch: update it yourself, or name another environment"
     if not lacking:
         print("nothing is missing")
     elif install(lacking):
-        print("error: pip could not install the missing packages: see its message above", file=sys.stderr)
-        return 2
+        return "pip could not install the missing packages: see its message above"
     described = subprocess.run([sys.executable, "-c", DESCRIBE], check=False, capture_output=True, text=True)
-    if described.returncode:
-        print(f"error: torch or transformers cannot be imported: {described.stderr.strip().splitlines()[-1]}",
-              file=sys.stderr)  # fmt: skip
-        return 2
     print(described.stdout, end="")
-    return 0
+    last = described.stderr.strip().splitlines()[-1:]
+    return f"torch or transformers cannot be imported: {' '.join(last)}" if described.returncode else None
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    words = problem(sys.argv[1:])
+    if words:
+        print(f"error: {words}", file=sys.stderr)
+    sys.exit(2 if words else 0)

@@ -44,7 +44,6 @@ def figures(rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
         "kl_over_target": fmean(row["kl/token"] for row in tail) / target,
         "score": fmean(row["objective/scores"] for row in tail),
         "logratio_first_max": max(row["policy/logratio_first_max"] for row in rows),
-        "coef_spread": max(row["dist/coef_spread"] for row in rows),
         "held": rows[-1]["dist/held"],
     }
 

@@ -20,7 +20,7 @@ from rlhf_kl.commands.memory import estimate_memory
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import add_adapter
-from rlhf_kl.report.table import text_table
+from rlhf_kl.report.verdict import text_table
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,

@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import contextlib
 import io
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,38 @@ if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
     from rlhf_kl.types import PromptBatch
 
+# As in an activated environment: the program prints its own name, not a path.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 REPOSITORY = Path(__file__).parent.parent
 LETTERS = "abcd"  # with pad, bos and eos a vocabulary of seven
+
+# Tests with these fixtures train, build a world, start processes or a browser. The mathematics is tested without them.
+SLOW_FIXTURES = {
+    *("train", "supervised", "train_groups", "compared", "doctor", "small_world"),
+    *("launch", "together", "browser"),
+}
+SLOW_FILES = (
+    *("processes/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py", "models/test_families.py"),
+    *("cli/test_eval_cli.py", "cli/test_generate_cli.py", "cli/test_trust.py"),
+    *(
+        "commands/test_float64.py",
+        "commands/test_lora.py",
+        "commands/test_reward_lora.py",
+        "commands/test_old_runs.py",
+        "commands/test_world.py",
+    ),
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Marks as `slow` what takes seconds, but for tests marked `quick`: a few runs in which all parts work together."""
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if item.get_closest_marker("quick"):
+            continue
+        if file.startswith(SLOW_FILES) or SLOW_FIXTURES & set(item.fixturenames):
+            item.add_marker(pytest.mark.slow)
 
 
 class Outcome(NamedTuple):
@@ -77,13 +108,14 @@ def small_world(cache: Path) -> World:
 @pytest.fixture(scope="session")
 def letters() -> Any:
     """A tokenizer of seven tokens: pad, bos, eos and one for each of `abcd`."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", "<bos>", "<eos>", *LETTERS]
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -192,8 +224,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any, new_mode
 def tiny_reward_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, letters: Any) -> Path:
     """A reward model of the same letters, its head initialised but not trained."""
     from rlhf_kl.models.load import load_causal_lm, save_model
-    from rlhf_kl.models.scratch import classifier_from_lm
-    from rlhf_kl.trainers.reward_model import initialise_head
+    from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 
     model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters, "policy.model")
     initialise_head(model.score, seed=1)

@@ -66,10 +66,6 @@ def test_the_names_that_users_were_promised() -> None:
     assert promised <= set(rlhf_kl.__all__)
 
 
-def test_a_renamed_controller_can_still_be_imported() -> None:
-    assert rlhf_kl.ProportionalKL is rlhf_kl.ZieglerKL
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         rlhf_kl.nonsense  # noqa: B018

@@ -16,7 +16,7 @@ import yaml
 from rlhf_kl.config.load import load_any, load_config
 from rlhf_kl.config.paths import shipped_configs
 from rlhf_kl.models.load import save_model
-from rlhf_kl.models.tokenizer import train_tokenizer
+from rlhf_kl.models.scratch import train_tokenizer
 
 Cli = Callable[..., Any]
 WORDS = "the film was good bad long funny and a story of one dog who ran far away home again".split()  # noqa: SIM905

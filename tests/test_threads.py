@@ -37,6 +37,7 @@ def waited(who: str, **variables: str) -> tuple[str, float]:
 
 
 @several
+@pytest.mark.slow
 def test_threads_that_wait_take_no_time() -> None:
     by_itself = waited("theirs")[1]
     done, ours = waited("ours")
@@ -48,6 +49,7 @@ def test_threads_that_wait_take_no_time() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "300000"), ("KMP_BLOCKTIME", "200")]
 )
+@pytest.mark.slow
 def test_what_the_user_has_set_stays(name: str, value: str) -> None:
     assert waited("ours", **{name: value})[0] == "False"
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import exp
 from random import Random
 
+from rlhf_kl.builtin.generator import write_response
 from rlhf_kl.builtin.gold import gold_score
 from rlhf_kl.builtin.grammar import openings
-from rlhf_kl.builtin.writing import write_response
 from rlhf_kl.errors import InputError
 
 HELDOUT_SHARE = 0.1  # of the openings; every held-out part draws its prompts from these and only these

@@ -1,9 +1,10 @@
 """The truth of `builtin:reviews`: a scorer that uses the grammar, unlike a learned reward model."""
 
+from collections.abc import Sequence
 from math import tanh
 
 from rlhf_kl.builtin.grammar import EMPHASIS, aspects_of, closing_agrees
-from rlhf_kl.builtin.reading import ParsedSentence, parse_response
+from rlhf_kl.builtin.parser import ParsedSentence, parse_response
 
 CAP = 3.0  # praise and blame saturate here
 LOWEST = -4.0
@@ -34,6 +35,11 @@ def gold_score(prompt: str, response: str) -> float:
     closing = last.sentiment if last.closing and closing_agrees(last.sentiment, total) else 0.0
     worth = CAP * tanh((total + _emphasis(body) + closing) / CAP)
     return max(LOWEST, worth - _faults(sentences, total))
+
+
+def gold_scores(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """`gold_score` for a batch."""
+    return [gold_score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def _first_mentions(sentences: list[ParsedSentence]) -> list[ParsedSentence]:

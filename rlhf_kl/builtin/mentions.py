@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_kl.builtin.reading import parse_response
+from rlhf_kl.builtin.parser import parse_response
 
 
 def mentions(prompts: Sequence[str], responses: Sequence[str], known_for: Sequence[str]) -> list[float]:  # noqa: ARG001  every reward function gets prompts

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rlhf_kl.builtin.corpus import CorpusSizes
-from rlhf_kl.builtin.gold import gold_score
-from rlhf_kl.components import suggestion
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
 
-PREFIX = "builtin:"
+BUILTIN = "builtin:"  # before the name of a world
+DEFAULT_WORLD = f"{BUILTIN}reviews"
+VERSION = 1  # raise it with a change of code that changes a corpus or a model, so that all are made anew
 
 
 @dataclass(frozen=True)
@@ -43,25 +44,20 @@ WORLDS = {
 }
 
 
-def is_builtin(ref: str | None) -> bool:
-    """Whether a config value names a built-in world."""
-    return ref is not None and ref.startswith(PREFIX)
+def is_builtin(value: Any) -> bool:
+    """Whether a config's value names a built-in world."""
+    return isinstance(value, str) and value.startswith(BUILTIN)
 
 
 def world_spec(ref: str) -> WorldSpec:
     """The world behind `builtin:NAME`. Errors: InputError with the nearest name."""
-    name = ref.removeprefix(PREFIX)
+    name = ref.removeprefix(BUILTIN)
     if name not in WORLDS:
-        raise InputError(f"{ref}: no such built-in world{suggestion(name, WORLDS, PREFIX)}")
+        raise InputError(f"{ref}: no such built-in world{suggestion(name, WORLDS, BUILTIN)}")
     return WORLDS[name]
 
 
-def part_key(spec: WorldSpec, code: Sequence[str], versions: dict[str, str], settings: Sequence[str]) -> str:
-    """A key that changes with the spec, the code that makes the part, its settings and library versions."""
-    content = json.dumps([asdict(spec), list(code), versions, list(settings)], sort_keys=True)
+def part_key(spec: WorldSpec, versions: dict[str, str], settings: Sequence[str]) -> str:
+    """A key that changes with the spec, `VERSION`, the part's settings and library versions."""
+    content = json.dumps([asdict(spec), VERSION, versions, list(settings)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def gold_scores(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """The gold scorer of the built-in worlds, for a batch."""
-    return [gold_score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]

@@ -13,8 +13,8 @@ import typer
 
 from rlhf_kl.cli import compare, config, doctor, evaluate, generate, guide, report, simulate, training
 from rlhf_kl.errors import Interrupted, RlhfKlError
-from rlhf_kl.heap import keep_freed_memory
 from rlhf_kl.memory import memory_is_full
+from rlhf_kl.program import shell_command
 from rlhf_kl.run.text import safe_text
 from rlhf_kl.threads import wait_without_spinning
 
@@ -28,7 +28,7 @@ TRAINING = {  # commands that take a config, and one that comes along
 app = typer.Typer(
     name="rlhf-kl",
     help="Fine-tune a language model with PPO, and hold its KL to the reference at a target.\n\n"
-    "Start with `rlhf-kl train --config smoke.yaml` (seconds) or `ppo_adaptive.yaml` (minutes, CPU).",
+    f"Start with `{shell_command()} train --config smoke.yaml` (seconds) or `ppo_adaptive.yaml` (minutes, CPU).",
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -66,7 +66,6 @@ def _root(
 
 def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
-    keep_freed_memory()
     wait_without_spinning()
     sys.exit(run(sys.argv[1:]))
 
@@ -78,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return result
     except RlhfKlError as error:
-        if error.told or (_follows() and not error.in_group):
+        if _follows() if error.told is None else error.told:
             return error.exit_code
         for line in getattr(error, "problems", None) or [str(error)]:
             print(f"error: {safe_text(line)}", file=sys.stderr)
@@ -107,14 +106,14 @@ def _going_on(arguments: Sequence[str]) -> str:
         words.append("--resume")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "the same command with --resume"
-    return safe_text(shlex.join(["rlhf-kl", *words]))
+    return safe_text(f"{shell_command()} {shlex.join(words)}")
 
 
 def _advice(error: Any, arguments: list[str], path: str) -> str:
     """What helps after a usage error."""
     command = arguments[0] if arguments else ""
     if command in TRAINING and type(error).__name__ == "NoSuchOption":
-        from rlhf_kl.config.check import all_keys, nearest_keys
+        from rlhf_kl.config.errors import all_keys, nearest_keys
         from rlhf_kl.config.schema import MODELS
 
         key = error.option_name.lstrip("-").replace("-", "_")
@@ -133,12 +132,12 @@ def _follows() -> bool:
 
 def _command(arguments: list[str]) -> int:
     try:
-        result: Any = app(arguments, prog_name="rlhf-kl", standalone_mode=False)
+        result: Any = app(arguments, prog_name=shell_command(), standalone_mode=False)
     except Exception as error:
         # typer's usage errors, recognised by a method, since typer has a click of its own.
         if not hasattr(error, "format_message"):
             raise
-        path = getattr(getattr(error, "ctx", None), "command_path", None) or "rlhf-kl"
+        path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
         if not _follows():
             message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
             print(f"error: {message}; {_advice(error, arguments, path)}", file=sys.stderr)

@@ -30,9 +30,7 @@ def compare(
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")
     ] = None,
-    jobs: Annotated[
-        int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs; above 1, one thread each.")
-    ] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs, which share the cores.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_kl.cli.loading import loading
-from rlhf_kl.cli.options import Config, Quiet, Seed, Set, overrides
+from rlhf_kl.cli.options import Config, Quiet, Seed, Set, loading, overrides
 
 STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli.loading import loading
-from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode, loading
 
 LABELS = {
     "perplexity": "held-out perplexity",

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli.loading import loading
-from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode, loading
 from rlhf_kl.run.text import safe_text
 
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 import rlhf_kl
-from rlhf_kl.components import suggestion
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.program import shell_command
 
 PAGES = (
     "kl",
@@ -36,7 +36,7 @@ def guide(
         width = max(map(len, PAGES))
         for name in PAGES:
             print(f"{name:{width}}  {_text(name).partition(chr(10))[0].lstrip('# ')}")
-        print("\nTo read one: rlhf-kl guide PAGE")
+        print(f"\nTo read one: {shell_command()} guide PAGE")
         return
     name = page.removesuffix(".md").lower().replace("-", "_")
     if name not in PAGES:

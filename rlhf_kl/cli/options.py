@@ -1,9 +1,11 @@
-"""Options that the training commands share."""
+"""What the commands share: options, and what a terminal shows while torch is imported."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -26,6 +28,10 @@ OutputDir: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Seed, instead of the config's run.seed.")
+]
+Updates: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--updates", min=1, metavar="N", help="Updates of rollout.batch_size responses (ppo.total_episodes)."),
 ]
 Resume: TypeAlias = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")
@@ -56,3 +62,15 @@ def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: 
     if seed is not None:
         changes.append(f"run.seed={seed}")
     return changes
+
+
+@contextmanager
+def loading(quiet: bool) -> Iterator[None]:
+    """A spinner around imports that take seconds; a log shows nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading torch"):
+        yield

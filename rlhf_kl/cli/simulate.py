@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from rlhf_kl.cli.options import Set
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
 
 if TYPE_CHECKING:
     from rlhf_kl.kl_controllers import GuardedController
@@ -128,9 +128,10 @@ def _setup(
 
 def _controller(kind: str, options: dict[str, Any], coef: float | None, sizes: dict[str, Any]) -> GuardedController:
     """coef: the starting beta, passed on if it is given and the class takes it."""
-    from rlhf_kl.config.plugins import controller_definition, make_controller
+    from rlhf_kl.config.plugins import controller_class, make_controller
+    from rlhf_kl.plugins import takes
 
-    written = {} if coef is None or not controller_definition(kind).takes("coef") else {"coef": coef}
+    written = {} if coef is None or not takes(controller_class(kind), "coef") else {"coef": coef}
     return make_controller(kind, {**options, **written}, **sizes)
 
 
@@ -156,7 +157,6 @@ def _plant(law: str, speed: float, noise: float, seed: int, setup: _Setup) -> Pl
 
 def _law(name: str, length: float) -> tuple[Callable[[float], float], float]:
     """KL per sequence as a function of beta, and the tokens of a response: `length`, or the mean of a named run."""
-    from rlhf_kl.components import suggestion
     from rlhf_kl.simulate import example_scores, gaussian_law, measured_law, tilt_law
 
     laws = {"gaussian": lambda: gaussian_law(1.0), "saturating": lambda: tilt_law(example_scores())}

@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_kl.cli.loading import loading
-from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, overrides
+from rlhf_kl.cli.options import (
+    Config,
+    Merge,
+    OutputDir,
+    Overwrite,
+    Quiet,
+    Resume,
+    Seed,
+    Set,
+    Updates,
+    loading,
+    overrides,
+)
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import Kind
@@ -18,13 +29,14 @@ def train(
     set_: Set = None,
     output_dir: OutputDir = None,
     seed: Seed = None,
+    updates: Updates = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     merge: Merge = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    _train("train", config, set_, output_dir, seed, resume, overwrite, merge, quiet)
+    _train("train", config, set_, output_dir, seed, resume, overwrite, merge, quiet, updates)
 
 
 def sft(
@@ -65,21 +77,25 @@ def _train(
     overwrite: bool,
     merge: bool,
     quiet: bool,
+    updates: int | None = None,
 ) -> None:
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_plugins
     from rlhf_kl.config.schema import TrainConfig
 
     # Errors of the config come before torch is imported.
-    settings: Any = load_config(kind, config, overrides(sets, output_dir, seed))
+    changes = overrides(sets, output_dir, seed)
+    settings: Any = load_config(kind, config, changes)
+    if updates is not None:
+        changes.append(f"ppo.total_episodes={updates * settings.rollout.batch_size}")
+        settings = load_config(kind, config, changes)
     if isinstance(settings, TrainConfig):
         check_plugins(settings)
     with loading(quiet):
         from rlhf_kl.commands.closing import supervised_closing, train_closing
         from rlhf_kl.commands.merge import merge_final, require_adapter
-        from rlhf_kl.commands.reward_model import run_reward_model
         from rlhf_kl.commands.session import train_command
-        from rlhf_kl.commands.sft import run_sft
+        from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
         from rlhf_kl.run.display import TrainingDisplay
 
@@ -88,7 +104,7 @@ def _train(
         display = TrainingDisplay(quiet, settings.updates, settings.kl.target_value, settings.kl.unit)
     if merge:
         require_adapter(settings)
-    runs: dict[str, Any] = {"train": run_train, "sft": run_sft, "reward-model": run_reward_model}
+    runs: dict[str, Any] = {"train": run_train, "sft": run_supervised, "reward-model": run_supervised}
     summary = train_command(runs[kind], settings, resume=resume, overwrite=overwrite, display=display)
     if not summary:  # the first process shows it
         return

@@ -26,8 +26,9 @@ CARD = """---
 |---|---|
 {table}
 
-The KL is exact, over the whole vocabulary. KL and score are means over the last {count} updates. Forgetting is the KL
-of the reference to the policy, on samples of the reference.
+The KL is exact, over the whole vocabulary, at sampling temperature {temperature}.
+KL and score are means over the last {count} updates. Forgetting is the KL of the reference to the policy, on samples
+of the reference.
 
 ## Load it
 
@@ -74,6 +75,7 @@ def model_card(
         version=_version(),
         control=_control(config, held(ratios(rows))),
         table="\n".join(f"| {key} | {value} |" for key, value in _table(config, rows, closing).items()),
+        temperature=format_number(config.rollout.temperature),
         count=len(last),
         load=(LOAD_ADAPTER if adapter else LOAD).strip(),
         local_base=LOCAL_BASE.format(base=base) if adapter and not on_hub else "",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.program import shell_command, short_path
+from rlhf_kl.run.collapse import collapsed
 from rlhf_kl.run.status import duration
 from rlhf_kl.trainers.reward_figures import sketch
 
@@ -16,35 +16,32 @@ Closing = tuple[dict[str, object], list[str]]
 
 def train_closing(summary: dict[str, Any], folder: str) -> Closing:
     """Figures and next steps after `train`. folder: where the run is now, which its summary may not know."""
-    final, place = summary["final"], _short(folder)
+    final, place = summary["final"], short_path(folder)
     kl, control = summary["config"]["kl"], summary.get("control")  # which a run by an earlier version lacks
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         "score": _number(final.get("objective/scores"), ".2f"),
         "score gain": None,
+        "responses": None,
         "gold": _number(final.get("objective/gold"), ".2f"),
         f"KL per {kl['unit']}": None,
         "beta": _number(final.get("kl/coef_next"), ".4g"),
         "held-out perplexity": _number(final.get("eval/perplexity"), ".2f"),
     }
-    if summary.get("tilt_share") is not None:
+    if collapsed(final):
+        shown["responses"] = "nearly all are the same text"  # which a gain in score does not make good
+    elif summary.get("tilt_share") is not None:
         shown["score gain"] = f"{summary['tilt_share']:.0%} of the most that this KL allows"
     if control is not None and control["kl"] is not None:
         verdict = _verdict(kl["controller"]["kind"], final["kl/target"], control)
         shown[f"KL per {kl['unit']}"] = f"{control['kl']:.3f}, {verdict}"
     return {name: text for name, text in shown.items() if text is not None}, [
-        f"rlhf-kl report {place}",
-        f"rlhf-kl eval --run {place}",
-        f"tensorboard --logdir {place}",
+        f"{shell_command()} report {place}",
+        f"{shell_command()} eval --run {place}",
+        f"{shell_command('tensorboard')} --logdir {place}",
         f"{place}/samples.jsonl  responses, token by token",
         f"{place}/final          the policy",
     ]
-
-
-def _short(folder: str) -> str:
-    """A path for a command line, relative where that is shorter."""
-    here = os.getcwd()
-    return shlex.quote(os.path.relpath(folder, here) if folder.startswith(here + os.sep) else folder)
 
 
 def _number(value: float | None, form: str) -> str | None:
@@ -75,5 +72,5 @@ def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
         if name != "edges":
             low, high = histogram["edges"][0], histogram["edges"][-1]
             figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
-    place = _short(folder)
-    return figures, [f"tensorboard --logdir {place}", f"{place}/final  the model"]
+    place = short_path(folder)
+    return figures, [f"{shell_command('tensorboard')} --logdir {place}", f"{place}/final  the model"]

@@ -7,14 +7,12 @@ from pathlib import Path
 from rlhf_kl.commands.grid import Failure, Grid, check_folders, check_links
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
+from rlhf_kl.report.charts import compare_charts, held_charts, held_columns
 from rlhf_kl.report.compare import Comparison, read_comparison
-from rlhf_kl.report.pages.compare import compare_page
-from rlhf_kl.report.plots.compare import compare_charts, held_charts, held_columns
-from rlhf_kl.report.plots.frontier import frontier_charts
-from rlhf_kl.report.plots.render import save_png, save_sheet
-from rlhf_kl.report.plots.targets import target_charts
-from rlhf_kl.report.table import COLUMNS, equal_kl_rows, text_table, variant_rows
-from rlhf_kl.report.verdict import judge
+from rlhf_kl.report.drawing import save_sheet
+from rlhf_kl.report.frontier import frontier_charts
+from rlhf_kl.report.page import compare_page
+from rlhf_kl.report.verdict import COLUMNS, judge, text_table, variant_rows
 from rlhf_kl.run.contents import link_problems
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic
@@ -23,7 +21,6 @@ from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.run.text import hanging
 
 PAGES = ("compare.json", "compare.html", "compare.png")
-EQUAL_KL_COLUMNS = ("at equal KL", "against", "measure", "difference", "95 % interval", "seeds")
 
 
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:
@@ -52,7 +49,7 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
     lines = judge(comparison)
-    pictures = [*compare_charts(comparison), *target_charts(comparison), *frontier_charts(comparison)]
+    pictures = [*compare_charts(comparison), *frontier_charts(comparison)]
     if problems := link_problems(folder / name for name in (*PAGES, *(f"{chart.slug}.png" for chart in pictures))):
         raise InputError(*problems)
     try:
@@ -62,14 +59,11 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         save_sheet(held_charts(comparison), folder / "compare.png", columns=held_columns(comparison),
                    heading=_heading(comparison, name), footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
         for chart in pictures:
-            save_png(chart, folder / f"{chart.slug}.png")
+            save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    tables = [text_table(COLUMNS, variant_rows(comparison))]
-    if comparison.equal_kl:
-        tables.append(text_table(EQUAL_KL_COLUMNS, equal_kl_rows(comparison.equal_kl)))
     verdict = "\n".join(hanging(line, width, 2) for line in lines)
-    return "\n\n".join([*tables, verdict, str(folder / "compare.html")])
+    return "\n\n".join([text_table(COLUMNS, variant_rows(comparison)), verdict, str(folder / "compare.html")])
 
 
 def _heading(comparison: Comparison, name: str) -> str:

@@ -6,39 +6,42 @@ It starts like `train`, makes one update, and writes nothing.
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.commands.finding import Finding
-from rlhf_kl.commands.fit import dtype_finding, perplexity_finding, rate_finding
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
-from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, prepare_training
+from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, learning_rate, prepare_training
+from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.notes import gradient_notes, unused_notes, world_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.models.load import context_length, load_tokenizer
+from rlhf_kl.models.load import context_length, load_tokenizer, parameter_count
+from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import LESS_MEMORY
 from rlhf_kl.run.trackers import check_installed
-from rlhf_kl.trainers.guards import NonFiniteRollout
 from rlhf_kl.trainers.metrics import update_row
+from rlhf_kl.trainers.optim import usual_learning_rate
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
 PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
-# Settings of a generation config that change the sampling distribution, with the values that do not change it.
+FEW_VALUES = 5
+RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 # What to do about a warning that another module words, by its first word.
 ADVICE = {
     "coef-moved": "wider kl.controller.min_coef and max_coef",
@@ -46,6 +49,7 @@ ADVICE = {
     "kl-gradient": "kl.placement=reward with kl.estimator=k1",
     "out-of-memory": "a smaller ppo.microbatch_size",
 }
+# Settings of a generation config that change the sampling distribution, with the values that do not change it.
 FILTERS = {
     "top_k": (None, 0),
     "top_p": (None, 1.0),
@@ -58,6 +62,25 @@ FILTERS = {
 }
 
 
+class Finding(NamedTuple):
+    """One line: level, topic, result of a check, and advice."""
+
+    level: Literal["fine", "doubtful", "fatal"]
+    topic: str
+    text: str
+    change: str = ""
+
+
+def judged(topic: str, good: bool, text: str, change: str = "") -> Finding:
+    """Fine where it is `good`; else doubtful, with advice."""
+    return Finding("fine", topic, text) if good else Finding("doubtful", topic, text, change)
+
+
+def warned(topic: str, warning: str) -> Finding:
+    """A warning of the start or of an update, with advice where its text has none."""
+    return judged(topic, False, warning, ADVICE.get(warning.partition(":")[0], ""))
+
+
 def run_doctor(
     config: TrainConfig, display: TrainingDisplay, pairs: str | None = None, processes: int = 1
 ) -> list[Finding]:
@@ -66,164 +89,190 @@ def run_doctor(
     `pairs`: held-out preference pairs to test the reward model on. `processes`: the number that will train together;
     here one process makes the update, and nothing is sharded.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        if processes > 1:
-            check_sizes(config, processes)
-        elif config.policy.shard or config.reference.shard:
-            words = "policy.shard and reference.shard have no effect in one process"
-            found.append(Finding("doubtful", "config", words, "doctor --processes N, with the N of the training"))
-        check_installed(config.tracking.trackers)
-        config = on_this_machine(config)
+        findings += check_config(config, processes)
+        config = with_files(on_this_machine(config), display)
         accelerator = make_accelerator(config.run)
         parts = build_parts(config, accelerator, display)
         resolver = Resolver.for_run(config.run, display, accelerator.device)
-        found += [dtype_finding(config, parts.policy), rate_finding(config, parts.policy.module)]
-        found += [Finding("doubtful", "config", note, "leave the key out") for note in unused_notes(config)]
-        found += [Finding("doubtful", "config", note, "name your own in its place") for note in world_notes(config)]
-        found += _filters(parts)
-        found += _tokenizers(config, parts, resolver)
-        found += _context(config, parts)
-        found += _reward_model(config, parts, resolver, pairs)
-        found += _memory(config, parts, accelerator.device, processes)
-        found += _one_update(alone(config), parts, display)
+        findings += [check_dtype(config, accelerator.device), check_rate(config, parts.policy.module)]
+        findings += [check_filters(parts), *check_tokenizers(config, parts, resolver), *check_context(config, parts)]
+        findings += check_reward_model(config, parts, resolver, pairs)
+        findings.append(check_memory(config, parts, accelerator.device, processes))
+        findings += check_update(unsharded(config), parts, display)
     except InputError as error:
-        found += [Finding("fatal", "config", problem) for problem in error.problems]
+        findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
-        found.append(Finding("fatal", "start", str(error)))
+        findings.append(Finding("fatal", "start", str(error)))
     except MemoryFull as error:
-        found.append(Finding("fatal", "memory", error.work, error.change))
+        findings.append(Finding("fatal", "memory", error.work, error.change))
     except (RuntimeError, MemoryError) as error:
         if not memory_is_full(error):
             raise
-        found.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY))
-    return found
+        findings.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY))
+    return findings
 
 
-def _filters(parts: Parts) -> Iterator[Finding]:
+# ---- before the update
+
+
+def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
+    """Settings without effect, or that do not belong together. Errors: InputError for what cannot run."""
+    if processes > 1:
+        check_sizes(config, processes)
+    elif config.policy.shard or config.reference.shard:
+        words = "policy.shard and reference.shard have no effect in one process"
+        yield judged("config", False, words, "doctor --processes N, with the N of the training")
+    check_installed(config.tracking.trackers)
+    for note in unused_notes(config):
+        yield judged("config", False, note, "leave the key out")
+    for note in world_notes(config):
+        yield judged("config", False, note, "name your own in its place")
+
+
+def unsharded(config: TrainConfig) -> TrainConfig:
+    """The config for one process."""
+    sections = {name: getattr(config, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
+    return config.model_copy(update=sections)
+
+
+def check_dtype(config: TrainConfig, device: torch.device) -> Finding:
+    """Whether bfloat16 suits this device."""
+    if config.run.dtype == "bfloat16" and device.type == "cpu":
+        words = "bfloat16 on a CPU is less exact, and on many it is slower"
+        return judged("dtype", False, words, "run.dtype=float32, unless the time of an update below is shorter so")
+    emulated = config.run.dtype == "bfloat16" and device.type == "cuda"
+    if emulated and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return judged("dtype", False, "this GPU only emulates bfloat16", "run.dtype=float32")
+    return judged("dtype", True, f"{config.run.dtype} on {device}; master weights float32")
+
+
+def check_rate(config: TrainConfig, policy: Any) -> Finding:
+    """Whether the learning rate is near the usual one for a policy of this size."""
+    rate, adapter, size = learning_rate(config, policy), has_adapter(policy), parameter_count(policy)
+    usual = usual_learning_rate(size, adapter=adapter)
+    words = f"learning rate {rate:.2g} for {'an adapter on ' if adapter else ''}{short(size)} parameters"
+    if config.ppo.learning_rate == "auto":
+        return judged("rate", True, f"{words}, chosen by size (auto)")
+    ratio = rate / usual
+    if 1 / RATE_FACTOR <= ratio <= RATE_FACTOR:
+        return judged("rate", True, f"{words}; usual is about {usual:.2g}")
+    side = f"{ratio:.2g} times" if ratio > 1 else f"{1 / ratio:.2g} times less than"
+    return judged("rate", False, f"{words}: {side} the usual {usual:.2g}", f"ppo.learning_rate={usual:g}, or auto")
+
+
+def check_filters(parts: Parts) -> Finding:
+    """Whether other programs sample from the policy as rollouts do."""
     settings = parts.policy.model.generation_config
-    carried = {name: getattr(settings, name, None) for name in FILTERS}
-    odd = [f"{name} {value}" for name, value in carried.items() if value not in FILTERS[name]]
-    if odd:
-        yield Finding(
-            "doubtful",
-            "sampling",
-            f"the policy's generation config sets {', '.join(odd)}: rollouts ignore it (the KL would be wrong), "
-            "but `generate` of other programs uses it",
-            "remove it from generation_config.json",
-        )
-    else:
-        yield Finding("fine", "sampling", "rollouts and generation config draw from the whole distribution")
+    written = {name: getattr(settings, name, None) for name in FILTERS}
+    odd = [f"{name} {value}" for name, value in written.items() if value not in FILTERS[name]]
+    if not odd:
+        return judged("sampling", True, "rollouts and generation config draw from the whole distribution")
+    words = (
+        f"the policy's generation config sets {', '.join(odd)}: rollouts ignore it (the KL would be wrong), "
+        "but `generate` of other programs uses it"
+    )
+    return judged("sampling", False, words, "remove it from generation_config.json")
 
 
-def _tokenizers(config: TrainConfig, parts: Parts, resolver: Resolver) -> Iterator[Finding]:
+def check_tokenizers(config: TrainConfig, parts: Parts, resolver: Resolver) -> Iterator[Finding]:
+    """Whether policy, reference and reward model read the prompts alike, and nothing of them is lost."""
     tokenizer, texts = parts.tokenizer, parts.prompts.texts[:PROBES]
     if config.reference.model is not None:
-        folder = resolver.policy(config.reference.model, "reference.model")
+        folder = resolver.folder(config.reference.model, "reference.model")
         other = load_tokenizer(folder, "reference.model", resolver.access)
-        if encode_all(other, texts) != encode_all(tokenizer, texts):
-            yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
+        if encode_all(other, texts) == encode_all(tokenizer, texts):
+            yield judged("tokenizer", True, "policy and reference tokenize the prompts alike")
         else:
-            yield Finding("fine", "tokenizer", "policy and reference tokenize the prompts alike")
+            yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
     rows = encode_all(tokenizer, texts, bos=False)
     back: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    lost = [text for text, again in zip(texts, back, strict=True) if again != text]
+    lost = [(text, again) for text, again in zip(texts, back, strict=True) if again != text]
+    words = f"{len(texts)} prompts are the same after encoding and decoding"
     if lost:
-        sample = f"{lost[0][:40]!r} comes back as {back[texts.index(lost[0])][:40]!r}"
+        sample = f"{lost[0][0][:40]!r} comes back as {lost[0][1][:40]!r}"
         words = f"{len(lost)} of {len(texts)} prompts change when they are encoded and decoded: {sample}"
-        yield Finding("doubtful", "tokenizer", words, "clean these prompts, or use another tokenizer")
-    else:
-        yield Finding("fine", "tokenizer", f"{len(texts)} prompts are the same after encoding and decoding")
+    yield judged("tokenizer", not lost, words, "clean these prompts, or use another tokenizer")
     if isinstance(parts.reward, RewardModel):
         same = parts.reward.tokenizer.get_vocab() == tokenizer.get_vocab()
         words = "the policy's" if same else "another one: responses are decoded and encoded again"
-        yield Finding("fine", "tokenizer", f"the reward model uses {words}")
+        yield judged("tokenizer", True, f"the reward model uses {words}")
 
 
-def _context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
+def check_context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
+    """Whether prompt and response fit into what policy and reward model read."""
     longest = max(len(row) for row in parts.prompts.rows)
     new, limit = config.rollout.max_new_tokens, context_length(parts.policy.model)
     words = f"longest prompt {longest} tokens and {new} new ones"
-    if limit is None:
-        words += "; the model's config names no limit"
-        yield Finding("doubtful", "context", words, "make sure that the model was trained on texts of this length")
-    else:
-        yield Finding("fine", "context", f"{words} fit into {limit}")
+    words += "; the model's config names no limit" if limit is None else f" fit into {limit}"
+    yield judged("context", limit is not None, words, "make sure that the model was trained on texts of this length")
     if isinstance(parts.reward, RewardModel) and parts.reward.limit is not None:
-        most = max(len(row) for row in parts.reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
-        if most + new > parts.reward.limit:
-            yield Finding(
-                "doubtful",
-                "context",
-                f"the reward model reads {parts.reward.limit} tokens, but texts have up to {most + new}: it loses the "
-                "beginning of the longest",
-                "a lower rollout.max_new_tokens, or shorter prompts",
+        most = new + max(len(row) for row in parts.reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
+        if most > parts.reward.limit:
+            words = (
+                f"the reward model reads {parts.reward.limit} tokens, but texts have up to {most}: it loses the "
+                "beginning of the longest"
             )
+            yield judged("context", False, words, "a lower rollout.max_new_tokens, or shorter prompts")
 
 
-def _reward_model(config: TrainConfig, parts: Parts, resolver: Resolver, pairs: str | None) -> Iterator[Finding]:
+def check_reward_model(config: TrainConfig, parts: Parts, resolver: Resolver, pairs: str | None) -> Iterator[Finding]:
+    """Its accuracy on `pairs`, else the one that its training has written beside it."""
     if not isinstance(parts.reward, RewardModel):
         return
-    ref = config.reward.model or ""
-    accuracy: float | None = None
-    if pairs is not None or is_builtin(ref):
-        section = PairsSection(pairs=pairs or ref, eval_pairs=pairs, chat_template=parts.reward.form.chat)
-        held = (resolver.pairs(section)[1] if pairs is None else resolver.all_pairs(section))[:PAIRS]
+    accuracy, where = None, "the held-out data of its training"
+    if pairs is not None:
+        section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=parts.reward.form.chat)
+        held = resolver.all_pairs(section)[:PAIRS]
         prompts = [pair.prompt for pair in held]
         chosen = parts.reward.score(prompts, [pair.chosen for pair in held])
         rejected = parts.reward.score(prompts, [pair.rejected for pair in held])
         accuracy, where = pair_figures(chosen, rejected)["eval/accuracy"], f"{len(held)} held-out pairs"
     else:
-        summary = Path(ref).parent / "summary.json"
-        if summary.is_file():
-            accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
-        where = "the held-out data of its training"
+        folder = Path(config.reward.model or "")
+        for summary in (folder / "summary.json", folder.parent / "summary.json"):  # of the built-in world; of a run
+            if summary.is_file():
+                accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
+                break
     if accuracy is None:
         words = "the accuracy of the reward model is unknown"
-        yield Finding("doubtful", "reward", words, "measure it: doctor --pairs FILE")
-    elif accuracy < LOW_ACCURACY:
-        words = f"the reward model is right on {accuracy:.0%} of {where}, and guessing on 50%"
-        yield Finding("doubtful", "reward", words, "train it on more pairs, or use another reward.model")
-    else:
-        yield Finding("fine", "reward", f"the reward model is right on {accuracy:.0%} of {where}")
+        yield judged("reward", False, words, "measure it: doctor --pairs FILE")
+        return
+    words, good = f"the reward model is right on {accuracy:.0%} of {where}", accuracy >= LOW_ACCURACY
+    words += "" if good else ", and guessing on 50%"
+    yield judged("reward", good, words, "train it on more pairs, or use another reward.model")
 
 
-def alone(config: TrainConfig) -> TrainConfig:
-    """The config for one process: nothing is sharded."""
-    whole = {"shard": False}
-    sections = {
-        "policy": config.policy.model_copy(update=whole),
-        "reference": config.reference.model_copy(update=whole),
-    }
-    return config.model_copy(update=sections)
-
-
-def _memory(config: TrainConfig, parts: Parts, device: torch.device, processes: int) -> Iterator[Finding]:
+def check_memory(config: TrainConfig, parts: Parts, device: torch.device, processes: int) -> Finding:
+    """Whether an update fits, by the estimate."""
     tokens = max(len(row) for row in parts.prompts.rows) + config.rollout.max_new_tokens
     estimate, room = estimate_memory(config, parts, tokens, processes), int(SHARE * free_memory(device))
     minibatch = config.minibatch_size // processes
     rows = min(microbatch_rows(config, parts.policy.model, device, tokens), minibatch)
-    need = estimate.total(rows)
+    need, most = estimate.total(rows), largest_microbatch(estimate, minibatch, room)
     words = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
     words = words if processes == 1 else f"in each of {processes} processes {words}"
-    most = largest_microbatch(estimate, minibatch, room)
     if need <= room:
-        yield Finding("fine", "memory", f"{words}; up to {most} fit")
-    elif most is not None:
-        yield Finding("doubtful", "memory", words, f"ppo.microbatch_size={most}")
-    else:
-        share = "" if config.policy.shard else "policy.shard=true with several processes, "
-        change = share + "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
-        yield Finding("doubtful", "memory", f"{words}; not even 1 fits", change)
+        return judged("memory", True, f"{words}; up to {most} fit")
+    if most is not None:
+        return judged("memory", False, words, f"ppo.microbatch_size={most}")
+    share = "" if config.policy.shard else "policy.shard=true with several processes, "
+    change = share + "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
+    return judged("memory", False, f"{words}; not even 1 fits", change)
 
 
-def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> Iterator[Finding]:
+# ---- the update
+
+
+def check_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> Iterator[Finding]:
+    """The start of the run and its first update, measured."""
     began = time.perf_counter()
     training = prepare_training(config, parts, display)
     setup = time.perf_counter() - began
-    yield Finding("fine", "start", "policy and reference agree, padding changes nothing, no tensor is shared")
-    yield from _scores(training)
-    yield from _beta(config, training)
+    yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
+    yield from check_scores(training)
+    yield from check_beta(config, training)
     try:
         with display.waiting("one update"):
             result = training.trainer.update(1)
@@ -235,68 +284,98 @@ def _one_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> 
     with display.waiting("one evaluation"):
         evaluated = evaluate_policy(config, parts, alerts.append)
     evaluation = time.perf_counter() - began - setup - update
-    yield from _endings(config, parts, row)
+    yield check_samples(result.rollout.prompts, result.rollout.responses)
+    yield check_endings(config, parts, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
     for alert in alerts:
-        yield _warned("update", alert)
-    yield perplexity_finding(evaluated["eval/perplexity"], parts.texts, parts.tokenizer)
-    looks = 2 + (config.updates - 1) // config.eval.every
-    seconds = setup + config.updates * update + looks * evaluation
-    yield Finding(
-        "fine",
-        "time",
-        f"{config.updates} updates of {update:.1f} s, {looks} evaluations of {evaluation:.1f} s: "
-        f"about {_duration(seconds)} in all",
-    )
+        yield warned("update", alert)
+    yield check_perplexity(evaluated["eval/perplexity"], parts.texts, parts.tokenizer)
+    evaluations = 2 + (config.updates - 1) // config.eval.every
+    seconds = setup + config.updates * update + evaluations * evaluation
+    words = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
+    yield judged("time", True, f"{words}: about {duration(seconds)} in all")
 
 
-def _scores(training: Training) -> Iterator[Finding]:
-    shaped = torch.tensor(training.reference_scores.shaped)
-    shown = histogram({"all": shaped})
-    bars = f"{shaped.min():.2f} [{sketch(shown['all'])}] {shaped.max():.2f}"
-    words = f"shaped scores of {len(shaped)} reference samples {bars}"
-    different = len(set(training.reference_scores.shaped))
-    for warning in training.reference_scores.start_warnings():
-        yield Finding("doubtful", "scores", f"{words}; {warning}")  # which ends with advice
-    if different < len(shaped) / 20:
-        words += f"; only {different} different values: the policy learns slowly from a coarse score"
-        yield Finding("doubtful", "scores", words, "a reward with more values, or a sum of several (reward.kind=sum)")
-    elif not training.reference_scores.start_warnings():
-        yield Finding("fine", "scores", words)
+def check_scores(training: Training) -> Iterator[Finding]:
+    """The shaped scores of the reference's samples: warnings, and whether there are enough different ones."""
+    scores, grouped = training.reference_scores, training.trainer.config.ppo.advantage != "gae"
+    shaped = torch.tensor(scores.shaped)
+    bars = sketch(histogram({"all": shaped})["all"])
+    words = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
+    warnings = scores.start_warnings()
+    for warning in warnings:
+        yield judged("scores", False, f"{words}; {warning}")  # which ends with advice
+    different = len(set(scores.shaped))
+    if different < FEW_VALUES:
+        words += f"; only {different} different values"
+        advice = "ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"
+        yield judged("scores", grouped, words, advice)
+    elif not warnings:
+        yield judged("scores", True, words)
 
 
-def _beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
+def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
+    """Where beta starts and how far it can move."""
     control, batch = training.trainer.controller, config.rollout.batch_size
-    low, high = control.reach(config.controlled_updates, batch)
     warnings = [*control.start_warnings(config.controlled_updates, batch), *gradient_notes(config)]
     for warning in warnings:
-        yield _warned("beta", warning)
+        yield warned("beta", warning)
     if not warnings:
+        low, high = control.reach(config.controlled_updates, batch)
         course = "stays there" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"
-        yield Finding("fine", "beta", f"starts at {control.coef:.4g} and {course}")
+        yield judged("beta", True, f"starts at {control.coef:.4g} and {course}")
 
 
-def _warned(topic: str, warning: str) -> Finding:
-    """A warning of the start or of an update, with advice where its text has none."""
-    return Finding("doubtful", topic, warning, ADVICE.get(warning.partition(":")[0], ""))
+def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:
+    """Two responses of the starting policy; doubtful where most of a batch are empty or the same text."""
+    pairs = zip(prompts[:2], responses[:2], strict=True)
+    words = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}" for prompt, response in pairs)
+    text, count = Counter(response.strip() for response in responses).most_common(1)[0]
+    if 2 * count <= len(responses):
+        return judged("samples", True, words)
+    what = f"the same text, {text[:60]!r}" if text else "empty"
+    words += f"; {count / len(responses):.0%} of {len(responses)} responses are {what}"
+    advice = "prompts that end where the model's training texts go on (a space at the end may be too much, or missing)"
+    return judged("samples", False, words, advice)
 
 
-def _endings(config: TrainConfig, parts: Parts, row: dict[str, Any]) -> Iterator[Finding]:
+def check_endings(config: TrainConfig, parts: Parts, row: dict[str, Any]) -> Finding:
+    """Whether responses end, where it costs if they do not."""
     names = [parts.tokenizer.decode([token]) for token in parts.sampling.eos_ids]
-    rate, length = row["rollout/eos_rate"], row["rollout/response_length"]
+    rate, length, free = row["rollout/eos_rate"], row["rollout/response_length"], not config.reward.missing_eos_penalty
     words = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
-    if rate == 0 and config.reward.missing_eos_penalty == 0:
-        yield Finding("fine", "EOS", f"{words}; reward.missing_eos_penalty is 0, so this costs nothing")
-    elif rate == 0:
-        yield Finding("doubtful", "EOS", words, "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0")
-    elif length < 2:
-        words += ": the policy ends at once"
-        yield Finding("doubtful", "EOS", words, "let prompts stop where its training texts go on")
-    else:
-        yield Finding("fine", "EOS", words)
+    words += "; reward.missing_eos_penalty is 0, so this costs nothing" if rate == 0 and free else ""
+    advice = "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0"
+    return judged("EOS", rate > 0 or free, words, advice)
 
 
-def _duration(seconds: float) -> str:
+def check_perplexity(perplexity: float, texts: Sequence[str], tokenizer: Any) -> Finding:
+    """Whether the policy predicts the held-out texts better than their token frequencies do."""
+    frequencies = frequency_perplexity(encode_all(tokenizer, texts, bos=False))
+    words = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
+    if perplexity < frequencies:
+        return judged("eval", True, f"{words}; token frequencies alone give {frequencies:.0f}")
+    words += f", no better than token frequencies alone ({frequencies:.0f}): the policy does not write such texts"
+    return judged("eval", False, words, "eval.texts: texts like those that the policy was trained on")
+
+
+def frequency_perplexity(rows: Sequence[Sequence[int]]) -> float:
+    """exp(entropy) of the token frequencies: the perplexity of a model that knows only these."""
+    counts = Counter(token for row in rows for token in row)
+    total = sum(counts.values())
+    return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 1.0
+
+
+def duration(seconds: float) -> str:
+    """5400 seconds as 90 min."""
     minutes = round(seconds / 60)
     return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def short(count: int) -> str:
+    """1234567 as 1.2M."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)

@@ -12,6 +12,7 @@ from rlhf_kl.commands.parts import build_prompts, sampling_of
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.commands.trust import NO_TRUST, Trust
+from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -68,15 +69,16 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
     config = request.trust.added_to(TrainConfig.model_validate(world))
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
-    texts = _texts(request, config, resolver)
     assert request.model is not None
+    texts = _texts(request, config, resolver)
+    model_folder = world_file(located(request.model), "policy", display)
     with display.waiting("loading --model"):
-        loaded = load_language_model(resolver, located(request.model), "--model")
+        loaded = load_language_model(resolver, model_folder, "--model")
     model = frozen_lm(loaded.model, compute_dtype(config.run.dtype), accelerator.device)
     figures = _perplexity(model, loaded.tokenizer, texts, display, "model")
     if request.reference is None:
         return asdict(figures)
-    beside = load_language_model(resolver, located(request.reference), "--reference")
+    beside = load_language_model(resolver, world_file(located(request.reference), "policy", display), "--reference")
     reference = frozen_lm(beside.model, compute_dtype(config.run.dtype), accelerator.device)
     other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
     return asdict(figures) | {"reference": asdict(other)}
@@ -88,17 +90,20 @@ def _eval_run(
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     dtype = compute_dtype(config.run.dtype)
+    for_scores, for_gold = request.trust.refused(config) if folder is not None else ([], [])
+    config = with_files(config, display)
     with display.waiting("loading the policy and the reference"):
         model, tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
         policy = frozen_lm(model, dtype, accelerator.device)
-        beside = load_run_reference(resolver, config, request.reference)
+        ref = request.reference and world_file(request.reference, "policy", display)
+        beside = load_run_reference(resolver, config, ref)
         reference = frozen_lm(beside.model, dtype, accelerator.device)
     texts = _texts(request, config, resolver)
     figures = _perplexity(policy, tokenizer, texts, display, "policy")
     other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
     _, kept = build_prompts(config, resolver, model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
-    reward, gold = _scorers(request, config, folder, resolver)
+    reward, gold = _scorers(config, for_scores, for_gold, resolver)
     begin_scorers(reward, gold, config.updates + 1, config.updates)
     with display.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         on_prompts = policy_figures(
@@ -121,33 +126,26 @@ def _eval_run(
 
 
 def _scorers(
-    request: EvalRequest, config: TrainConfig, folder: RunFolder | None, resolver: Resolver
+    config: TrainConfig, for_scores: list[str], for_gold: list[str], resolver: Resolver
 ) -> tuple[RewardFn | None, GoldScorer | None]:
-    """The reward function and the gold scorer; None for a plugin of a run that has no permission."""
-    for_scores, for_gold = request.trust.refused(config) if folder is not None else ([], [])
+    """The reward function and the gold scorer; None where a run names plugins that have no permission."""
     if for_scores or for_gold:
         names = " and ".join(["scores"] * bool(for_scores) + ["gold"] * bool(for_gold))
         plugins = ", ".join(dict.fromkeys(for_scores + for_gold))
         resolver.display.alert(f"{names} left out: they need code that the run names ({plugins}): --plugins runs it")
     return (
         None if for_scores else resolver.reward(config.reward),
-        None if for_gold else resolver.gold(config.reward, config.reward.model or "", config.data.prompts),
+        None if for_gold else resolver.gold(config.reward),
     )
 
 
 def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> list[str]:
-    section = config.eval
-    if request.texts is not None:  # eval.max_documents does not limit a named file
-        column = request.column or section.column
-        return resolver.texts(located(request.texts), column, "--texts", heldout=True, split=section.split)
-    return resolver.texts(
-        section.texts,
-        request.column or section.column,
-        "eval.texts",
-        heldout=True,
-        limit=section.max_documents,
-        split=section.split,
-    )
+    section, ref, key = config.eval, config.eval.texts, "eval.texts"
+    if request.texts is not None:
+        ref, key = located(request.texts), "--texts"
+    limit = section.max_documents if request.texts is None else None  # it does not limit a named file
+    file = world_file(ref, "heldout", resolver.display)
+    return resolver.texts(file, request.column or section.column, key, limit=limit, split=section.split)
 
 
 def _perplexity(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rlhf_kl.commands.parts import prompt_format
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.trust import NO_TRUST, Trust
+from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.files import load_rows, text_column
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
@@ -65,7 +66,10 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
     """
     _check(request)
     chosen = request.trust.added_to(TrainConfig.model_validate({}))
-    config = chosen if request.model is not None else _run_config(request)
+    config = chosen
+    if request.model is None:
+        needed = ("policy", "reference", *["reward"] * request.scores)
+        config = with_files(_run_config(request), display, needed)
     accelerator = make_accelerator(config.run)
     resolver = Resolver.for_run(config.run, display, accelerator.device)
     with display.waiting("loading the models and prompts"):
@@ -134,13 +138,14 @@ class _Writer:
         self.reference: LM | None = None
         dtype = compute_dtype(config.run.dtype)
         if request.model is not None:
-            loaded = load_language_model(resolver, located(request.model), "--model")
+            ref = world_file(located(request.model), "policy", self.display)
+            loaded = load_language_model(resolver, ref, "--model")
             policy, self.tokenizer, form = loaded.model, loaded.tokenizer, PromptFormat()
         else:
             folder = RunFolder(request.run or newest_run(finished=True))
             policy, self.tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
             written = prompt_format(config.data)
-            form = PromptFormat(written.chat, written.system)  # a prompt that was typed is not cut
+            form = replace(written, first_tokens=None)  # a prompt that was typed is not cut
             if request.with_reference:
                 beside: Loaded = load_run_reference(resolver, config)
                 self.reference = frozen_lm(beside.model, dtype, resolver.device)

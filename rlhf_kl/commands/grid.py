@@ -22,6 +22,7 @@ from rlhf_kl.run.display import Advance, TrainingDisplay
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.resume import finished_summary
 from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.threads import NUMBER, cores
 
 POLL_S = 0.3
 GUARD = 3  # exit code of a run that a guard stopped: its rows count
@@ -132,7 +133,8 @@ class Grid:
         mode = "--overwrite" if self.overwrite else "--resume"
         environment = dict(os.environ)
         if self.jobs > 1:
-            environment.setdefault("OMP_NUM_THREADS", "1")  # or the processes fight for the same cores
+            # Each its share, or the processes fight for the same cores.
+            environment.setdefault(NUMBER, str(max(1, cores() // self.jobs)))
         metrics = _run_folder(run).metrics
         before = metrics.stat().st_size if self.overwrite and metrics.exists() else 0
         with log.open("wb") as out:

@@ -7,10 +7,10 @@ from typing import Any
 
 from rlhf_kl.commands.training import Training
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.rollout.collect import UNSCORED
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.trainers.guards import UNSCORED
 from rlhf_kl.types import RolloutBatch
 
 ROLLBACK_RAISE = 2.0
@@ -108,7 +108,7 @@ class RunGuards:
         key = f"kl/{self.config.kl.unit}"
         past = {old["step"]: old[key] for old in read_jsonl(self.folder.metrics) if old.get(key) is not None}
         good = [c for c in self._regular_checkpoints() if past.get(c.step + 1, limit) < limit]
-        good = self.training.trainer.processes.first(good)  # only its disk counts
+        good = self.training.trainer.ranks.first(good)  # only its disk counts
         if not good:
             return f"{where}, and so was the policy of every checkpoint: there is nothing to roll back to"
         raised = control.raised
@@ -136,7 +136,7 @@ class RunGuards:
     def _regular_checkpoints(self) -> list[Checkpoint]:
         """Complete ones at regular steps. One that a signal made in between would make a resumed run differ."""
         every = self.config.checkpoint.every
-        processes, found = self.training.trainer.processes, []
-        if processes.writes:
+        ranks, found = self.training.trainer.ranks, []
+        if ranks.writes:
             found = [c for c in checkpoints(self.folder.checkpoints) if c.step % every == 0 and c.damage() is None]
-        return processes.first(found)
+        return ranks.first(found)

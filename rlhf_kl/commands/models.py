@@ -10,10 +10,9 @@ from typing import Any, Protocol
 from safetensors.torch import load_file
 from torch import nn
 
-from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.components import suggestion
 from rlhf_kl.config.schema import ArchitectureSection, LoraSection, TrainConfig
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.models.lm import enable_recompute
 from rlhf_kl.models.load import (
     Access,
     check_label,
@@ -31,9 +30,7 @@ from rlhf_kl.models.lora import (
     merge,
     require_classifier_adapter,
 )
-from rlhf_kl.models.recompute import enable_recompute
-from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2
-from rlhf_kl.models.tokenizer import train_tokenizer
+from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2, train_tokenizer
 from rlhf_kl.rewards.model import remember_format
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.run.run_folder import RunFolder
@@ -46,8 +43,8 @@ class ModelFolders(Protocol):
 
     access: Access
 
-    def policy(self, ref: str, key: str = ..., /) -> str:
-        """The local folder of a causal language model. Errors: InputError."""
+    def folder(self, ref: str, key: str, /) -> str:
+        """The local folder of a model. Errors: InputError."""
         ...
 
 
@@ -62,11 +59,11 @@ class Loaded:
 
 
 def load_language_model(resolver: ModelFolders, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
-    """The model behind a folder, hub id or built-in name; an adapter is merged into its base unless `keep_adapter`.
+    """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`.
 
     Errors: InputError with the reason.
     """
-    folder, access = resolver.policy(ref, key), resolver.access
+    folder, access = resolver.folder(ref, key), resolver.access
     if not is_adapter(folder):
         return Loaded(load_causal_lm(folder, key, access), load_tokenizer(folder, key, access), folder, False)
     base = load_language_model(resolver, adapter_base(folder, key), key)  # which may itself be an adapter
@@ -82,7 +79,7 @@ def load_classifier_adapter(resolver: ModelFolders, folder: str, key: str, label
     """
     require_classifier_adapter(folder, key)
     ref = adapter_base(folder, key)
-    base, access = resolver.policy(ref, key), resolver.access
+    base, access = resolver.folder(ref, key), resolver.access
     if is_classifier(base, key):
         tokenizer = load_tokenizer(base, key, access)
         model = load_reward_model(base, key, access, label)
@@ -104,8 +101,8 @@ def _own_tokenizer(folder: str, base: Loaded, key: str, access: Access) -> Any:
 
 
 def adapter_ref(ref: str, loaded: Loaded) -> str:
-    """The base in a fresh adapter's config: the folder of a local or built-in model, else the hub id."""
-    return loaded.folder if is_builtin(ref) or Path(ref).is_dir() else ref
+    """The base in a fresh adapter's config: the folder of a local model, else the hub id."""
+    return loaded.folder if Path(ref).is_dir() else ref
 
 
 def new_language_model(shape: ArchitectureSection, texts: Sequence[str], seed: int) -> tuple[Any, Any]:

@@ -10,16 +10,17 @@ from torch import nn
 
 from rlhf_kl.commands.models import Loaded, load_language_model, load_trained_model
 from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import Drawn
-from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.lora import AdapterReference, has_adapter
 from rlhf_kl.models.value import (
     ActorCritic,
+    FeatureCritic,
     HeadValue,
     SeparateValue,
     frozen_lm,
@@ -58,6 +59,7 @@ class Parts:
 
 def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
     """Load everything that the config names, and refuse what cannot work."""
+    config = with_files(config, display)
     device, dtype = accelerator.device, compute_dtype(config.run.dtype)
     resolver = Resolver.for_run(config.run, display, device)
     section = config.policy
@@ -73,7 +75,7 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
         model, tokenizer = loaded.model.to(device), loaded.tokenizer
         reference, is_initial_policy = build_reference(config, resolver, loaded)
     reward = resolver.reward(config.reward)
-    gold = resolver.gold(config.reward, config.reward.model or "", config.data.prompts)
+    gold = resolver.gold(config.reward)
     train, kept = build_prompts(config, resolver, model, tokenizer)
     for scorer in plugin_scorers(reward, gold).values():
         scorer.columns_of([*train.texts, *kept.texts])
@@ -87,7 +89,6 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
         config.eval.texts,
         config.eval.column,
         "eval.texts",
-        heldout=True,
         limit=config.eval.max_documents,
         split=config.eval.split,
     )
@@ -112,7 +113,7 @@ def build_reference(config: TrainConfig, resolver: Resolver, loaded: Loaded) -> 
     For a policy with an adapter it is the same model at its start, without a second copy of the weights.
     """
     ref, policy, dtype = config.reference.model, loaded.model, compute_dtype(config.run.dtype)
-    if ref is None or resolver.policy(ref, "reference.model") == loaded.folder:
+    if ref is None or resolver.folder(ref, "reference.model") == loaded.folder:
         if has_adapter(policy):
             return AdapterReference(policy, dtype, keep_start=loaded.began_as_adapter), True
         return frozen_lm(copy.deepcopy(policy), dtype, resolver.device), True
@@ -155,7 +156,7 @@ def without_rows(train: Prompts, kept: Prompts) -> Prompts:
 
 def prompt_format(data: PromptsSection) -> PromptFormat:
     """The format of prompts in a config."""
-    return PromptFormat(data.chat_template, data.system, data.first_tokens)
+    return PromptFormat(data.chat_template, data.system, data.first_tokens, data.chat_options)
 
 
 def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:

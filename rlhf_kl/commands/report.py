@@ -6,16 +6,15 @@ import time
 from pathlib import Path
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.pages.report import report_page
-from rlhf_kl.report.plots.render import save_sheet
-from rlhf_kl.report.plots.run import run_charts
+from rlhf_kl.report.charts import run_charts
+from rlhf_kl.report.drawing import save_sheet
+from rlhf_kl.report.page import report_page
 from rlhf_kl.report.run import RunResult, read_run
 from rlhf_kl.run.contents import CLAIMS, link_problems
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import RunFolder
 
 PICTURE = "report.png"
-IN_PICTURE = ("kl", "beta", "score", "gold", "perplexity", "length")
 
 
 def write_report(path: Path, refresh: int | None = None) -> RunResult:
@@ -24,10 +23,9 @@ def write_report(path: Path, refresh: int | None = None) -> RunResult:
     folder = RunFolder(path)
     if problems := link_problems(path / name for name in (folder.report.name, PICTURE, CLAIMS)):
         raise InputError(*problems)
-    charts = [chart for chart in run_charts(run) if chart.slug in IN_PICTURE]
     try:
         write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))
-        if charts:
+        if charts := run_charts(run):
             save_sheet(charts, folder.claim(PICTURE), columns=2, heading=run.name)
     except OSError as error:
         raise InputError(f"{path}: the report cannot be written: {error.strerror or error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,8 +13,9 @@ from rich.console import Console
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection
-from rlhf_kl.errors import InputError, RlhfKlError
-from rlhf_kl.processes import Processes
+from rlhf_kl.distributed import Ranks, joined_group
+from rlhf_kl.errors import InputError
+from rlhf_kl.program import shell_command
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import machine_failures
 from rlhf_kl.run.resume import check_resumed
@@ -30,9 +32,9 @@ NOT_OURS = {  # features of accelerate, by the variable that requests them
     "MEGATRON_LM": "Megatron-LM is not supported",
     "PARALLELISM_CONFIG": "accelerate's parallelism is not used here: set policy.shard and reference.shard",
 }
-Run = Callable[[Any, RunFolder, TrainingDisplay, Processes], dict[str, Any]]
+Run = Callable[[Any, RunFolder, TrainingDisplay, Ranks], dict[str, Any]]
 C = TypeVar("C", bound=AnyConfig)
-LAUNCH = "start them with torchrun --nproc-per-node N -m rlhf_kl train --config X.yaml"
+LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
 
 def train_command(
@@ -59,7 +61,7 @@ def train_command(
                 folder.release()
                 raise
 
-        folder, summary = processes.together(open_folder)
+        folder, summary = processes.run(open_folder)
         with folder, machine_failures(folder):
             summary, folder.replaces = processes.first((summary, folder.replaces))
             if summary is not None:
@@ -130,6 +132,7 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    from accelerate.utils import InitProcessGroupKwargs
 
     device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and not group:
@@ -146,11 +149,12 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     for name, words in NOT_OURS.items():
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(f"{words}: {LAUNCH}")
+    options = [InitProcessGroupKwargs(timeout=timedelta(minutes=section.wait_minutes))]
     try:
-        accelerator = Accelerator(cpu=device.type == "cpu")
+        accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=options)
     except ValueError:  # accelerate keeps one state a process and refuses another device in it
         AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=device.type == "cpu")
+        accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=options)
     if accelerator.num_processes != count:
         raise InputError(f"{count} processes were started, but accelerate counts {accelerator.num_processes}: {LAUNCH}")
     return accelerator
@@ -169,27 +173,14 @@ def launched_alone() -> bool:
 
 
 @contextlib.contextmanager
-def joined(section: RunSection) -> Iterator[Processes]:
-    """The processes of a run, this one alone or the group that a launcher started; ends the group if one fails."""
+def joined(section: RunSection) -> Iterator[Ranks]:
+    """The processes of a run, this one alone or the group that a launcher started."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes()
+        yield Ranks()
         return
     make_accelerator(section, group=True)
-    from rlhf_kl.processes import join_group
-
-    group, heartbeat = join_group()
-    try:
+    with joined_group(section.wait_minutes) as group:
         yield group
-    except BaseException as error:
-        if isinstance(error, RlhfKlError):
-            error.in_group = True
-        if getattr(error, "shared", False):
-            heartbeat.leave()
-        else:
-            heartbeat.fail(str(error) or type(error).__name__)
-        raise
-    else:
-        heartbeat.leave()
 
 
 def silent_display() -> TrainingDisplay:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from rlhf_kl.commands.card import model_card
@@ -18,18 +17,18 @@ from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fi
 from rlhf_kl.commands.watches import kl_alerts, kl_bought
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import GuardStop, InputError, RunFailed
-from rlhf_kl.kl_controllers.tilt import gain_at_kl
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
-from rlhf_kl.processes import Processes
-from rlhf_kl.report.control import closing_figures, end, is_update
+from rlhf_kl.report.control import closing_figures, end, is_update, near_target, worth
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
 from rlhf_kl.rewards.plugin import columns_read
 from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
-from rlhf_kl.rollout.whole import whole_batch
+from rlhf_kl.rollout.collect import UNSCORED, NonFiniteRollout
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
+from rlhf_kl.run.collapse import EqualResponses
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.jsonl import read_jsonl
@@ -38,18 +37,18 @@ from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
 from rlhf_kl.sharding import held_share, part_of, whole
 from rlhf_kl.trainers.checks import check_first
-from rlhf_kl.trainers.guards import UNSCORED, NonFiniteRollout, all_finite
+from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 
 
-def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay, processes: Processes) -> dict[str, Any]:
+def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay, ranks: Ranks) -> dict[str, Any]:
     """Train a policy; returns the summary."""
-    processes.together(lambda: check_sizes(config, processes.count))
+    check_sizes(config, ranks.count)
     accelerator = make_accelerator(config.run, group=True)
-    parts = processes.first_before_others(lambda: build_parts(config, accelerator, display))
-    recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts), processes)
+    parts = ranks.first_before_others(lambda: build_parts(config, accelerator, display))
+    recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts), ranks)
     try:
-        training = prepare_training(config, parts, display, recorder.checkpoint, recorder.state or None, processes)
+        training = prepare_training(config, parts, display, recorder.checkpoint, recorder.state or None, ranks)
         return TrainRun(config, parts, training, recorder, display).run()
     except InputError:
         recorder.mention_checkpoint()
@@ -66,7 +65,8 @@ class TrainRun:
     ) -> None:
         self.config, self.parts, self.training = config, parts, training
         self.trainer, self.recorder, self.display = training.trainer, recorder, display
-        self.processes = recorder.processes
+        self.ranks = recorder.processes
+        self.constant_coef = None if self.trainer.controller.adjusts else training.coef
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
         self.gold_failing = False  # in the previous row
@@ -74,6 +74,7 @@ class TrainRun:
         self.alerts = kl_alerts(config, training)
         self.bought = kl_bought(config, parts, training)
         self.signs = ExploitationSigns()
+        self.equal = EqualResponses()
         self.guards = RunGuards(config, training, recorder.folder)
         if recorder.checkpoint is not None:
             self.alerts.load_state_dict(recorder.state["alerts"])
@@ -83,6 +84,7 @@ class TrainRun:
             for row in read_jsonl(recorder.folder.metrics):
                 if row.get("step", training.next_step) < training.next_step:
                     self.signs(row)
+                    self.equal(row)
                     self.bought(row)
                     display.remember(row)
 
@@ -113,7 +115,10 @@ class TrainRun:
                 row = result.row
                 row |= evaluated
                 row["alerts"] = self.gold_told_once([*alerts, *row["alerts"]])
-                row["alerts"] += [*self.alerts(row), *self.bought(row), *self.signs(row)]
+                equal, lines = self.equal(row)
+                row["alerts"] += [*self.alerts(row), *self.bought(row), *self.signs(row), *equal]
+                for line in lines:
+                    self.display.message(f"update {step}: {line}")
                 ended_by = self.guards.watch(result)
                 self.note_best(row)
                 self.note_best_checkpoint(row)
@@ -127,43 +132,39 @@ class TrainRun:
                 for alert in row["alerts"]:
                     self.display.alert(f"update {step}: {alert}")
                 due = due or step % config.checkpoint.every == 0 or step == total
-                signalled = max(self.processes.all(stop.signal or 0))
+                signalled = max(self.ranks.all(stop.signal or 0))
                 if (due or signalled or ended_by) and result.skipped is None and not result.weights_lost:
                     self.save(step)
                     due = False
                 if ended_by:
                     self.stop(row, ended_by)
-                stop.check(max(self.processes.all(stop.signal or 0)))
+                stop.check(max(self.ranks.all(stop.signal or 0)))
 
     def look(self, report: Callable[[str], None]) -> dict[str, Any]:
         """The `eval/*` figures of the policy as it is."""
         self.display.now(f"evaluating on {len(self.parts.texts)} texts and {self.parts.heldout.batch_size} prompts")
-        return evaluate_policy(self.config, self.parts, report, self.processes)
+        return evaluate_policy(self.config, self.parts, report, self.ranks)
 
     def step(self, step: int) -> StepResult:
         """One update and its row; a rollout that is not finite is reported and left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         alerts: list[str] = []
         self.begin(step)  # discards what an evaluation logged
-        together = self.processes
         try:
             update = clock.timed("time/update_s", trainer.update)(step)
         except NonFiniteRollout as failure:
             skipped: str | None = failure.figure
-            here, rollout = failure.rollout, whole_batch(failure.rollout, together)
-            row = failed_row(NonFiniteRollout(failure.figure, rollout), trainer.controller.coef, config)
+            rollout, row = failure.rollout, failed_row(failure, trainer.controller.coef, config)
         else:
-            skipped, here, rollout = update.skipped, update.rollout, whole_batch(update.rollout, together)
-            row = update_row(replace(update, rollout=rollout), config)
+            skipped, rollout, row = update.stats.skipped, update.rollout, update_row(update, config)
             alerts += update.alerts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
+        prompts, responses = self.ranks.mine(rollout.prompts), self.ranks.mine(rollout.responses)
         with whole(*self.parts.spread):
-            mine = gold_scores_of(self.parts.gold, here.prompts, here.responses)
-        gold = joined_gold(together.all(mine))
-        weights_lost = (
-            together.agree("lost" if not all_finite(map(part_of, trainer.model.trained)) else None) is not None
-        )
+            scored = self.ranks.run(lambda: gold_scores_of(self.parts.gold, prompts, responses), scores=True)
+        gold = joined_gold(self.ranks.all(scored))
+        weights_lost = not all(self.ranks.all(all_finite(map(part_of, trainer.trained))))
         if skipped is not None:
             why = (
                 "is missing, so nothing was learned"
@@ -178,26 +179,17 @@ class TrainRun:
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
-            **mean_metrics(together.all([scorer.metrics() for scorer in self.trl_rewards])),
+            **mean_metrics(self.ranks.all([scorer.metrics() for scorer in self.trl_rewards])),
             "objective/gold": gold.mean,
             "kl/bought": self.bought.share(row),
-            "dist/world_size": together.count,
-            "dist/coef_spread": self.coef_spread(),
-            "dist/held": held_share(trainer.model.trained),
+            "dist/world_size": self.ranks.count,
+            "dist/held": held_share(trainer.trained),
             "alerts": alerts,
         }
-        row = together.first(row)  # times are those of the first process
+        row = self.ranks.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
-            together.together(lambda: check_first(row, float32=config.run.dtype == "float32"))
+            check_first(row, float32=config.run.dtype == "float32")
         return StepResult(row, rollout, gold.scores, skipped, weights_lost)
-
-    def coef_spread(self) -> float:
-        """The difference between the betas of the processes: 0. Errors: RunFailed if they differ."""
-        coefs = self.processes.all(self.trainer.controller.coef)
-        if max(coefs) != min(coefs):
-            words = f"the processes have different betas: {', '.join(map(str, coefs))}"
-            raise self.processes.shared(RunFailed(words))
-        return 0.0
 
     def begin(self, step: int) -> None:
         """Tell reward functions with TRL's interface the step of the run."""
@@ -214,17 +206,20 @@ class TrainRun:
     # ---- records and checkpoints
 
     def note_best(self, row: dict[str, Any]) -> None:
-        """Remember the update with the highest score less its KL penalty."""
-        reward = row["objective/rlhf_reward"]
-        if math.isfinite(reward) and (self.best is None or reward > self.best["objective/rlhf_reward"]):
-            keys = ("objective/rlhf_reward", "objective/scores", "objective/gold", "kl/token", "kl/sequence")
-            self.best = {"step": row["step"], **{key: row[key] for key in keys}}
+        """Remember the best update, by `worth`."""
+        value = worth(row, self.constant_coef)
+        if math.isfinite(value) and (self.best is None or value > worth(self.best, self.constant_coef)):
+            keys = ("scores_shaped", "scores", "gold")
+            kl = ("token", "sequence", "error")
+            self.best = {"step": row["step"]} | {
+                key: row[key] for key in (*(f"objective/{name}" for name in keys), *(f"kl/{name}" for name in kl))
+            }
 
     def note_best_checkpoint(self, row: dict[str, Any]) -> None:
         """Remember the best checkpoint by `checkpoint.best`: row k measures the policy after update k - 1."""
         metric, step = self.config.checkpoint.best, row["step"] - 1
         value = None if metric is None else row.get(metric)
-        if value is None or not math.isfinite(value):
+        if value is None or not math.isfinite(value) or (self.constant_coef is None and not near_target(row)):
             return
         sign = -1.0 if metric == "eval/perplexity" else 1.0
         if self.best_checkpoint is not None and not sign * value > sign * self.best_checkpoint["value"]:
@@ -234,7 +229,7 @@ class TrainRun:
 
     def record_samples(self, result: StepResult) -> None:
         """Record some responses of the update token by token, and the tokens of the batch with the largest KL."""
-        logged = self.processes.all(logged_columns(self.trl_rewards, len(result.rollout) // self.processes.count))
+        logged = self.ranks.all(logged_columns(self.trl_rewards, len(result.rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
         columns = columns_read(self.parts.reward, self.parts.gold)
@@ -249,10 +244,10 @@ class TrainRun:
 
     def save(self, step: int) -> None:
         """Write a checkpoint with everything that a resumed run needs."""
-        own = self.processes.together(self.training.state_dict)
+        own = self.training.state_dict()
         state = {
             **own,
-            "other_scorers": self.processes.all(own["scorers"])[1:],
+            "other_scorers": self.ranks.all(own["scorers"])[1:],
             "alerts": self.alerts.state_dict(),
             "guards": self.guards.state_dict(),
             "best": self.best,
@@ -277,7 +272,7 @@ class TrainRun:
                 "minibatch": config.minibatch_size,
                 "microbatch": config.ppo.microbatch_size or "automatic",
                 "epochs": config.ppo.epochs,
-                "learning rate": f"{self.trainer.learning_rate:.3g}",
+                "learning rate": f"{self.trainer.rate.peak:.3g}",
                 "updates": updates,
                 "episodes": updates * batch,
             }
@@ -300,7 +295,7 @@ class TrainRun:
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
         """End the run for a guard: the summary gets the reason, and the last checkpoint stays."""
         self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
-        raise self.processes.shared(GuardStop(reason))
+        raise GuardStop(reason)
 
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
@@ -313,9 +308,9 @@ class TrainRun:
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)
-        self.note_best_checkpoint(row)
+        self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.parts.policy.module))
-        write_final(self.recorder.folder.final, self.trainer.model, self.parts, card, keep=self.processes.writes)
+        write_final(self.recorder.folder.final, self.trainer.model, self.parts, card, keep=self.ranks.writes)
         return self.recorder.summary(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
@@ -326,7 +321,7 @@ class TrainRun:
             tilt_share=self.tilt_share(rows),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,
-            learning_rate=self.trainer.learning_rate,
+            learning_rate=self.trainer.rate.peak,
             stopped_by=None,
         )
 
@@ -341,5 +336,5 @@ class TrainRun:
             return None
         gain = sum(row["objective/scores_shaped"] for row in tail) / len(tail) - scores.mean
         kl = sum(row["kl/sequence"] for row in tail) / len(tail)
-        limit = gain_at_kl(scores.centred, kl, min_ess=scores.min_ess)
+        limit = scores.most_gain(kl)
         return gain / limit if limit else None

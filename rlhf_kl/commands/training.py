@@ -9,16 +9,16 @@ from typing import Any
 from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
 from rlhf_kl.commands.session import LAUNCH
 from rlhf_kl.commands.spread import spread_models
-from rlhf_kl.config.plugins import configured_controller
+from rlhf_kl.config.plugins import config_secrets, configured_controller
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.memory import memory_for
-from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint
+from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint, tokenizer_fingerprint
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.processes import Processes
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward, load_states, plugin_scorers, scorers_with_state, state_kept, states_of
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -26,9 +26,9 @@ from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respon
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.rollout.reference_scores import (
+    ROUNDS,
     ReferenceSamples,
     ReferenceScores,
-    joined_samples,
     reference_responses,
     sample_prompts,
     score_samples,
@@ -80,11 +80,11 @@ class Training:
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         """Restore everything that learns from a checkpoint; the count of updates goes on."""
-        step, step_size = self.next_step, self.trainer.step_size
-        factor = 1.0 if step_size is None else step_size.factor
-        self.load(checkpoint, checkpoint.state(), self.trainer.processes.index)
-        if step_size is not None:  # a rate that was too high stays lower
-            step_size.factor = min(factor, step_size.factor)
+        step, adaptive = self.next_step, self.trainer.rate.adaptive
+        factor = 1.0 if adaptive is None else adaptive.factor
+        self.load(checkpoint, checkpoint.state(config_secrets(self.trainer.config)), self.trainer.ranks.index)
+        if adaptive is not None:  # a rate that was too high stays lower
+            adaptive.factor = min(factor, adaptive.factor)
         self.next_step = step
 
 
@@ -94,25 +94,25 @@ def prepare_training(
     display: TrainingDisplay,
     checkpoint: Checkpoint | None = None,
     state: dict[str, Any] | None = None,
-    processes: Processes | None = None,
+    ranks: Ranks | None = None,
 ) -> Training:
     """The trainer of a run; `state` is the checkpoint's. Errors: GuardStop, InputError from the checks at the start."""
-    processes = processes or Processes()
+    ranks = ranks or Ranks()
     if state is None or checkpoint is None:
-        scores, shaping = score_reference(config, parts, display, processes)
-        coef, note = processes.together(lambda: starting_coef(config, scores))
+        scores, shaping = score_reference(config, parts, display, ranks)
+        coef, note = starting_coef(config, scores)
         if note:
             display.message(note)
     else:
         scores, shaping = ReferenceScores(**state["reference_scores"]), ScoreShaping(**state["shaping"])
         coef = state["starting_coef"]
     clock = Clock()
-    trainer = build_trainer(config, parts, scores, shaping, coef, clock, processes)
+    trainer = build_trainer(config, parts, scores, shaping, coef, clock, ranks)
     training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
     for name in training.scorers.keys() - states_of(training.scorers):
         display.alert(f"{name}: its state_dict returns no data that can be saved, so --resume starts it anew")
     if checkpoint is not None:
-        training.load(checkpoint, state, processes.index)
+        training.load(checkpoint, state, ranks.index)
         display.message(f"going on from update {checkpoint.step}")
         for name in training.scorers.keys() - state["scorers"].keys() if state is not None else ():
             display.alert(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
@@ -150,17 +150,24 @@ def build_trainer(
     shaping: ScoreShaping,
     coef: float,
     clock: Clock,
-    processes: Processes,
+    ranks: Ranks,
 ) -> PPOTrainer:
     """Wire the trainer."""
-    model = build_value(config, parts, shaping, scores.mean, scores.spread)
+    model = build_value(config, parts, shaping, scores.mean, scores.spread or 1.0)
     spread_models(config, parts, model)
     reference = ReferenceStates(parts.reference)
     features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
-    rows = processes.rows(config.rollout.batch_size)
+    rows = ranks.mine(range(config.rollout.batch_size))
     sampler = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)
     assessor = Assessor(
-        model, reference, features, parts.reward, config.reward.kind, shaping, config.rollout.temperature
+        model,
+        reference,
+        features,
+        parts.reward,
+        config.reward.kind,
+        shaping,
+        config.rollout.temperature,
+        config.rollout.samples_per_prompt,
     )
     room = memory_for("a rollout does not fit", "lower rollout.batch_size or rollout.max_new_tokens")
     return PPOTrainer(
@@ -174,12 +181,15 @@ def build_trainer(
             config.ppo.critic_learning_rate,
             value=model.value,
         ),
-        Rollouts(clock.timed("time/rollout_s", room(sampler)), clock.timed("time/score_s", room(assessor))),
+        Rollouts(
+            clock.timed("time/rollout_s", room(sampler)),
+            clock.timed("time/score_s", room(assessor)),
+            ranks,
+            parts.spread,
+        ),
         reference,
         configured_controller(config.kl, config.ppo, config.rollout, coef),
         features,
-        processes,
-        parts.spread,
     )
 
 
@@ -192,36 +202,52 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
 
 
 def score_reference(
-    config: TrainConfig, parts: Parts, display: TrainingDisplay, processes: Processes
+    config: TrainConfig, parts: Parts, display: TrainingDisplay, ranks: Ranks
 ) -> tuple[ReferenceScores, ScoreShaping]:
-    """Sample the reference, check the start, and fit the score's scale."""
-    section, seed = config.reward, config.run.seed
-    groups = sample_prompts(len(parts.prompts), config.reference_samples, seed)
+    """Sample the reference, check the start, and fit the score's scale. Equal scores call for more samples."""
+    section = config.reward
     shaping = ScoreShaping(
         clip=section.clip,
         missing_eos_penalty=section.missing_eos_penalty,
         length_penalty=section.length_penalty,
         repetition_penalty=section.repetition_penalty,
     )
-    processes.together(lambda: check_policy(config, parts, display))
-    here = processes.rows(len(groups))
-    with display.progress("sampling the reference", here.stop - here.start) as advance:
+    ranks.run(lambda: check_policy(config, parts, display))
+    drawn: list[ReferenceSamples] = []
+    for number in range(ROUNDS):
+        drawn.append(sample_reference(config, parts, display, ranks, number))
+        samples = ReferenceSamples.concat(drawn)
+        if not len(samples.scores):
+            raise InputError(f"reward {section.kind}: returned None for all reference samples")
+        if samples.spread:
+            break
+    if samples.gold_failure is not None:
+        display.alert(f"{samples.gold_failure}: the reference has no gold score")
+    return samples.shaped(shaping, normalize=section.normalize)
+
+
+def sample_reference(
+    config: TrainConfig, parts: Parts, display: TrainingDisplay, ranks: Ranks, number: int
+) -> ReferenceSamples:
+    """Round `number` of scored reference samples, of all processes."""
+    seed = config.run.seed
+    groups = sample_prompts(len(parts.prompts), config.reference_samples, seed, number)
+    mine = ranks.mine(range(len(groups)))
+    with display.progress("sampling the reference", len(mine)) as advance:
 
         def batches() -> Any:
             for batch in reference_responses(
-                parts.reference, parts.prompts, groups, parts.sampling, parts.tokenizer, seed, here
+                parts.reference, parts.prompts, groups, parts.sampling, parts.tokenizer, seed, mine, number
             ):
                 yield batch
                 advance(len(batch.prompts))
 
         def sample() -> ReferenceSamples:
-            return score_samples(batches(), groups[here], parts.reward, section.kind, parts.gold)
+            return score_samples(
+                batches(), groups[mine.start : mine.stop], parts.reward, config.reward.kind, parts.gold
+            )
 
-        found = processes.all(processes.together(sample))
-    samples = processes.together(lambda: joined_samples(found, section.kind, len(groups)))
-    if samples.gold_failure is not None:
-        display.alert(f"{samples.gold_failure}: the reference has no gold score")
-    return processes.together(lambda: samples.shaped(shaping, normalize=section.normalize))
+        return ranks.gather(ranks.run(sample, scores=True))
 
 
 def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> None:
@@ -259,6 +285,7 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     """Fingerprints of content that a resumed run needs unchanged, by config key."""
     prints = {
         "reference.model": model_fingerprint(parts.reference),
+        "the tokenizer of policy.model": tokenizer_fingerprint(parts.tokenizer),
         "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
     }
     if isinstance(parts.reward, RewardModel):
@@ -273,14 +300,14 @@ def _columns_as_text(parts: Parts) -> list[str]:
 
 
 def evaluate_policy(
-    config: TrainConfig, parts: Parts, report: Callable[[str], None], processes: Processes | None = None
+    config: TrainConfig, parts: Parts, report: Callable[[str], None], ranks: Ranks | None = None
 ) -> dict[str, Any]:
     """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
 
     `report` gets a line about scores that are left out. Each of several processes reads its part.
     """
-    processes = processes or Processes()
-    texts, prompts = parts.texts[processes.rows(len(parts.texts))], processes.rows(parts.heldout.batch_size)
+    ranks = ranks or Ranks()
+    texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
 
     def look() -> tuple[TextSums, PolicySamples]:
         scorers = scorers_with_state(parts.reward, parts.gold)
@@ -295,11 +322,11 @@ def evaluate_policy(
                 parts.tokenizer,
                 parts.reward,
                 parts.gold,
-                batch_size=config.rollout.batch_size // processes.count,
+                batch_size=config.rollout.batch_size // ranks.count,
                 drawn=parts.drawn,
             )
 
-    sums, samples = zip(*processes.all(processes.together(look)), strict=True)
+    sums, samples = zip(*ranks.all(ranks.run(look, scores=True)), strict=True)
     text, figures = perplexity_of(sums), figures_of(samples, report)
     return {
         "eval/perplexity": text.perplexity,

@@ -38,7 +38,7 @@ class Trust:
 
     def refused(self, config: TrainConfig) -> tuple[list[str], list[str]]:
         """The plugins that have no permission: those for scores, and those for gold scores."""
-        found = {key: ref for key, (ref, _) in plugins_of(config).items() if key.startswith("reward.")}
+        found = {plugin.key: plugin.ref for plugin in plugins_of(config) if plugin.key.startswith("reward.")}
         gold = found.pop("reward.gold", None)
         return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
 

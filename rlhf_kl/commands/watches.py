@@ -32,7 +32,7 @@ def kl_bought(config: TrainConfig, parts: Parts, training: Training) -> KLBought
         mean=scores.mean,
         mean_stderr=scores.mean_stderr,
         spread=scores.spread,
-        learning_rate=training.trainer.learning_rate,
+        learning_rate=training.trainer.rate.peak,
         target=None if training.coef == 0 else config.kl.target_value,
         warns=parts.reference_is_initial_policy,
     )

@@ -1,44 +1,94 @@
-"""The built-in world: its corpus, policy and reward model, built on first use and kept in the cache."""
+"""The built-in world: files and a scorer in place of `builtin:NAME`, built on first use and kept in the cache."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
 
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
-from rlhf_kl.builtin.sources import code_of, code_text
-from rlhf_kl.builtin.world import WorldSpec, part_key, world_spec
+from rlhf_kl.builtin.world import is_builtin, part_key, world_spec
 from rlhf_kl.cache import cache_folder
 from rlhf_kl.commands.models import new_language_model
-from rlhf_kl.config.load import load_config
-from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, SFTConfig
+from rlhf_kl.config.load import flat, load_config
+from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, Section, SFTConfig
 from rlhf_kl.data.texts import Pair
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
-from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.lm import TransformersLM
-from rlhf_kl.models.load import context_length, load_causal_lm, load_tokenizer, parameter_count, save_model
-from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.rewards.model import RewardModel, save_reward_model
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer, parameter_count
+from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import FULL, room_words
-from rlhf_kl.run.folders import CHECKSUMS, damage, sweep, write_folder
+from rlhf_kl.run.folders import sweep, write_folder
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import write_json
 from rlhf_kl.seeding import derive_seed, seed_libraries
-from rlhf_kl.trainers.reward_figures import pair_figures
-from rlhf_kl.trainers.reward_model import PairObjective, initialise_head
-from rlhf_kl.trainers.sft import TextObjective
-from rlhf_kl.trainers.supervised import Objective, SupervisedTrainer
+from rlhf_kl.trainers.supervised import SupervisedTrainer, Task
+from rlhf_kl.trainers.tasks import PairTask, TextTask
 
-WRITER = "builtin/corpus.py"
-BUILDER = "commands/world.py"  # this file: it makes every part
+C = TypeVar("C", bound=Section)
+GOLD = "rlhf_kl.builtin.gold:gold_scores"
+PARTS = {  # of a world, by the config key that names it
+    "policy.model": "policy",
+    "reference.model": "policy",
+    "reward.model": "reward_model",
+    "reward.gold": "gold",
+    "data.prompts": "prompts",
+    "eval.prompts": "heldout_prompts",
+    "eval.texts": "heldout",
+    "data.texts": "train",
+    "data.eval_texts": "heldout",
+    "data.pairs": "pairs",
+    "data.eval_pairs": "heldout_pairs",
+}
+COMES_WITH = {  # keys that a world fills where the config leaves them null and names the world elsewhere
+    "reward.gold": ("reward.model", "data.prompts"),
+    "eval.prompts": ("data.prompts",),
+    "data.eval_texts": ("data.texts",),
+    "data.eval_pairs": ("data.pairs",),
+}
+
+
+def with_files(config: C, display: TrainingDisplay, sections: Collection[str] | None = None) -> C:
+    """The config with files, folders and a scorer in place of each `builtin:NAME`; builds what is missing.
+
+    A world's own held-out rows and gold scores stand in for those that the config leaves null. `sections`: only these.
+    """
+    values = flat(config.model_dump())
+
+    def expand(value: Any, key: str) -> Any:
+        if isinstance(value, Section):
+            fields = {name: getattr(value, name) for name in type(value).model_fields}
+            expanded = {name: expand(old, f"{key}.{name}".lstrip(".")) for name, old in fields.items()}
+            return value.model_copy(update={name: new for name, new in expanded.items() if new is not fields[name]})
+        if key == "reward.terms" and value is not None:
+            return {name: expand(term, "reward") for name, term in value.items()}
+        if sections is not None and key.partition(".")[0] not in sections:
+            return value
+        if value is None:
+            value = next((values[k] for k in COMES_WITH.get(key, ()) if is_builtin(values.get(k))), None)
+        return world_file(value, PARTS[key], display) if is_builtin(value) and key in PARTS else value
+
+    expanded: C = expand(config, "")
+    return expanded
+
+
+def world_file(ref: str, part: str, display: TrainingDisplay) -> str:
+    """A part of the world that `ref` names, as a path or `module:name`; any other `ref` unchanged."""
+    if not is_builtin(ref):
+        return ref
+    world = World(ref, display)
+    if part in ("policy", "reward_model"):
+        return str(world.policy() if part == "policy" else world.reward_model())
+    return GOLD if part == "gold" else str(world.file(part))
 
 
 class World:
@@ -48,35 +98,26 @@ class World:
     """
 
     def __init__(self, ref: str, display: TrainingDisplay) -> None:
-        self.spec: WorldSpec = world_spec(ref)
+        self.spec = world_spec(ref)
         self.display = display
         self.folder = cache_folder() / self.spec.name
-        self.parts: dict[str, Path] = {}  # a key is computed once: the sources may change during the run
 
     # ------------------------------------------------------------------ parts
 
     def corpus(self) -> Path:
         """Folder with texts, prompts and pairs as .jsonl."""
-        if "corpus" not in self.parts:
-            key = part_key(self.spec, [code_of(WRITER), code_text(Path(__file__))], {}, [])
-            self.parts["corpus"] = self._part(f"corpus-{key}", self._write_corpus)
-        return self.parts["corpus"]
+        return self._part(f"corpus-{part_key(self.spec, {}, [])}", self._write_corpus)
 
     def policy(self) -> Path:
         """Folder of the pre-trained policy with its tokenizer."""
-        if "policy" not in self.parts:
-            settings = self._sft().model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
-            key = part_key(self.spec, [code_of(BUILDER)], _versions(), [settings])
-            self.parts["policy"] = self._part(f"policy-{key}", self._train_policy)
-        return self.parts["policy"]
+        settings = self._sft().model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
+        return self._part(f"policy-{part_key(self.spec, _versions(), [settings])}", self._train_policy)
 
     def reward_model(self) -> Path:
         """Folder of the reward model."""
-        if "reward" not in self.parts:
-            settings = self._reward().model_dump_json(include={"policy": {"model"}, "reward_model": True})
-            key = part_key(self.spec, [code_of(BUILDER)], _versions(), [self.policy().name, settings])
-            self.parts["reward"] = self._part(f"reward-{key}", self._train_reward_model)
-        return self.parts["reward"]
+        settings = self._reward().model_dump_json(include={"policy": {"model"}, "reward_model": True})
+        key = part_key(self.spec, _versions(), [self.policy().name, settings])
+        return self._part(f"reward-{key}", self._train_reward_model)
 
     def file(self, name: str) -> Path:
         """One file of the corpus: train, heldout, prompts, heldout_prompts, pairs, heldout_pairs."""
@@ -109,36 +150,25 @@ class World:
         config = self._sft()
         texts, heldout = ([row["text"] for row in read_jsonl(self.file(name))] for name in ("train", "heldout"))
         model, tokenizer = new_language_model(config.policy.architecture, texts, config.run.seed)
-        lm = TransformersLM(model)
-        objective = TextObjective(lm, tokenizer, texts, context_length(model))
-        self._fit(model, objective, config.sft, config.run.seed, "policy")
-        figures = perplexity(lm, tokenizer, heldout[: config.eval.max_documents])
-        save_model(model, tokenizer, folder)
-        _write_summary(folder, {"eval/perplexity": figures.perplexity})
+        task = TextTask(TransformersLM(model), tokenizer, texts, heldout[: config.eval.max_documents])
+        self._fit(task, config.sft, config.run.seed, "policy", folder)
 
     def _train_reward_model(self, folder: Path) -> None:
         config, path = self._reward(), str(self.policy())
         seed = config.run.seed
         pairs, heldout = ([Pair(**row) for row in read_jsonl(self.file(name))] for name in ("pairs", "heldout_pairs"))
-        heldout = heldout[: config.eval.max_pairs]
         tokenizer = load_tokenizer(path)
         model = classifier_from_lm(load_causal_lm(path), tokenizer, "policy.model")
         initialise_head(model.score, derive_seed(seed, "head"))
-        reward = RewardModel(model, tokenizer)
-        self._fit(model, PairObjective(reward, pairs), config.reward_model, seed, "reward model")
-        prompts = [pair.prompt for pair in heldout]
-        chosen, rejected = (
-            reward.score(prompts, [getattr(pair, side) for pair in heldout]) for side in ("chosen", "rejected")
-        )
-        save_reward_model(reward, folder)
-        _write_summary(folder, pair_figures(chosen, rejected))
+        task = PairTask(RewardModel(model, tokenizer), pairs, heldout[: config.eval.max_pairs])
+        self._fit(task, config.reward_model, seed, "reward model", folder)
 
-    def _fit(self, model: Any, objective: Objective, settings: EpochsSection, seed: int, part: str) -> None:
-        """Train to the end. An interrupted build starts over, so there are no checkpoints."""
+    def _fit(self, task: Task, settings: EpochsSection, seed: int, part: str, folder: Path) -> None:
+        """Train to the end, and write the model. An interrupted build starts over, so there are no checkpoints."""
         seed_libraries(seed)
-        trainer = SupervisedTrainer(model, objective, settings, seed)
+        trainer = SupervisedTrainer(task, settings, seed)
         title = f"building {self.spec.name}: {part}"
-        self.display.message(f"{len(objective)} rows, {parameter_count(model):,} parameters, {trainer.steps} steps")
+        self.display.message(f"{len(task)} rows, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
         with self.display.progress(title, trainer.steps) as advance:
             for row in trainer.train():
                 advance(1)
@@ -146,22 +176,33 @@ class World:
                     self.display.alert(f"{title}: {alert}")
                 if trainer.stuck:
                     raise GuardStop(f"{title}: {trainer.skipped} steps in a row had gradients that were not finite")
+        task.save(folder)
+        _write_summary(folder, task.evaluate())
 
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
+        """The folder of a part, written under another name and renamed: where it is there, it is complete."""
         target = self.folder / name
         with _cache_failures():
-            if not _is_whole(target):
-                self._build(target, build)
+            if not target.is_dir():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self._lock(name):
+                    sweep(self.folder, re.compile(re.escape(name)))
+                    if not target.is_dir():  # else another process has built it
+                        write_folder(target, build)
         return target
 
-    def _build(self, target: Path, build: Callable[[Path], None]) -> None:
-        name = target.name
-        with _lock(self.folder / f".{name}.lock", self.display, f"another process is building {name}: waiting"):
-            sweep(self.folder, re.compile(re.escape(name)))
-            if not _is_whole(target):  # else another process has built it
-                if target.is_dir():
-                    self.display.alert(f"{target}: {damage(target)}: building it again")
-                write_folder(target, build, checksums=True)
+    @contextlib.contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        lock = FileLock(self.folder / f".{name}.lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            self.display.message(f"another process is building {name}: waiting")
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 @contextlib.contextmanager
@@ -180,10 +221,6 @@ def _cache_failures() -> Iterator[None]:
         raise InputError(f"{words}: name another folder in RLHF_KL_CACHE") from error
 
 
-def _is_whole(part: Path) -> bool:
-    return part.is_dir() and (not (part / CHECKSUMS).is_file() or damage(part) is None)
-
-
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
 
@@ -195,16 +232,3 @@ def _write_summary(folder: Path, figures: dict[str, float]) -> None:
 
 def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _lock(path: Path, display: TrainingDisplay, waiting: str) -> Iterator[None]:
-    """An exclusive lock that the operating system releases when its owner dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as handle:
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            display.message(waiting)
-            fcntl.lockf(handle, fcntl.LOCK_EX)
-        yield

@@ -11,13 +11,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.components import suggestion
 from rlhf_kl.config.load import config_diff, kinds_of, load_any, load_variant
 from rlhf_kl.config.paths import find_config
 from rlhf_kl.config.plugins import check_plugins
 from rlhf_kl.config.schema import SEEDS, TrainConfig
 from rlhf_kl.config.yaml import read_yaml
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
 
 COMPARE_SCHEMA: dict[str, Any] = {
     "title": "A comparison",

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
-from rlhf_kl.config.check import check_mapping, plugin_problems
+from rlhf_kl.config.errors import check_mapping
 from rlhf_kl.config.paths import find_config, missing_sources, with_absolute_paths
+from rlhf_kl.config.plugins import plugin_problems
 from rlhf_kl.config.schema import (
     KIND_NAMES,
     MODELS,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf_kl.config.schema import BUILTIN, PPOSection, TrainConfig
+from rlhf_kl.builtin.world import is_builtin
+from rlhf_kl.config.schema import PPOSection, TrainConfig
 
 
 def gradient_notes(config: TrainConfig) -> list[str]:
@@ -13,8 +14,6 @@ def gradient_notes(config: TrainConfig) -> list[str]:
     notes = []
     if kl.estimator == "importance":
         notes.append("kl.estimator importance: it overestimates the KL on samples of the policy itself")
-    if kl.estimator == "abs":
-        notes.append("kl.estimator abs: its gradient is not the gradient of a KL")
     if kl.placement == "reward" and kl.estimator == "exact":
         notes.append(
             "kl.estimator exact in the reward: the current token's own KL is only a baseline there; "
@@ -54,13 +53,13 @@ def _unused_critic(config: TrainConfig) -> list[str]:
 
 def world_notes(config: TrainConfig) -> list[str]:
     """Parts of the built-in world that are set although the policy is not part of it."""
-    if config.policy.model.startswith(BUILTIN):
+    if is_builtin(config.policy.model):
         return []
     parts = {"reward.model": config.reward.model, "data.prompts": config.data.prompts, "eval.texts": config.eval.texts}
     return [
         f"{key} {ref}: part of the built-in world, but policy.model is not"
         for key, ref in parts.items()
-        if ref is not None and ref.startswith(BUILTIN)
+        if is_builtin(ref)
     ]
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.components import is_reference, nearest, reference_file, suggestion
-from rlhf_kl.config.schema import BUILTIN, MODELS, Kind, Location, Section, subsections
-from rlhf_kl.errors import InputError
+from rlhf_kl.builtin.world import BUILTIN, WORLDS, is_builtin
+from rlhf_kl.config.schema import MODELS, Kind, Location, Section, subsections
+from rlhf_kl.errors import InputError, nearest, suggestion
+from rlhf_kl.plugins import is_reference, reference_file
 
-BUILTIN_NAMES = ("reviews", "reviews-small")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
@@ -49,7 +49,7 @@ def with_absolute_paths(raw: dict[str, Any], folders: Sequence[Path]) -> dict[st
     raw = copy.deepcopy(raw)
     for model in MODELS.values():  # the kind of a file that another one extends is not known yet
         for _, mapping, name, location in _located_values(model, raw):
-            if not mapping[name].startswith(BUILTIN):
+            if not is_builtin(mapping[name]):
                 mapping[name] = _absolute(mapping[name], location, folders)
     return raw
 
@@ -61,9 +61,9 @@ def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
         value = mapping[name]
         if not location.path or (location.plugin and is_reference(value)):
             continue
-        if value.startswith(BUILTIN):
-            if value.removeprefix(BUILTIN) not in BUILTIN_NAMES:
-                hint = suggestion(value.removeprefix(BUILTIN), BUILTIN_NAMES, prefix=BUILTIN)
+        if is_builtin(value):
+            if value.removeprefix(BUILTIN) not in WORLDS:
+                hint = suggestion(value.removeprefix(BUILTIN), WORLDS, prefix=BUILTIN)
                 problems.append(f"{key}: no built-in {value!r}{hint}")
         elif _looks_like_path(value) and not os.path.exists(os.path.expanduser(value)):
             problems.append(f"{key}: no such file: {value}")

@@ -1,9 +1,10 @@
-"""Strict YAML: the types of YAML 1.2 (`1e-5` is a number, `off` is a text), and one line per mistake."""
+"""PyYAML without the traps of YAML 1.1: `1e-5` is a number, `off` and `010` are what they look like; keys once."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +12,67 @@ import yaml
 
 from rlhf_kl.errors import InputError
 
-MAX_BYTES = 1_000_000
-MAX_NODES = 50_000  # after aliases are expanded: a few lines of anchors can expand to billions
-MAX_DEPTH = 50
-
+MAX_VALUES = 50_000  # a few lines of aliases can multiply to billions
 _CORE = "tag:yaml.org,2002:"
 # Type -> pattern of its texts, and their first characters. A text that fits two types gets the first.
 _PATTERNS = {
-    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
-    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
-    "int": (re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+", list("-+0123456789")),
     "float": (
-        re.compile(
-            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
-            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-        ),
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
-}
-_CONVERT: dict[str, Callable[[str], Any]] = {
-    "null": lambda _: None,
-    "bool": lambda text: text.lower() == "true",
-    "int": int,
-    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
 }
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 -- none of YAML 1.1
-    depth = 0
+    yaml_constructors = {}  # noqa: RUF012
+    values = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.depth > MAX_DEPTH:
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(problem="nested too deeply", problem_mark=mark)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+    def construct_map(self, node: yaml.MappingNode) -> dict[str, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            _refuse_tag(self, node)
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or key in result:
+                problem = f"key {key!r} is written twice" if isinstance(key, str) else "a key must be text"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
+            result[key] = self.construct_object(value_node, deep=True)
+        return result
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise yaml.constructor.ConstructorError(problem="too many values", problem_mark=node.start_mark)
+        value = super().construct_object(node, deep)
+        self.constructed_objects.pop(node, None)  # an alias is a value of its own
+        return value
+
+
+def _refuse_tag(_: Any, node: yaml.Node) -> None:
+    problem = f"tag {node.tag} is not allowed, or does not fit its value"
+    raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+
+
+def _add_scalar(name: str, convert: Callable[[str], Any]) -> None:
+    def construct(loader: Any, node: yaml.Node) -> Any:
+        fits = isinstance(node, yaml.ScalarNode) and (name == "str" or re.fullmatch(_PATTERNS[name][0], node.value))
+        return convert(node.value) if fits else _refuse_tag(loader, node)
+
+    _Loader.add_constructor(_CORE + name, construct)
+
+
+_add_scalar("null", lambda _: None)
+_add_scalar("bool", lambda text: text.lower() == "true")
+_add_scalar("int", int)
+_add_scalar("float", lambda text: float(re.sub(r"\.(?=[in])", "", text.lower())))
+_add_scalar("str", str)
+_Loader.add_constructor(_CORE + "seq", partial(_Loader.construct_sequence, deep=True))
+_Loader.add_constructor(_CORE + "map", _Loader.construct_map)
+_Loader.add_constructor(None, _refuse_tag)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -68,122 +92,41 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 for _name, (_pattern, _first_characters) in _PATTERNS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_CORE + _name, _pattern, _first_characters)
+        _class.add_implicit_resolver(_CORE + _name, re.compile(f"^(?:{_pattern})$"), _first_characters)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a file. Raises InputError: unreadable, not YAML, not a mapping, too large."""
+    """The mapping in a file. Raises InputError: unreadable, not YAML, not a mapping."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise InputError(f"{path}: larger than {MAX_BYTES // 1_000_000} MB, not a config")
-    try:
-        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
     value = parse_yaml(text, where=str(path))
-    if value is None:
-        raise InputError(f"{path}: empty")
     if not isinstance(value, dict):
-        raise InputError(f"{path}: must be a mapping (key: value), not {_kind(value)}")
+        raise InputError(f"{path}: {'empty' if value is None else 'must be a mapping (key: value)'}")
     return value
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
     """The value of a YAML text. Raises InputError, beginning with `where` and line:column."""
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-        finally:
-            loader.dispose()
+        return yaml.load(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InputError(f"{where}:{line}: character {error.character!r} is not allowed") from None
     except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{where}{_place(error.problem_mark)}: not valid YAML: {reason}") from None
-    except yaml.YAMLError as error:
+        raise InputError(f"{where}{place}: {reason.replace(_CORE, '!!')}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a number of too many digits
         raise InputError(f"{where}: {error}") from None
-    if node is None:
-        return None
-    builder = _Builder(where)
-    value = builder.build(node, depth=0)
-    if builder.problems:
-        raise InputError(*builder.problems)
-    return value
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply") from None
 
 
 def dump_yaml(value: Any) -> str:
     """YAML text that `parse_yaml` reads back to an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
-
-
-class _Builder:
-    """Nodes to values; collects the problems that do not stop the reading."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.nodes = 0
-        self.problems: list[str] = []
-
-    def build(self, node: yaml.Node, depth: int) -> Any:
-        self.nodes += 1
-        if self.nodes > MAX_NODES:
-            raise InputError(f"{self.where}: too many values (aliases multiply them)")
-        if depth > MAX_DEPTH:
-            raise InputError(f"{self.where}{_place(node.start_mark)}: nested too deeply")
-        if isinstance(node, yaml.MappingNode) and node.tag == _CORE + "map":
-            return self._mapping(node, depth)
-        if isinstance(node, yaml.SequenceNode) and node.tag == _CORE + "seq":
-            return [self.build(item, depth + 1) for item in node.value]
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
-        self._problem(node, f"tag {_tag(node)} is not allowed")
-        return None
-
-    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = self.build(key_node, depth + 1)
-            value = self.build(value_node, depth + 1)
-            if not isinstance(key, str):
-                self._problem(key_node, f"a key must be text, not {_kind(key)}")
-            elif key in result:
-                self._problem(key_node, f"key {key!r} is written twice")
-            else:
-                result[key] = value
-        return result
-
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
-        text, kind = node.value, node.tag.removeprefix(_CORE)
-        if kind == "str":
-            return text
-        if kind not in _PATTERNS:
-            self._problem(node, f"tag {_tag(node)} is not allowed")
-        elif not _PATTERNS[kind][0].match(text):
-            self._problem(node, f"{text[:40]!r} does not fit its tag {_tag(node)}")
-        elif kind == "int" and len(text) > 100:  # int() rejects very long numbers with its own error
-            self._problem(node, f"a whole number of {len(text)} digits is too long")
-        else:
-            return _CONVERT[kind](text)
-        return None
-
-    def _problem(self, node: yaml.Node, reason: str) -> None:
-        self.problems.append(f"{self.where}{_place(node.start_mark)}: {reason}")
-
-
-def _place(mark: Any) -> str:
-    return "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
-
-
-def _tag(node: yaml.Node) -> str:
-    return str(node.tag).replace(_CORE, "!!")
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
-    return names.get(type(value), "null")

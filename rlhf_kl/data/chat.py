@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, nearest
 from rlhf_kl.types import Prompt
 
 Messages = Sequence[Mapping[str, Any]]
@@ -54,23 +56,42 @@ def split_conversation(messages: Messages) -> tuple[str | None, str | None] | No
     return before[0][1] if [role for role, _ in before] == ["user"] else Conversation(before), answer
 
 
-def chat_prompt(tokenizer: Any, prompt: str, system: str | None = None) -> str:
+def chat_prompt(
+    tokenizer: Any, prompt: str, system: str | None = None, options: Mapping[str, Any] = MappingProxyType({})
+) -> str:
     """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
 
-    `system` comes first, unless a `Conversation` has its own system message.
+    `system` comes first, unless a `Conversation` has its own system message. `options`: variables of the template.
     """
-    return _apply(tokenizer, _turns(prompt, system), answer=True)
+    return _apply(tokenizer, _turns(prompt, system), options, answer=True)
 
 
-def chat_exchange(tokenizer: Any, prompt: str, response: str, system: str | None = None) -> str:
+def chat_exchange(
+    tokenizer: Any,
+    prompt: str,
+    response: str,
+    system: str | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """Prompt and answer as the tokenizer's chat template writes them."""
-    return _apply(tokenizer, [*_turns(prompt, system), {"role": "assistant", "content": response}], answer=False)
+    turns = [*_turns(prompt, system), {"role": "assistant", "content": response}]
+    return _apply(tokenizer, turns, options, answer=False)
 
 
-def require_chat_template(tokenizer: Any, where: str) -> None:
-    """Errors: InputError where the tokenizer has no chat template."""
-    if not getattr(tokenizer, "chat_template", None):
+def require_chat_template(tokenizer: Any, where: str, options: Iterable[str] = ()) -> None:
+    """Errors: InputError where the tokenizer has no chat template, or where that reads no variable of these names."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
         raise InputError(f"{where}: the tokenizer has no chat template")
+    words = set(re.findall(r"[^\W\d]\w*", str(template)))
+    problems = [
+        f"data.chat_options.{name}: the chat template reads no variable of this name"
+        + (f"; did you mean {close}?" if (close := nearest(name, words)) else "")
+        for name in options
+        if name not in words
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def _turns(prompt: str, system: str | None) -> list[dict[str, str]]:
@@ -79,9 +100,9 @@ def _turns(prompt: str, system: str | None) -> list[dict[str, str]]:
     return turns if system is None or turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
 
 
-def _apply(tokenizer: Any, messages: list[dict[str, str]], *, answer: bool) -> str:
+def _apply(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **options)
     except Exception as error:  # the template is other people's code
         raise InputError(f"chat template: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     return text

@@ -1,4 +1,4 @@
-"""Rows from .jsonl .json .csv .parquet .txt files, each problem named with its file and line.
+"""Rows from .jsonl .json .csv .parquet .txt files, each problem named with its file and line; and held-out rows.
 
 Not read with the datasets library, which raises StopIteration for an empty file, accepts mixed types
 and gives no line numbers.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_kl.errors import InputError
 
+T = TypeVar("T")
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+HELDOUT_SHARE = 20  # one of this many distinct rows is held out
 MAX_CHARACTERS = 10_000_000  # in one text; a longer one is a broken file
 
 
@@ -139,3 +141,25 @@ def _mapping(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise InputError(f"{where}: is a {type(row).__name__}, not a mapping of columns")
     return row
+
+
+def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable], where: str) -> tuple[list[T], list[T]]:
+    """Training rows and held-out rows: every twentieth distinct key is held out with all of its rows.
+
+    Rows with the same key (the same text, the same prompt of several pairs) stay together, so nothing leaks.
+    Errors: InputError for fewer than twenty distinct keys.
+    """
+    keys = list(dict.fromkeys(key(row) for row in rows))
+    if len(keys) < HELDOUT_SHARE:
+        raise InputError(f"{where}: {len(keys)} different rows are too few to split: name a held-out data set")
+    apart = set(keys[HELDOUT_SHARE - 1 :: HELDOUT_SHARE])
+    return [row for row in rows if key(row) not in apart], [row for row in rows if key(row) in apart]
+
+
+def without_leaks(rows: Sequence[T], heldout: Sequence[T], key: Callable[[T], Hashable], where: str) -> list[T]:
+    """The rows whose key is not in the held-out rows. Errors: InputError if none is left."""
+    heldout_keys = {key(row) for row in heldout}
+    rest = [row for row in rows if key(row) not in heldout_keys]
+    if rows and not rest:
+        raise InputError(f"{where}: every row is a held-out row too")
+    return rest

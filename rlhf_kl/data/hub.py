@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.components import suggestion
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_kl.data.chat import Conversation, chat_prompt, require_chat_template, with_row
@@ -22,6 +22,7 @@ class PromptFormat:
     chat: bool = False  # as a user turn in the tokenizer's chat template
     system: str | None = None
     first_tokens: int | None = None  # keep only this many from its start
+    options: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def prepare_prompts(
     if room is not None and room < 1:
         raise InputError(f"rollout.max_new_tokens: leaves no room for a prompt in the model's context ({room} tokens)")
     if form.chat:
-        require_chat_template(tokenizer, f"{where}: data.chat_template")
+        require_chat_template(tokenizer, f"{where}: data.chat_template", form.options)
     full = [text for text in texts if text.strip()]
     empty = len(texts) - len(full)
     limit = None if room is None or form.first_tokens is not None else room * CHARACTERS_PER_TOKEN
@@ -56,8 +57,8 @@ def prepare_prompts(
         if any(isinstance(text, Conversation) for text in usable):
             raise InputError(f"{where}: data.first_tokens cannot cut conversations of several turns")
         usable = _beginnings(usable, tokenizer, form.first_tokens)
-    written = [chat_prompt(tokenizer, text, form.system) for text in usable] if form.chat else usable
-    rows = encode_all(tokenizer, written)
+    written = [chat_prompt(tokenizer, text, form.system, form.options) for text in usable] if form.chat else usable
+    rows = encode_all(tokenizer, written, bos=False if form.chat else None)  # a template writes its bos itself
     fitting = [i for i, row in enumerate(rows) if room is None or len(row) <= room]
     long = len(full) - len(fitting)
     reasons = [f"{empty} empty"] if empty else []

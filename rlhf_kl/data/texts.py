@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -33,7 +32,7 @@ class Pair(NamedTuple):
 
 
 class Labelled(NamedTuple):
-    """A text and a number that belongs to it."""
+    """A text and its label, 0 or 1."""
 
     text: str
     label: float
@@ -129,16 +128,15 @@ def read_pairs(
 
 
 def read_labels(rows: Sequence[Row], text: str, label: str, where: str) -> list[Labelled]:
-    """Texts with their numbers; true and false count as 1 and 0. Errors: InputError if a label is not a number."""
+    """Texts with their labels, 0 and 1 or false and true. Errors: InputError for any other label."""
 
     def read(row: Row, place: str) -> Labelled:
         value = column(row, label, place)
-        try:
-            number = float(value) if isinstance(value, (bool, int, float, str)) else math.nan
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise InputError(f"{place}: {label} is {value!r:.60}, not a number")
+        number = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0}.get(str(value).strip())
+        if isinstance(value, bool):
+            number = float(value)
+        if number is None:
+            raise InputError(f"{place}: {label} is {value!r:.60}, not 0 or 1")
         return Labelled(_text(row, text, None, place), number)
 
     return _read_each(rows, where, read)[0]

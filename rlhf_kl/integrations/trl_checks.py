@@ -6,7 +6,7 @@ import math
 from importlib import metadata
 from typing import Any
 
-from rlhf_kl.components import suggestion
+from rlhf_kl.errors import suggestion
 
 TESTED = "1.16.0"
 FITS = "1.16."  # the trainers' private attributes that are read here may change with any minor version

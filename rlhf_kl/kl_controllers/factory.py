@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
 from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, clip
-from rlhf_kl.kl_controllers.dual import DualKL
-from rlhf_kl.kl_controllers.exponential import ExponentialKL
-from rlhf_kl.kl_controllers.fixed import FixedKL
-from rlhf_kl.kl_controllers.guarded import GuardedController
+from rlhf_kl.kl_controllers.guarded import GuardedController, one_line
+from rlhf_kl.kl_controllers.laws import DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
 from rlhf_kl.kl_controllers.pid import PIDKL
-from rlhf_kl.kl_controllers.schedule import ScheduledKL
-from rlhf_kl.kl_controllers.threshold import ThresholdKL
-from rlhf_kl.kl_controllers.ziegler import ZieglerKL
 
 CONTROLLERS: dict[str, type[KLController]] = {
     "adaptive": AdaptiveKL,
@@ -30,8 +23,7 @@ CONTROLLERS: dict[str, type[KLController]] = {
     "threshold": ThresholdKL,
     "ziegler": ZieglerKL,
 }
-SYNONYMS = {"static": "fixed"}
-RENAMED = {"proportional": "ziegler"}
+SYNONYMS = {"static": "fixed", "proportional": "ziegler"}
 
 # Options that the program sets if a class takes them and the user does not set them.
 CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
@@ -53,7 +45,7 @@ def build_controller(
     coef: float = COEF_WITHOUT_SCORES,
     total_episodes: int | None = None,
     batch_size: int | None = None,
-    hide: Callable[[str], str] = str,
+    explain: Callable[[BaseException], str] = one_line,
 ) -> GuardedController:
     """The controller `kind(**options)`, guarded.
 
@@ -61,7 +53,7 @@ def build_controller(
     options: those of the user. A `coef` among them is the starting beta and must lie inside the bounds,
     `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
     The other arguments are passed on if the class takes them and the options do not set them; None = not known.
-    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit. `hide`: see
+    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit. `explain`: see
     `GuardedController`.
     Raises ValueError and TypeError: no such kind, or values that the class refuses.
     """
@@ -81,7 +73,7 @@ def build_controller(
             provided[name] = factor * options.get("coef", coef)
     filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
     taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
-    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted, hide)
+    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted, explain)
 
 
 def builtin_controller(name: str) -> type[KLController]:
@@ -91,9 +83,6 @@ def builtin_controller(name: str) -> type[KLController]:
     return CONTROLLERS[stored_name(name)]
 
 
-@cache
 def stored_name(kind: str) -> str:
-    """The stored name of a kind; the first use of an old name prints a note on stderr."""
-    if kind in RENAMED:
-        print(f"note: the KL controller {kind!r} is called {RENAMED[kind]!r} now", file=sys.stderr)
-    return (SYNONYMS | RENAMED).get(kind, kind)
+    """The name under which a kind is stored."""
+    return SYNONYMS.get(kind, kind)

@@ -19,6 +19,11 @@ from rlhf_kl.kl_controllers.base import (
 )
 
 
+def one_line(error: BaseException) -> str:
+    """ "ValueError: no such shape": an exception in one line."""
+    return f"{type(error).__name__}: {error}"
+
+
 class GuardedController:
     """Protects a run against invalid measurements and faulty controllers; the trainer uses controllers through it.
 
@@ -36,15 +41,15 @@ class GuardedController:
         min_coef: float | None = None,
         max_coef: float | None = None,
         wanted: float | None = None,
-        hide: Callable[[str], str] = str,
+        explain: Callable[[BaseException], str] = one_line,
     ) -> None:
         """`wanted`: the computed starting coef, if the bounds have changed it.
 
-        `hide` removes secrets from a message of the controller's own code.
+        `explain`: words for an exception of the controller's own code.
         """
         if not hasattr(controller, "coef") or not callable(getattr(controller, "update", None)):
             raise ValueError(f"{type(controller).__name__} needs `coef` and `update(kl, episodes)`")
-        self.controller, self.wanted, self.hide, self.raised = controller, wanted, hide, 1.0
+        self.controller, self.wanted, self.explain, self.raised = controller, wanted, explain, 1.0
         self._coef = require_number("coef", float(controller.coef))
         if self._coef < 0.0:
             raise ValueError(f"coef must not be negative, got {self._coef:g}")
@@ -76,7 +81,7 @@ class GuardedController:
                 self.controller.update(float(kl), int(episodes))
                 coef = self.raised * float(self.controller.coef)
         except ArithmeticError as error:
-            coef, reason = math.nan, self.hide(f"{type(error).__name__}: {error}")
+            coef, reason = math.nan, self.explain(error)
         else:
             reason = f"the controller set it to {coef}"
         if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._starts_at_zero):
@@ -127,7 +132,7 @@ class GuardedController:
             raise
         except Exception as error:
             where = f"kl.controller: {type(self.controller).__name__}.{method}"
-            raise InputError(f"{where} raised {self.hide(f'{type(error).__name__}: {error}')}") from error
+            raise InputError(f"{where} raised {self.explain(error)}") from error
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest coef that this run can reach, as far as the controller knows."""

@@ -5,16 +5,23 @@ The optimum of E[score] - beta * KL(pi || ref) is the tilt pi* = ref * exp(score
 w = softmax(score / beta): KL(beta) = sum w log(n w), score gain(beta) = sum w score - mean score. For
 Gaussian scores of spread sigma this is KL = sigma^2 / (2 beta^2), gain = sigma * sqrt(2 KL); real scores
 saturate. KL is per *sequence*, in nats.
+
+A policy can move probability between the responses to a prompt, and not between prompts. Continuous scores are centred
+on their prompt's mean and tilted as one sample. Scores with few values (right or wrong) are tilted prompt by prompt:
+there KL(0) is the mean over prompts of log(samples / samples with the top score).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from operator import mul
 from typing import NamedTuple
 
 MIN_ESS = 30.0  # below this, a few samples have most of the weight, and both figures are too low
+REACHED = 0.99  # share of the KL at beta 0 that is asked for at most: the last percent takes beta to 0
+FEW = 0.25  # chance that two responses to a prompt have the same score: as with four equally likely values
 
 
 class Tilt(NamedTuple):
@@ -25,8 +32,13 @@ class Tilt(NamedTuple):
 
 class Solution(NamedTuple):
     coef: float
-    tilt: Tilt  # at the smallest reliable coef if extrapolated
-    extrapolated: bool
+    tilt: Tilt  # at `measured`
+    measured: float  # the coef, or the smallest reliable one if `coef` is extrapolated
+    limit: float  # KL of the tilt as coef goes to 0
+
+    @property
+    def extrapolated(self) -> bool:
+        return self.coef < self.measured
 
     @property
     def note(self) -> str:
@@ -47,12 +59,7 @@ def centre_groups(scores: Sequence[float], groups: Sequence[Hashable], *, scale:
     no spread and are left out, unless there are no others: then the common mean is subtracted.
     scale: divide them by their group's standard deviation, if it has one.
     """
-    if len(scores) != len(groups):
-        raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
-    members: dict[Hashable, list[float]] = defaultdict(list)
-    for score, group in zip(scores, groups, strict=True):
-        members[group].append(float(score))
-    usable = [values for values in members.values() if len(values) > 1]
+    usable = [values for values in _members(scores, groups) if len(values) > 1]
     if not usable:
         usable = [[float(score) for score in scores]]
     centred = []
@@ -65,13 +72,39 @@ def centre_groups(scores: Sequence[float], groups: Sequence[Hashable], *, scale:
     return centred
 
 
-def tilted(scores: Sequence[float], coef: float) -> Tilt:
+def has_few_values(scores: Sequence[float], groups: Sequence[Hashable]) -> bool:
+    """Whether responses to a prompt often have equal scores, and the best score of a prompt is also that of others.
+
+    A penalty that most responses pay, beside a continuous score of the rest, makes equal scores but no common best one.
+    """
+    members = [values for values in _members(scores, groups) if len(values) > 1]
+    pairs = sum(math.comb(len(values), 2) for values in members)
+    equal = sum(math.comb(count, 2) for values in members for count in Counter(values).values())
+    best = [max(values) for values in members if max(values) > min(values)]
+    return bool(members) and equal >= FEW * pairs and (len(best) < 2 or 2 * len(set(best)) <= len(best))
+
+
+def kl_limit(scores: Sequence[float], groups: Sequence[Hashable] | None = None) -> float:
+    """KL of the tilt as coef goes to 0, nats per sequence: the mean over prompts of log(samples / top samples)."""
+    return math.fsum(
+        len(values) * math.log(len(values) / values.count(max(values))) for values in _members(scores, groups)
+    ) / len(scores)
+
+
+def tilted(scores: Sequence[float], coef: float, groups: Sequence[Hashable] | None = None) -> Tilt:
     """KL, score gain and effective sample size of the tilt at `coef`.
 
+    groups: the prompt of each score, where each prompt is tilted by itself; None = one sample.
     Raises ValueError when there are no scores or coef is not above 0.
     """
     if not scores or not coef > 0.0:
         raise ValueError("tilted needs at least one score and a coef above 0")
+    if groups is not None:
+        parts = _members(scores, groups)
+        kls, gains, sizes = zip(*(tilted(part, coef) for part in parts), strict=True)
+        shares = [len(part) / len(scores) for part in parts]
+        kl, gain = (math.fsum(map(mul, shares, values)) for values in (kls, gains))
+        return Tilt(kl, gain, math.fsum(sizes))
     top = max(scores)
     powers = [(score - top) / coef for score in scores]
     raw = [math.exp(power) for power in powers]
@@ -83,43 +116,68 @@ def tilted(scores: Sequence[float], coef: float) -> Tilt:
     return Tilt(kl, gain, total * total / math.fsum(r * r for r in raw))
 
 
-def solve_tilt(scores: Sequence[float], target_kl: float, *, min_ess: float = MIN_ESS) -> Solution:
-    """The coef whose tilt has `target_kl` nats per sequence, by bisection in log(coef).
+def solve_tilt(
+    scores: Sequence[float],
+    target_kl: float,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    min_ess: float = MIN_ESS,
+) -> Solution:
+    """The coef whose tilt has `target_kl` nats per sequence, or 0.99 of its limit, by bisection in log(coef).
 
     If the effective sample size would fall below `min_ess`, extrapolates from the last reliable point with the
     Gaussian rule KL ~ 1/coef^2, which gives a larger (safer) coef when scores saturate.
+    groups: as in `tilted`; a prompt's own samples count however few they are.
     Raises ValueError for a target that is not positive, or scores that are constant or too few.
     """
     if not (math.isfinite(target_kl) and target_kl > 0.0):
         raise ValueError(f"target_kl must be above 0, got {target_kl!r}")
     mean = math.fsum(scores) / max(1, len(scores))
     spread = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / max(1, len(scores)))
-    if not spread > 1e-12 * max(1.0, abs(mean)):
+    limit = kl_limit(scores, groups) if scores else 0.0
+    if not spread > 1e-12 * max(1.0, abs(mean)) or not limit:
         raise ValueError("scores are constant, so beta has no effect")
-    if len(scores) <= min_ess:
+    if groups is not None:
+        min_ess = 0.0
+    elif len(scores) <= min_ess:
         raise ValueError(f"{len(scores)} scores are too few for an effective sample size of {min_ess:g}")
+    goal = min(target_kl, REACHED * limit)
     low, high = math.log(spread) - 15.0, math.log(spread) + 15.0
     for _ in range(50):  # KL falls and ess rises with coef: the larger of the two roots is sought
         middle = (low + high) / 2.0
-        tilt = tilted(scores, math.exp(middle))
-        if tilt.ess < min_ess or tilt.kl > target_kl:
+        tilt = tilted(scores, math.exp(middle), groups)
+        if tilt.ess < min_ess or tilt.kl > goal:
             low = middle
         else:
             high = middle
-    tilt = tilted(scores, math.exp(high))
-    if tilt.kl >= 0.999 * target_kl:
-        return Solution(math.exp(high), tilt, extrapolated=False)
-    return Solution(math.exp(high) * math.sqrt(tilt.kl / target_kl), tilt, extrapolated=True)
+    measured = math.exp(high)
+    tilt = tilted(scores, measured, groups)
+    beyond = 1.0 if tilt.kl >= 0.999 * goal else math.sqrt(tilt.kl / goal)
+    return Solution(beyond * measured, tilt, measured, limit)
 
 
-def gain_at_kl(scores: Sequence[float], kl: float, *, min_ess: float = MIN_ESS) -> float | None:
+def gain_at_kl(
+    scores: Sequence[float], kl: float, *, groups: Sequence[Hashable] | None = None, min_ess: float = MIN_ESS
+) -> float | None:
     """Upper limit of the score gain at `kl` nats per sequence; None if the samples are too few."""
-    if not math.isfinite(kl) or len(scores) <= min_ess:
+    if not math.isfinite(kl) or (groups is None and len(scores) <= min_ess):
         return None
     if kl <= 0.0:
         return 0.0
-    solution = solve_tilt(scores, kl, min_ess=min_ess)
+    solution = solve_tilt(scores, kl, groups=groups, min_ess=min_ess)
     return None if solution.extrapolated else solution.tilt.gain
+
+
+def _members(scores: Sequence[float], groups: Sequence[Hashable] | None) -> list[list[float]]:
+    """The scores of each group, in the order of their first score; one group if there are no others."""
+    if groups is None:
+        return [list(scores)]
+    if len(scores) != len(groups):
+        raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
+    members: dict[Hashable, list[float]] = defaultdict(list)
+    for score, group in zip(scores, groups, strict=True):
+        members[group].append(float(score))
+    return list(members.values())
 
 
 def least_kl(curve: Sequence[Mapping[str, float]], gain: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[misc]
@@ -36,26 +36,36 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
         self._show(end)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows only."""
         length = self.keys.shape[2]
-        self.room = [x.index_select(0, indices) for x in self.room]
+        self.room = [x.index_select(0, beam_idx) for x in self.room]
         self._show(length)
 
 
-def reserve(cache: Any, length: int) -> bool:
-    """Reserve space for `length` tokens in every layer of a cache that a model has just filled.
+def reserve(cache: Any, length: int) -> None:
+    """Reserve space for `length` tokens in the layers of a cache that a model has just filled.
 
-    Returns whether that was possible; a cache of another kind (sliding windows, recurrent states) is not changed.
+    Layers of another kind (sliding windows, running states) are not changed.
     """
-    if type(cache) is not DynamicCache:
-        return False
-    if not all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
-        return False
-    cache.layers = [ReservedLayer(layer.keys, layer.values, length) for layer in cache.layers]
-    return True
+    if type(cache) is DynamicCache:
+        cache.layers = [
+            ReservedLayer(layer.keys, layer.values, length)
+            if type(layer) is DynamicLayer and layer.is_initialized
+            else layer
+            for layer in cache.layers
+        ]
 
 
 def attends_to_everything(config: Any) -> bool:
     """Whether every layer of a model attends to all previous tokens, without a window."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+
+
+def keeps_each_token(config: Any) -> bool:
+    """Whether every layer of a model keeps the keys and values of single tokens.
+
+    A layer with a running state (linear attention, Mamba) overwrites it, so no gradient goes through its cache.
+    """
+    kept = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in kept for layer in DynamicCache(config=config).layers)

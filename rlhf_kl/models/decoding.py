@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf_kl.models.cache import reserve
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
-from rlhf_kl.ops.float64 import WITHOUT_FLOAT64, float64
+from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
 
@@ -56,7 +56,7 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
     device, limit = prompts.ids.device, sampling.max_new_tokens
     hidden, cache, mask = model.read_prompts(prompts)
     width = mask.shape[1]
-    can_drop_rows = reserve(cache, width + limit)
+    reserve(cache, width + limit)
     stops = torch.tensor(sampling.eos_ids, device=device)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
     mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
@@ -86,9 +86,9 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
         left = int(alive.sum())
         if left == 0:
             break
-        if can_drop_rows and left <= COMPACT_BELOW * len(rows):
+        if left <= COMPACT_BELOW * len(rows):
             kept = alive.nonzero().squeeze(1)
-            cache.batch_select_indices(kept)
+            cache.reorder_cache(kept)
             rows, alive, noise, tokens, mask, positions = (
                 x.index_select(0, kept.to(x.device)) for x in (rows, alive, noise, tokens, mask, positions)
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,14 @@ def model_fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over its vocabulary, rules, special tokens and chat template."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"vocab": tokenizer.get_vocab()}
+    rules |= {"truncation": None, "padding": None}  # of the last call
+    parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return texts_fingerprint([json.dumps(parts, sort_keys=True, default=str)])
 
 
 def texts_fingerprint(texts: Iterable[str]) -> str:

@@ -8,19 +8,20 @@ are far from 0 (GPT-2's near -70), where bfloat16 has steps of 0.5. Logits are c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.cache import attends_to_everything
+from rlhf_kl.hub import first_line
+from rlhf_kl.models.cache import attends_to_everything, keeps_each_token
 from rlhf_kl.models.decoding import decode
 from rlhf_kl.models.logits import Logits
-from rlhf_kl.models.recompute import recomputing
 from rlhf_kl.models.text import position_ids
-from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts
+from rlhf_kl.ops.logprobs import chosen_logprobs
+from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
@@ -91,12 +92,19 @@ class TransformersTrunk(nn.Module):
         """The model of transformers, an adapter's layers inside it."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a pass can read a prompt once for several rows."""
+        return keeps_each_token(self.whole.config)
+
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context of the layers: autocast where they compute in bfloat16."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def hidden(self, rows: Packed) -> Tensor:
         """Last hidden states (N, H) at the states of `rows`."""
+        if rows.prompts is not None and not self.shares_prompts:
+            rows = rows.unshared()
         with self.active(), self.precision():
             states = self._read(rows.ids) if rows.prompts is None else self._read_behind(rows.prompts, rows.ids)
         return states.flatten(0, 1).index_select(0, rows.states)
@@ -135,12 +143,12 @@ class TransformersTrunk(nn.Module):
             ids = prompts.prefix.unsqueeze(0)
             whole = torch.ones_like(ids, dtype=torch.bool)
             _, cache = self.step(ids, whole, position_ids(whole), None)
-            cache.batch_select_indices(torch.zeros(len(mask), dtype=torch.long, device=ids.device))
+            cache.reorder_cache(torch.zeros(len(mask), dtype=torch.long, device=ids.device))
             mask = torch.cat([whole.expand(len(mask), -1), mask], 1)
         positions = position_ids(mask)[:, len(prompts.prefix) :]
         hidden, cache = self.step(prompts.ids, mask, positions, cache)
         if len(prompts.copies) > len(prompts.ids):
-            cache.batch_select_indices(prompts.copies)
+            cache.reorder_cache(prompts.copies)
             hidden, mask = hidden[prompts.copies], mask[prompts.copies]
         return hidden, cache, mask
 
@@ -187,9 +195,10 @@ class TransformersLM(TransformersTrunk):
 
 
 def final_logits(logits: Tensor, config: Any) -> Tensor:
-    """Operations on the logits after the LM head: a scale (Cohere, Granite), a soft cap (Gemma 2)."""
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
+    """Operations on the logits after the LM head: a scale (Cohere, Granite, Falcon-H1), a soft cap (Gemma 2)."""
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if scale := getattr(config, name, None):
+            logits = logits * scale
     if scaling := getattr(config, "logits_scaling", None):
         logits = logits / scaling
     if cap := getattr(config, "final_logit_softcapping", None):
@@ -219,3 +228,52 @@ def check_head(model: Any, what: str) -> None:
             f"{what}: the logits of a {type(model).__name__} are not its LM head applied to its last hidden "
             f"states (they differ by {gap:.2g}), so they cannot be computed in float32"
         )
+
+
+def enable_recompute(model: Any, what: str) -> None:
+    """Gradient checkpointing: layers keep no activations and recompute them in the backward pass.
+
+    Errors: InputError if the architecture does not support it.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    # transformers 5.2x renamed it and warns about the old name.
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise InputError(f"{what}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def recomputing(model: Any) -> Iterator[None]:
+    """A forward pass whose layers are recomputed later, if that was switched on and gradients are enabled.
+
+    Layers recompute only in training mode, in which they reject the cache that sampling needs. So their mode is
+    changed for this pass only. Their submodules keep their mode: the router of a mixture of experts, for example,
+    draws noise in training mode.
+    """
+    layers = []
+    if torch.is_grad_enabled():
+        layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+def negative_log_likelihood(
+    lm: TransformersLM, rows: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[Tensor, int]:
+    """Summed over the tokens of `rows` from `starts` (at least 1) on, in nats; and the number of these tokens."""
+    layout = text_layout(rows, starts, lm.device)
+    packed = layout.pack(range(len(rows)))
+    ids = layout.response_ids.flatten()[packed.places]
+
+    def nats(logits: Tensor, at: slice) -> tuple[Tensor]:
+        return (-chosen_logprobs(logits, ids[at]),)
+
+    loss: Tensor = lm.states(packed, lambda logits, _: logits.map(nats)[0].sum())
+    return loss, len(ids)

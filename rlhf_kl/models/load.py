@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.activations import NewGELUActivation
@@ -19,10 +21,25 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head
-from rlhf_kl.models.quiet import quiet_transformers
+from rlhf_kl.program import shell_command
 
 Model = Any  # transformers models are untyped
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No load reports and progress bars; what matters of them is checked here."""
+    before = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+        if bars:
+            transformers.logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,7 @@ def load_reward_model(ref: str, key: str = "reward.model", access: Access = SAFE
     if architectures and not any(CLASSIFIES in name for name in architectures):
         raise InputError(
             f"{key} {ref}: is a {architectures[0]}, not a sequence classifier: "
-            "its reward head would be random; train one with `rlhf-kl reward-model`"
+            f"its reward head would be random; train one with `{shell_command()} reward-model`"
         )
     model = _load(AutoModelForSequenceClassification, ref, key, access)
     check_label(model, ref, key, label)

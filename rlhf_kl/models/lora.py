@@ -21,6 +21,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import switch_dropout_off
+from rlhf_kl.program import shell_command
 
 TRAINED, KEPT = "default", "start"  # names of the trained adapter, and of its frozen initial copy
 ADAPTER_CONFIG = "adapter_config.json"
@@ -56,7 +57,7 @@ def require_classifier_adapter(folder: str | Path, what: str) -> None:
     if task != CLASSIFIER:
         raise InputError(
             f"{what} {folder}: is the adapter of another kind of model (task_type {task}), not of a sequence "
-            "classifier: its reward head would be random; train one with `rlhf-kl reward-model`"
+            f"classifier: its reward head would be random; train one with `{shell_command()} reward-model`"
         )
 
 

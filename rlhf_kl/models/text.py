@@ -11,20 +11,26 @@ from torch import Tensor
 from rlhf_kl.types import Response
 
 
-def encode(tokenizer: Any, text: str, *, bos: bool = True) -> list[int]:
-    """Token ids of a text; it starts with exactly one bos token, if the tokenizer has one."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-        ids = [tokenizer.bos_token_id, *ids]
-    return ids
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether a call of the tokenizer puts a bos in front of a text; some have a bos and do not (GPT-2, Pythia)."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
 
 
-def encode_all(tokenizer: Any, texts: Sequence[str], *, bos: bool = True) -> list[list[int]]:
-    """`encode` for many texts in one call of the tokenizer."""
+def encode(tokenizer: Any, text: str, *, bos: bool | None = None) -> list[int]:
+    """`encode_all` for one text."""
+    return encode_all(tokenizer, [text], bos=bos)[0]
+
+
+def encode_all(tokenizer: Any, texts: Sequence[str], *, bos: bool | None = None) -> list[list[int]]:
+    """Token ids of texts, without other special tokens than those that a text holds.
+
+    `bos`: whether each row starts with a bos, if the tokenizer has one, and never with two; None = `adds_bos`.
+    """
     if not texts:
         return []
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    start = tokenizer.bos_token_id if bos else None
+    start = tokenizer.bos_token_id if bos or (bos is None and adds_bos(tokenizer)) else None
     return [row if start is None or row[:1] == [start] else [start, *row] for row in rows]
 
 
@@ -36,7 +42,7 @@ def first_token_bytes(tokenizer: Any, text: str) -> int:
     bos = tokenizer.bos_token
     if bos is not None:
         return len(bos.encode()) if text.startswith(bos) else 0
-    first: str = tokenizer.decode(encode(tokenizer, text)[:1], clean_up_tokenization_spaces=False)
+    first: str = tokenizer.decode(encode(tokenizer, text, bos=True)[:1], clean_up_tokenization_spaces=False)
     if not tokenizer.is_fast or (first and text.startswith(first)):
         return len(first.encode())
     # Characters that the tokenizer changes, or a part of a character.

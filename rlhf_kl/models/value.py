@@ -1,20 +1,53 @@
-"""Value functions that learn in the policy's loss: a head on its hidden states, or a separate trunk.
+"""Value functions: a head on the policy's hidden states, a separate trunk, or a critic on features of frozen models.
 
 Source: Ziegler et al. 2019 (shared trunk); Ouyang et al. 2022 (separate, from the reward model).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.lm import LM, TransformersLM, TransformersTrunk
 from rlhf_kl.ops.packing import Packed
+from rlhf_kl.seeding import generator
 from rlhf_kl.sharding import part_like
+
+WIDTH = 128  # of a FeatureCritic
+
+
+class FeatureCritic(nn.Module):
+    """A small network that predicts the final score from frozen features of a state.
+
+    The features never change, so they are computed once per rollout, and fitting costs little compared with an epoch
+    of the policy. The policy gets no gradient from the value. Initially it predicts `mean`, the mean score of the
+    reference, everywhere; it learns in units of `scale`.
+    """
+
+    def __init__(self, size: int, mean: float, scale: float, seed: int) -> None:
+        """`size`: features of a state. `mean` and `scale`: of the reference's shaped scores."""
+        super().__init__()
+        self.size, self.mean, self.scale = size, mean, scale
+        self.inner, self.outer = nn.Linear(size, WIDTH), nn.Linear(WIDTH, 1)
+        noise = generator(seed, "critic")  # the global generator is not used
+        with torch.no_grad():
+            self.inner.weight.normal_(0.0, size**-0.5, generator=noise)
+            for zero in (self.inner.bias, self.outer.weight, self.outer.bias):
+                zero.zero_()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (N, F) -> values (N,) float32."""
+        values: Tensor = self.outer(nn.functional.gelu(self.inner(features))).squeeze(-1)
+        return self.mean + self.scale * values
+
+    def loss(self, features: Tensor, returns: Tensor) -> Tensor:
+        """Squared errors (N,) in units of the scale, for features (N, F) and returns (N,)."""
+        errors: Tensor = (self(features) - returns) / self.scale
+        return errors.square()
 
 
 class HeadValue(nn.Module):
@@ -97,6 +130,18 @@ def freeze(model: nn.Module) -> nn.Module:
 def frozen_lm(model: nn.Module, dtype: torch.dtype, device: torch.device) -> TransformersLM:
     """A language model that is only read."""
     return TransformersLM(freeze(model).to(device), dtype)
+
+
+@contextlib.contextmanager
+def freezing(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, these trainable parameters get no gradients."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:

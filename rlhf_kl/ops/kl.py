@@ -39,11 +39,6 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(-lr) + lr
 
 
-def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|lr|. Biased upward, never negative; its gradient is not the gradient of a KL."""
-    return (logprobs - ref_logprobs).abs()
-
-
 def importance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(lr) * lr. Unbiased for KL(pi || ref) only when the tokens were sampled from *ref*.
 
@@ -57,7 +52,6 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": k1,
     "k2": k2,
     "k3": k3,
-    "abs": absolute,
     "importance": importance,
 }
 
@@ -108,8 +102,6 @@ def rewards_with_kl(
     Equal shapes are elementwise: rewards = scores - coef * kl. Scores (B,) with log-probs (B, T) need the
     `mask` (B, T) and are added at the last selected token of each row (Ziegler et al. 2019, section 2).
     """
-    from rlhf_kl.ops.reward_shaping import shape_rewards
-
     kl = estimate_kl(logprobs, ref_logprobs, estimator)
     _check_mask(mask, kl)
     if scores.shape == kl.shape:
@@ -123,3 +115,31 @@ def rewards_with_kl(
         raise ValueError("scores (B,) with log-probs (B, T) need a mask (B, T) to find the last token")
     kl = torch.where(mask, kl, torch.zeros_like(kl))
     return shape_rewards(scores, kl, mask, coef), kl
+
+
+def last_token(mask: Tensor) -> Tensor:
+    """Index (B,) of the last True of each row of `mask` (B, T); 0 for a row without any."""
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, positions, torch.zeros_like(positions)).amax(1)
+
+
+def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
+    """r_t = -coef * KL_t, plus the score at the last token; (B, T), zeros outside the mask.
+
+    scores (B,), kl (B, T) in nats, mask (B, T). Source: Ziegler et al. 2019 (1909.08593), section 2.
+    """
+    rewards = torch.where(mask, -coef * kl, torch.zeros_like(kl))
+    has_tokens = mask.any(1).to(rewards.dtype)
+    return rewards.scatter_add(1, last_token(mask).unsqueeze(1), (scores.to(rewards) * has_tokens).unsqueeze(1))
+
+
+def kl_of_next_states(kl: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """KL of the state that each token leads to: gamma times kl (B, T) moved one place to the left, 0 at the last token.
+
+    With exact KL, the current state's KL does not depend on the token drawn there: it belongs in the loss,
+    and only the KL of later states in the reward (Amini et al. 2025, 2504.10637). The next state's KL is paid one
+    step early, so it includes the discount of that step.
+    """
+    shifted = torch.zeros_like(kl)
+    shifted[:, :-1] = torch.where(mask[:, 1:], gamma * kl[:, 1:], torch.zeros_like(kl[:, 1:]))
+    return shifted

@@ -1,22 +1,21 @@
-"""Means and whitening over the tokens that a mask selects.
+"""Means and whitening over the tokens that a mask selects, and sums in float64.
 
 In every mask, True = a token that the policy chose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.ops.float64 import float64
-
-Reduce = Callable[[Tensor], Tensor]
+WITHOUT_FLOAT64 = {"mps"}  # device types
 
 
-def _local(x: Tensor) -> Tensor:
-    return x
+def float64(x: Tensor) -> Tensor:
+    """`x` (any shape) as float64; moved to the CPU from a device without float64."""
+    return (x.cpu() if x.device.type in WITHOUT_FLOAT64 else x).double()
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -24,27 +23,48 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, torch.zeros_like(x)).sum()
 
 
-def masked_mean(x: Tensor, mask: Tensor, *, reduce: Reduce = _local) -> Tensor:
-    """Token-weighted mean of `x` (B, T) over `mask` (B, T), a scalar; NaN where the mask is empty.
-
-    `reduce` sums a tensor over all processes, so that the mean is that of the global batch.
-    """
-    totals = reduce(torch.stack([float64(masked_sum(x, mask)), float64(mask.sum())]))
-    return (totals[0] / totals[1]).to(x)
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Token-weighted mean of `x` (B, T) over `mask` (B, T), a scalar; NaN where the mask is empty."""
+    return (float64(masked_sum(x, mask)) / float64(mask.sum())).to(x)
 
 
-def masked_std(x: Tensor, mask: Tensor, *, reduce: Reduce = _local) -> Tensor:
+def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
+    """Variance (population) of `x` (B, T) over `mask` (B, T), a scalar."""
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
+def masked_std(x: Tensor, mask: Tensor) -> Tensor:
     """Standard deviation (population) of `x` (B, T) over `mask` (B, T), a scalar."""
-    mean = masked_mean(x, mask, reduce=reduce)
-    return masked_mean((x - mean) ** 2, mask, reduce=reduce).sqrt()
+    return masked_variance(x, mask).sqrt()
 
 
-def whiten(x: Tensor, mask: Tensor, *, center: bool = True, reduce: Reduce = _local) -> tuple[Tensor, Tensor]:
+class Mean(NamedTuple):
+    """A mean and its standard error; 0 for a single draw."""
+
+    mean: float
+    stderr: float
+
+
+def mean_of_groups(sums: Tensor, sizes: Tensor, group: int = 1) -> Mean:
+    """Sum of `sums` (B,) over that of `sizes` (B,): a ratio estimator.
+
+    Groups of `group` neighbours are the independent draws: the responses to one prompt are alike. In a single group
+    the responses are.
+    """
+    group = 1 if group == len(sums) else group
+    sums, sizes = float64(sums).view(-1, group).sum(1), float64(sizes).view(-1, group).sum(1)
+    mean = sums.sum() / sizes.sum()
+    draws = len(sums)
+    residual = (sums - mean * sizes).square().sum() * draws / max(1, draws - 1)
+    return Mean(float(mean), float(residual.sqrt() / sizes.sum()))
+
+
+def whiten(x: Tensor, mask: Tensor, *, center: bool = True) -> tuple[Tensor, Tensor]:
     """Scale `x` (B, T) to unit standard deviation over `mask`, by default with its mean subtracted.
 
     Returns (whitened (B, T) with zeros outside the mask, the standard deviation it was divided by).
     Source: Huang et al. 2022, "The 37 implementation details of PPO", detail 7.
     """
-    std = masked_std(x, mask, reduce=reduce).clamp_min(1e-8)
-    shifted = x - masked_mean(x, mask, reduce=reduce) if center else x
+    std = masked_std(x, mask).clamp_min(1e-8)
+    shifted = x - masked_mean(x, mask) if center else x
     return torch.where(mask, shifted / std, torch.zeros_like(x)), std

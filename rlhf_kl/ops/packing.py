@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,18 @@ class Packed(NamedTuple):
     numbers: Tensor  # (N,) long: the same, counting the response tokens of the whole batch only
     prompts: SharedPrompts | None = None  # if several rows have the same prompt; `ids` are then responses
 
+    def unshared(self) -> Packed:
+        """The same states in whole rows, each with its own prompt."""
+        if self.prompts is None:
+            return self
+        prompts = self.prompts.without_prefix()
+        ids = torch.cat([prompts.ids[prompts.copies], self.ids], 1)
+        lengths = prompts.mask.sum(1)[prompts.copies]
+        source = torch.arange(ids.shape[1], device=ids.device) + (prompts.ids.shape[1] - lengths).unsqueeze(1)
+        ids = ids.gather(1, source.clamp_max(ids.shape[1] - 1))
+        row, token = self.states // (self.ids.shape[1] + 1), self.states % (self.ids.shape[1] + 1)
+        return Packed(ids, row * ids.shape[1] + lengths[row] - 1 + token, self.places, self.numbers)
+
 
 class SharedPrompts(NamedTuple):
     """Prompts without repeated computation: the common prefix once, then the rest of each different prompt once.
@@ -56,6 +69,34 @@ class SharedPrompts(NamedTuple):
         return SharedPrompts(self.prefix[:0], ids, source >= 0, self.copies)
 
 
+class DifferentPrompts:
+    """The prompts of some rows by number, in the order of their tokens: long prompts are compared once."""
+
+    def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """`prompts`: the tokens of each row's prompt."""
+        different = sorted(set(prompts))
+        number = {prompt: i for i, prompt in enumerate(different)}
+        self.numbers = [number[prompt] for prompt in prompts]  # of each row's prompt
+        self.lengths = [len(prompt) for prompt in different]  # by number, in tokens
+        self.same = [same_tokens(a, b) for a, b in pairwise(different)]  # as the next prompt
+
+    def common(self, numbers: Collection[int], device: torch.device) -> int:
+        """`common_tokens` of these prompts."""
+        same = min(self.same[min(numbers) : max(numbers)], default=self.lengths[min(numbers)])
+        return worth_sharing(same, [self.lengths[number] for number in numbers], device)
+
+
+def same_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the common prefix of two prompts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def worth_sharing(same: int, lengths: Sequence[int], device: torch.device) -> int:
+    """Tokens of a common prefix to be read once, less than the shortest prompt; 0 if that saves nothing."""
+    common = min(same, min(lengths) - 1)
+    return common if common * (len(lengths) - 1) > pass_overhead(device) else 0
+
+
 def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> SharedPrompts:
     """The prompts of some rows, in the rows' order."""
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -71,24 +112,32 @@ def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> S
 
 
 def common_tokens(prompts: Collection[tuple[int, ...]], device: torch.device) -> int:
-    """Length of the common prefix of the prompts, less than the shortest prompt; 0 if sharing it saves nothing."""
-    first, last = min(prompts), max(prompts)  # in the order of their tokens: all others lie between
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    common = min(same, min(map(len, prompts)) - 1)
-    return common if common * (len(prompts) - 1) > pass_overhead(device) else 0
+    """Length of the common prefix of the different prompts, as far as it is `worth_sharing`."""
+    same = same_tokens(min(prompts), max(prompts))  # in the order of their tokens: all others lie between
+    return worth_sharing(same, [len(prompt) for prompt in prompts], device)
 
 
 class Layout:
     """Positions of the tokens of a batch; plans every pass over it without reading from the device."""
 
-    def __init__(self, ids: Tensor, prompt_width: int, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
+    def __init__(
+        self,
+        ids: Tensor,
+        prompt_width: int,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        device: torch.device | None = None,
+        begin: int = 0,
+    ) -> None:
         """`ids` (B, P + T): prompts padded on the left to P = `prompt_width`, responses on the right to T.
 
-        `prompt_lengths` and `response_lengths` (B,) count real tokens.
+        `prompt_lengths` and `response_lengths` (B,) count real tokens. `device`: of the passes, where it is not that of
+        the ids. `begin`: the row whose first response token has number 0.
         """
-        self.ids, self.prompt_width = ids, prompt_width
+        self.ids, self.prompt_width, self.device = ids, prompt_width, device or ids.device
         self.prompts, self.responses = prompt_lengths.cpu(), response_lengths.cpu()
         self.first = self.responses.cumsum(0) - self.responses  # number of each row's first response token
+        self.first -= int(self.first[begin])
         # The last token is drawn but never read.
         self.lengths: list[int] = (self.prompts + self.responses - 1).clamp_min(1).tolist()
         self.tokens = int(self.responses.sum())
@@ -100,7 +149,7 @@ class Layout:
 
     def pack(self, rows: Sequence[int]) -> Packed:
         """These rows as one pass."""
-        picked, device = torch.as_tensor(rows), self.ids.device
+        picked, device = torch.as_tensor(rows), self.device
         prompts, responses = self.prompts[picked], self.responses[picked]
         length = max(self.lengths[row] for row in rows)
         columns = torch.arange(length)
@@ -110,8 +159,8 @@ class Layout:
         states = owner * length + prompts[owner] + place - 1
         places = picked[owner] * (self.ids.shape[1] - self.prompt_width) + place
         numbers = self.first[picked][owner] + place
-        ids = self.ids[picked.to(device)].gather(1, source.to(device))
-        return Packed(ids, states.to(device), places.to(device), numbers.to(device))
+        ids = self.ids[picked.to(self.ids.device)].gather(1, source.to(self.ids.device))
+        return Packed(ids.to(device), states.to(device), places.to(device), numbers.to(device))
 
     @cached_property
     def prompt_tokens(self) -> list[tuple[int, ...]]:
@@ -119,41 +168,48 @@ class Layout:
         ids = self.ids[:, : self.prompt_width].tolist()
         return [tuple(row[self.prompt_width - n :]) for row, n in zip(ids, self.prompts.tolist(), strict=True)]
 
+    @cached_property
+    def different_prompts(self) -> DifferentPrompts:
+        """The prompts of the rows, each once."""
+        return DifferentPrompts(self.prompt_tokens)
+
     def pack_shared(self, rows: Sequence[int]) -> Packed:
         """These rows as one pass that reads the common parts of their prompts once."""
-        picked, device = torch.as_tensor(rows), self.ids.device
+        picked, device = torch.as_tensor(rows), self.device
         responses = self.responses[picked]
         length = int(responses.max())
         owner, place = _response_tokens(responses)
         states, places = owner * length + place, picked[owner] * self.response_ids.shape[1] + place
         numbers = self.first[picked][owner] + place
-        ids = self.response_ids[picked.to(device), : length - 1]
+        ids = self.response_ids[picked.to(self.ids.device), : length - 1].to(device)
         prompts = share_prompts([self.prompt_tokens[row] for row in rows], device)
         return Packed(ids, states.to(device), places.to(device), numbers.to(device), prompts)
 
     def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, share: bool = True) -> Iterator[Packed]:
-        """The rows in passes of near-equal length: see `group_lengths`.
-
-        If the prompts have enough tokens in common, the passes read these once (`share`).
-        """
+        """The rows in passes: in those of `groups`, or where the prompts have enough in common, which reads it once."""
         if share and len(rows):
-            prompts = [self.prompt_tokens[row] for row in rows]
-            different = set(prompts)
-            common = common_tokens(different, self.ids.device)
-            read = common + sum(len(prompt) - common for prompt in different)
-            if sum(map(len, prompts)) - read > WORTH_SHARING * sum(self.lengths[row] for row in rows):
+            prompts = self.different_prompts
+            different = {prompts.numbers[row] for row in rows}
+            common = prompts.common(different, self.device)
+            read = common + sum(prompts.lengths[number] - common for number in different)
+            every = sum(prompts.lengths[prompts.numbers[row]] for row in rows)
+            if every - read > WORTH_SHARING * sum(self.lengths[row] for row in rows):
                 for group in self._by_prompt(rows, most_rows=most_rows, most_tokens=most_tokens):
                     yield self.pack_shared(group)
                 return
-        lengths = [self.lengths[row] for row in rows]
-        overhead = pass_overhead(self.ids.device)
-        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead):
-            yield self.pack([rows[i] for i in group])
+        yield from map(self.pack, self.groups(rows, most_rows=most_rows, most_tokens=most_tokens))
+
+    def groups(self, rows: Sequence[int], *, most_rows: int, most_tokens: int) -> list[list[int]]:
+        """The rows in groups of near-equal length: see `group_lengths`."""
+        lengths, overhead = [self.lengths[row] for row in rows], pass_overhead(self.device)
+        groups = group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead)
+        return [[rows[i] for i in group] for group in groups]
 
     def _by_prompt(self, rows: Sequence[int], *, most_rows: int, most_tokens: int) -> Iterator[list[int]]:
         """The rows in groups, those with the same prompt side by side."""
         group: list[int] = []
-        for row in sorted(rows, key=lambda row: (self.prompt_tokens[row], int(self.responses[row]))):
+        numbers, lengths = self.different_prompts.numbers, self.responses.tolist()
+        for row in sorted(rows, key=lambda row: (numbers[row], lengths[row])):
             if group and (len(group) >= most_rows or self._shared_tokens([*group, row]) > most_tokens):
                 yield group
                 group = []
@@ -163,10 +219,21 @@ class Layout:
 
     def _shared_tokens(self, rows: Sequence[int]) -> int:
         """Tokens that take the memory of a pass over these rows, keys and values of copied prompts included."""
-        prompts = {self.prompt_tokens[row] for row in rows}
-        common, width = common_tokens(prompts, self.ids.device), max(map(len, prompts))
+        prompts = {self.different_prompts.numbers[row] for row in rows}
+        common = self.different_prompts.common(prompts, self.device)
+        width = max(self.different_prompts.lengths[number] for number in prompts)
         each = int(self.responses[list(rows)].max()) + width // KEYS_AND_VALUES
         return common + len(prompts) * (width - common) + len(rows) * each
+
+
+def split_groups(groups: Sequence[list[int]], count: int) -> list[list[int]]:
+    """`count` groups, which are at least as many as there are, by halving the largest."""
+    split = list(groups)
+    while len(split) < count:
+        largest = max(split, key=len)
+        split.remove(largest)
+        split += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return split
 
 
 def _response_tokens(responses: Tensor) -> tuple[Tensor, Tensor]:

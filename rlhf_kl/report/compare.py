@@ -1,25 +1,116 @@
-"""Runs put side by side: variants and families of variants, read from the folders of their runs."""
+"""Runs side by side: variants (runs that differ in their seed) and families of variants."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 from rlhf_kl.config.load import config_diff
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.equal_kl import EqualKL, compare_groups
-from rlhf_kl.report.run import RunResult, read_run
-from rlhf_kl.report.variant import Variant
+from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.report.equal_kl import EqualKL, Group, Point, compare_groups
+from rlhf_kl.report.run import RunFigures, RunResult, read_run
 
 # If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
+GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure at equal KL -> its gain over the reference
+
+Curve = tuple[list[float], list[float], list[float], list[float]]  # x, mean, mean -+ one standard deviation
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Runs that differ only in their seed."""
+
+    name: str
+    family: str  # variants that differ only in their (starting) beta
+    runs: dict[int, RunResult]  # by seed
+
+    @property
+    def config(self) -> TrainConfig:
+        return next(iter(self.runs.values())).config
+
+    @property
+    def target(self) -> float:
+        """KL target, nats in the config's unit."""
+        return self.config.kl.target_value
+
+    @cached_property
+    def figures(self) -> dict[int, RunFigures]:
+        """By seed."""
+        return {seed: run.figures for seed, run in self.runs.items()}
+
+    def values(self, name: str) -> list[float]:
+        """A figure of all seeds that have it."""
+        return [value for figures in self.figures.values() if (value := getattr(figures, name)) is not None]
+
+    def mean(self, name: str) -> float | None:
+        """Mean over seeds; None if a seed lacks the figure."""
+        values = self.values(name)
+        return fmean(values) if values and len(values) == len(self.runs) else None
+
+    def sd(self, name: str) -> float | None:
+        """Standard deviation over seeds; None for a single one."""
+        values = self.values(name)
+        if len(values) < 2 or len(values) < len(self.runs):
+            return None
+        return stdev(values) if all(map(math.isfinite, values)) else None
+
+    def ends(self, measure: str) -> dict[int, Point]:
+        """sqrt(KL per response) and gain over the reference at the end of each run, by seed."""
+        return {
+            seed: (math.sqrt(max(0.0, figures.kl_sequence)), gain)
+            for seed, figures in self.figures.items()
+            if figures.kl_sequence is not None and (gain := getattr(figures, GAINS[measure])) is not None
+        }
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the KL of every seed stayed at its target; None if a run is too short to judge."""
+        verdicts = [figures.held for figures in self.figures.values()]
+        return None if None in verdicts else all(verdicts)
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether beta depends on the KL."""
+        return adjusts(self.config.kl.controller.kind)
+
+    @property
+    def constant_coef(self) -> float | None:
+        """The mean beta if it is constant in every seed, else None."""
+        coefs = [coef for run in self.runs.values() if (coef := run.constant_coef) is not None]
+        return fmean(coefs) if coefs and len(coefs) == len(self.runs) else None
+
+    def series(self, key: str) -> Curve:
+        """Mean of a key over seeds, at the updates that all of them have."""
+        tables = [dict(zip(*run.series(key), strict=True)) for run in self.runs.values()]
+        shared = sorted(set.intersection(*map(set, tables)))
+        columns = [[table[x] for table in tables] for x in shared]
+        return mean_curve(shared, [fmean(c) for c in columns], [stdev(c) if len(c) > 1 else 0.0 for c in columns])
+
+
+def mean_curve(x: list[float], means: list[float], sds: list[float]) -> Curve:
+    """A curve with its band."""
+    low, high = [m - s for m, s in zip(means, sds, strict=True)], [m + s for m, s in zip(means, sds, strict=True)]
+    return x, means, low, high
+
+
+class BestTarget(NamedTuple):
+    """The KL target with the highest mean gold, in nats, and the targets whose gold is hardly lower."""
+
+    target: float
+    gold: float
+    lowest: float  # target whose gold plus its standard deviation over seeds reaches the highest
+    highest: float
 
 
 @dataclass(frozen=True)
@@ -49,7 +140,7 @@ class Comparison:
     @property
     def target(self) -> float | None:
         """The target in nats; None if variants have different ones."""
-        targets = {variant.config.kl.target_value for variant in self.variants}
+        targets = {variant.target for variant in self.variants}
         return targets.pop() if len(targets) == 1 else None
 
     @property
@@ -74,8 +165,22 @@ class Comparison:
             for one in self.variants
         ]
         largest = max(groups, key=len, default=[])
-        by_target = sorted(largest, key=lambda variant: variant.config.kl.target_value)
-        return by_target if len({variant.config.kl.target_value for variant in by_target}) > 2 else []
+        by_target = sorted(largest, key=lambda variant: variant.target)
+        return by_target if len({variant.target for variant in by_target}) > 2 else []
+
+    @cached_property
+    def best_target(self) -> BestTarget | None:
+        """Over the variants of `by_target`; None without them or without gold."""
+        golds = [
+            (mean, variant.sd("gold") or 0.0, variant.target)
+            for variant in self.by_target
+            if (mean := variant.mean("gold")) is not None
+        ]
+        if not golds:
+            return None
+        gold, _, target = max(golds)
+        near = [other for mean, sd, other in golds if mean + sd >= gold]
+        return BestTarget(target, gold, min(near), max(near))
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
@@ -84,7 +189,8 @@ class Comparison:
             entry
             for (first, members), (second, others) in combinations(self.groups.items(), 2)
             if not _scale_diff(members[0], others[0])
-            for entry in compare_groups(members, others, (first, second))
+            for measure in GAINS
+            for entry in compare_groups(_group(first, members, measure), _group(second, others, measure), measure)
         ]
 
     def to_json(self, verdict: Sequence[str]) -> dict[str, Any]:
@@ -97,6 +203,10 @@ class Comparison:
             "verdict": "\n".join(verdict),
             "notes": self.notes,
         }
+
+
+def _group(name: str, variants: Sequence[Variant], measure: str) -> Group:
+    return Group(name, {variant.name: variant.ends(measure) for variant in variants})
 
 
 def _variant_json(variant: Variant) -> dict[str, Any]:
@@ -207,7 +317,7 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
     for other in variants[1:]:
         if changed := _scale_diff(first, other):
             notes.append(f"scores of {first.name} and {other.name} are not comparable at equal KL: {changed[0]}")
-    targets = sorted({variant.config.kl.target_value for variant in variants})
+    targets = sorted({variant.target for variant in variants})
     if len(targets) > 1:
         notes.append(f"the variants have different targets: {', '.join(f'{target:g}' for target in targets)}")
     return notes

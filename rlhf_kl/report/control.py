@@ -29,6 +29,23 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     return [math.inf if row["kl/error"] is None else row["kl/error"] + 1.0 for row in rows]
 
 
+def near_target(row: Mapping[str, Any]) -> bool:
+    """Whether the KL of a row is in band or below: at most 1.25 times the target."""
+    return row["kl/error"] is not None and row["kl/error"] <= BAND
+
+
+def worth(row: Mapping[str, Any], coef: float | None) -> float:
+    """A figure by which the rows of one run can be compared; NaN or -inf for a row that does not count.
+
+    coef: a beta that does not depend on the KL: the shaped score less coef times the KL of a response. None: beta
+    follows the KL, so score - beta * KL means another thing in each row; then it is the shaped score, in rows whose
+    KL is near the target or below.
+    """
+    if coef is None:
+        return float(row["objective/scores_shaped"]) if near_target(row) else -math.inf
+    return float(row["objective/scores_shaped"] - coef * row["kl/sequence"])
+
+
 def tail(items: Sequence[Item]) -> Sequence[Item]:
     """The second half; the middle one of an odd number belongs to it."""
     return items[len(items) // 2 :]
@@ -37,6 +54,11 @@ def tail(items: Sequence[Item]) -> Sequence[Item]:
 def end(items: Sequence[Item]) -> Sequence[Item]:
     """The last ten; for a short run the second half."""
     return items[-END:] if len(items) >= 2 * END else tail(items)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean of each value and its neighbours, five in all, fewer at the ends."""
+    return [fmean(values[max(0, i - 2) : i + 3]) for i in range(len(values))]
 
 
 def tail_error(values: Sequence[float]) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_kl.config.check import check_mapping
+from rlhf_kl.config.errors import check_mapping
 from rlhf_kl.config.load import detect_kind
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
@@ -59,7 +59,6 @@ class RunResult:
     evaluations: list[dict[str, Any]]  # rows with an evaluation, the closing one included
     samples: list[dict[str, Any]]
     summary: dict[str, Any]  # empty until the run has ended
-    notes: list[str]  # what is missing or damaged, one sentence each
 
     @property
     def name(self) -> str:
@@ -84,6 +83,18 @@ class RunResult:
             return "unfinished"
         return "finished" if self.summary.get("stopped_by") is None else "stopped by a guard"
 
+    @cached_property
+    def notes(self) -> list[str]:
+        """What is missing, one sentence each."""
+        notes = []
+        if self.status == "stopped by a guard":
+            notes.append(f"stopped by a guard: {self.summary['stopped_by']}")
+        elif self.status == "unfinished" or len(self.updates) < self.config.updates:
+            notes.append(f"unfinished: {len(self.updates)} of {self.config.updates} updates")
+        if self.updates and len(self.evaluations) < 2:
+            notes.append("fewer than two evaluations: the cost in perplexity is unknown")
+        return notes
+
     @property
     def constant_coef(self) -> float | None:
         """Beta if it is constant, else None."""
@@ -94,8 +105,7 @@ class RunResult:
     @property
     def reference_figures(self) -> Mapping[str, Any]:
         """Figures of the reference's own samples; empty if the summary has none."""
-        figures = self.summary.get("reference")
-        return figures if isinstance(figures, Mapping) else {}
+        return self.summary.get("reference") or {}
 
     @cached_property
     def ratios(self) -> list[float]:
@@ -126,6 +136,20 @@ class RunResult:
         """Value at the end minus that of the reference."""
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
+
+    def gains_by_kl(self) -> list[tuple[float, float, float]]:
+        """(sqrt of sequence KL, score gain, gold gain) of each update, smoothed; empty without gold.
+
+        Gains over the reference; scores are those that PPO sees. Gao et al. 2022 (2210.10760): against sqrt(KL) the
+        score keeps rising while gold rises and then falls.
+        """
+        keys = ("kl/sequence", "objective/scores_shaped", "objective/gold")
+        score, gold = (self.reference(key) for key in keys[1:])
+        columns = [self.series(key)[1] for key in keys]
+        if score is None or gold is None or any(len(column) < len(self.updates) for column in columns):
+            return []
+        smooth = zip(*map(control.smooth, columns), strict=True)
+        return [(math.sqrt(max(0.0, kl)), s - score, g - gold) for kl, s, g in smooth]
 
     @cached_property
     def figures(self) -> RunFigures:
@@ -159,18 +183,11 @@ def read_run(path: Path) -> RunResult:
     if not folder.config.is_file():
         raise InputError(f"{path}: holds no run (no config.yaml)")
     config = stored_config(folder.config)
-    notes: list[str] = []
-    if not folder.metrics.is_file():
-        notes.append(f"{folder.metrics.name} is missing: no update has been written yet")
-    by_step = {(row["step"], control.is_update(row)): row for row in _read_rows(folder.metrics, notes)}  # last wins
-    rows = [by_step[key] for key in sorted(by_step)]
+    rows = read_jsonl(folder.metrics)
     updates = [row for row in rows if control.is_update(row)]
     evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]
-    summary = _read_summary(folder.summary, notes)
-    samples = [row for row in _read_rows(folder.samples, notes) if "response" in row]
-    run = RunResult(path, config, updates, evaluations, samples, summary, notes)
-    notes += _gaps(run)
-    return run
+    summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
+    return RunResult(path, config, updates, evaluations, read_jsonl(folder.samples), summary)
 
 
 def stored_config(path: Path) -> TrainConfig:
@@ -191,48 +208,3 @@ def _mean(values: Iterable[Any]) -> float | None:
     if not numbers or any(value is None or not math.isfinite(value) for value in numbers):
         return None
     return fmean(numbers)
-
-
-def _read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The rows of a file that have a step; empty without a file."""
-    if path.is_file() and not _ends_whole(path):
-        notes.append(f"the last line of {path.name} is cut off and left out")
-    return [row for row in read_jsonl(path) if isinstance(row.get("step"), int)]
-
-
-def _ends_whole(path: Path) -> bool:
-    """Whether the last line is complete, with or without its line break."""
-    last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
-    try:
-        return not last or isinstance(json.loads(last), dict)
-    except ValueError:
-        return False
-
-
-def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        notes.append("summary.json cannot be read")
-        return {}
-    return summary if isinstance(summary, dict) else {}
-
-
-def _gaps(run: RunResult) -> list[str]:
-    """Notes on the gaps of a run."""
-    notes = []
-    done, planned = len(run.updates), run.config.updates
-    steps = [row["step"] for row in run.updates]
-    if run.status == "stopped by a guard":
-        notes.append(f"stopped by a guard: {run.summary['stopped_by']}")
-    elif run.status == "unfinished" or done < planned:
-        notes.append(f"unfinished: {done} of {planned} updates")
-    if steps and steps != list(range(1, done + 1)):
-        notes.append(f"updates are missing in between: {done} rows up to update {steps[-1]}")
-    if run.updates and not run.evaluations:
-        notes.append("no evaluation: held-out perplexity is unknown")
-    elif run.updates and len(run.evaluations) == 1:
-        notes.append("only one evaluation: the cost in perplexity is unknown")
-    return notes

@@ -1,72 +1,177 @@
-"""The verdict on a comparison: sentences that claim no more than its figures show."""
+"""What a comparison says: one table, and sentences that claim no more than its figures show."""
 
 from __future__ import annotations
 
-from rlhf_kl.report.compare import Comparison
-from rlhf_kl.report.equal_kl import EqualKL
-from rlhf_kl.report.gold_peak import gold_peak
-from rlhf_kl.report.target import target_lines
-from rlhf_kl.run.figures import format_percent
+from collections.abc import Callable, Sequence
 
-FRONTIER = (
-    "A KL penalty is not expected to improve gold at a given KL (Gao et al. 2022, 2210.10760): control decides at "
-    "which KL a run ends."
-)
+from rlhf_kl.report import control
+from rlhf_kl.report.compare import Comparison, Variant
+from rlhf_kl.report.equal_kl import EqualKL
+from rlhf_kl.run.figures import format_number, format_percent
+
+COLUMNS = ("variant", "seeds", "tail error", "in band", "peak", "KL", "score", "gold", "perplexity", "cost")
 MEASURES = {"scores_shaped": "score", "gold": "gold score"}
-SHOWN = 0.005  # a smaller figure is 0.00 in a sentence
+SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
+
+
+def variant_rows(comparison: Comparison) -> list[list[str]]:
+    """One row for each variant: means over seeds, with one standard deviation if there are several."""
+    return [
+        [
+            variant.name,
+            str(len(variant.runs)),
+            _mean_and_sd(variant, "tail_error"),
+            format_percent(variant.mean("time_in_band")),
+            f"{format_number(variant.mean('peak'), 2)}x",
+            *(_mean_and_sd(variant, name) for name in ("kl", "scores", "gold", "perplexity")),
+            format_percent(variant.mean("perplexity_cost"), signed=True),
+        ]
+        for variant in comparison.variants
+    ]
+
+
+def text_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as needed, the first one left-aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (header, *body)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def judge(comparison: Comparison) -> list[str]:
-    """Sentences: which variants held the target, how far others missed it, scores at equal KL, the cost."""
-    lines = target_lines(comparison)
+    """Sentences of four kinds: the target held or missed, scores at equal KL, the best target, the cost."""
+    return [
+        *(line for name, members in comparison.families.items() for line in _target_lines(name, members)),
+        *_score_lines(comparison),
+        *_best_target_lines(comparison),
+        *_cost_lines(comparison),
+    ]
+
+
+# ---- the target
+
+
+def _target_lines(family: str, members: Sequence[Variant]) -> list[str]:
+    """Which variants of a family held the target; where beta ignores the KL, at which KL they ended."""
+    targets, unit = {variant.target for variant in members}, members[0].config.kl.unit
+    goal = f"the target of {targets.pop():g} nats per {unit}" if len(targets) == 1 else "their targets"
+    held, missed, short = ([v for v in members if v.held is verdict] for verdict in (True, False, None))
+    lines = []
+    if not members[0].is_controlled:
+        if judged := [*held, *missed]:
+            lines.append(f"{family} does not control the KL. Beside {goal}: {_descriptions(judged)}.")
+    else:
+        if held:
+            starts = f" from every start ({len(held)} starting betas)" if len(held) == len(members) > 1 else ""
+            names = family if len(held) == len(members) else " and ".join(variant.name for variant in held)
+            lines.append(f"{names} held {goal}{starts}: {_ranges(held)}.")
+        if missed:
+            lines.append(f"{family} missed {goal}: {_descriptions(missed)}.")
+    if short:
+        names = ", ".join(variant.name for variant in short)
+        lines.append(f"Too few updates to judge the KL of {names}: {control.BAND_FROM} are needed.")
+    return lines
+
+
+def _descriptions(variants: Sequence[Variant]) -> str:
+    return ", ".join(map(_description, variants))
+
+
+def _description(variant: Variant) -> str:
+    """A variant with its KL over the target and the figures that judge it."""
+    kl = variant.mean("kl")
+    parts = [] if kl is None else [f"{format_number(kl / variant.target, 2)}x the target"]
+    parts.append(_ranges([variant]))
+    missed = sum(figures.held is False for figures in variant.figures.values())
+    if 0 < missed < len(variant.runs):
+        parts.append(f"missed in {missed} of {len(variant.runs)} seeds")
+    return f"{variant.name} ({', '.join(parts)})"
+
+
+def _ranges(variants: Sequence[Variant]) -> str:
+    """Tail error, time in band, and how often the ceiling and not only beta limited the KL."""
+    parts = [
+        f"tail error {_range(variants, 'tail_error', lambda value: format_number(value, 2))}",
+        f"{_range(variants, 'time_in_band', format_percent)} in band",
+    ]
+    if any(variant.mean("cut") for variant in variants):
+        parts.append(f"{_range(variants, 'cut', format_percent)} of the late updates shortened by the ceiling")
+    return ", ".join(parts)
+
+
+def _range(variants: Sequence[Variant], name: str, form: Callable[[float], str]) -> str:
+    """The least and the most of a figure."""
+    known = [value for variant in variants if (value := variant.mean(name)) is not None]
+    if not known:
+        return "unknown"
+    low, high = form(min(known)), form(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+# ---- scores
+
+
+def _score_lines(comparison: Comparison) -> list[str]:
     entries = [entry for entry in comparison.equal_kl if entry.points in comparison.groups]
-    for measure in MEASURES:
-        lines += [_equal_kl_line(entry, len(comparison.seeds)) for entry in entries if entry.measure == measure]
     if not entries and len(comparison.variants) > 1:
-        lines.append("The scores are not compared: no two variants can be compared at the same KL.")
-    if peak := gold_peak(comparison.by_target):
-        lines.append(peak.sentence(comparison.unit))
-    return [*lines, *_cost_lines(comparison), FRONTIER]
+        return ["The scores are not compared: no two variants can be compared at the same KL."]
+    return [
+        _score_line(entry, MEASURES[measure], len(comparison.seeds))
+        for measure in MEASURES
+        for entry in entries
+        if entry.measure == measure
+    ]
 
 
-def _equal_kl_line(entry: EqualKL, seeds: int) -> str:
-    score = MEASURES[entry.measure]
-    if entry.mean is None or entry.bounds is None:
-        return (
-            f"At equal KL the {score} of {entry.points} is not comparable with that of {entry.curve}: "
-            "the KLs do not overlap."
-        )
-    relation, figures = _relation(entry, entry.mean, entry.bounds)
-    values = sorted(entry.differences.values())
-    counted = f"{len(values)} seed{'s' * (len(values) > 1)}" + (f" of {seeds}" if len(values) < seeds else "")
-    if entry.interval is None:
-        among = f"{values[0]:+.2f} to {values[-1]:+.2f} in {counted}" if len(values) > 1 else counted
-        counted = f"{among}: too few for an interval"
-    return f"At equal KL the {score} of {entry.points} {relation} that of {entry.curve} ({figures}, {counted})."
+def _score_line(entry: EqualKL, score: str, seeds: int) -> str:
+    """How the scores of two groups relate at the same KL. Without an interval no score is called higher."""
+    start, other = f"At equal KL the {score} of {entry.points}", f"that of {entry.curve}"
+    if entry.mean is None:
+        return f"{start} is not comparable with {other}: the KLs do not overlap."
+    readings = entry.readings.values()
+    low, high = entry.interval or (min(r.low for r in readings), max(r.high for r in readings))
+    if low <= SHOWN and high >= -SHOWN:
+        relation = "cannot be told from"
+    elif entry.interval is None:
+        relation = "differs from"
+    else:
+        relation = "is higher than" if low > 0 else "is lower than"
+    count = len(entry.differences)
+    counted = f"{count} seed{'s' * (count > 1)}" + (f" of {seeds}" if count < seeds else "")
+    if entry.interval is not None:
+        figures = f"{entry.mean:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}, {counted}"
+    else:
+        bounds = f", between {low:+.2f} and {high:+.2f}" if high - low > SHOWN else ""
+        figures = f"{entry.mean:+.2f}{bounds}, {counted}: too few for an interval"
+    return f"{start} {relation} {other} ({figures})."
 
 
-def _relation(entry: EqualKL, mean: float, bounds: tuple[float, float]) -> tuple[str, str]:
-    """The relation between two scores that the figures support, and these figures."""
-    low, high = bounds
-    open_gap = high - low > SHOWN
-    gap = f", {low:+.2f} to {high:+.2f} for the gaps between the ends of {entry.curve}" if open_gap else ""
-    if entry.interval is None:
-        apart = "cannot be told from" if open_gap and low <= 0 <= high else "differs from"
-        return apart, f"by {mean:+.2f}{gap}"
-    least, most = entry.interval
-    figures = f"difference {mean:+.2f}, 95 % interval {least:+.2f} to {most:+.2f}"
-    if least > 0 or most < 0:
-        return f"is {'higher' if least > 0 else 'lower'} than", figures
-    if high - low > 2 * (entry.spread or 0.0):
-        return "cannot be told from", f"{figures}, most of it for the gaps between the ends of {entry.curve}"
-    return "is the same within the spread as", figures
+def _best_target_lines(comparison: Comparison) -> list[str]:
+    if (best := comparison.best_target) is None:
+        return []
+    gold = format_number(best.gold, 2)
+    line = f"The gold score is highest at a target of {best.target:g} nats per {comparison.unit} ({gold})"
+    if best.lowest < best.highest:
+        line += f"; targets from {best.lowest:g} to {best.highest:g} are within one standard deviation of that"
+    return [f"{line}."]
 
 
 def _cost_lines(comparison: Comparison) -> list[str]:
-    parts = []
-    for name, members in comparison.families.items():
-        costs = [cost for variant in members if (cost := variant.mean("perplexity_cost")) is not None]
-        if costs:
-            low, high = format_percent(min(costs), signed=True), format_percent(max(costs), signed=True)
-            parts.append(f"{name} {low}" if low == high else f"{name} {low} to {high}")
+    parts = [
+        f"{name} {_range(members, 'perplexity_cost', lambda cost: format_percent(cost, signed=True))}"
+        for name, members in comparison.families.items()
+        if any(variant.mean("perplexity_cost") is not None for variant in members)
+    ]
     return [f"Cost in held-out perplexity: {'; '.join(parts)}."] if parts else []
+
+
+def _mean_and_sd(variant: Variant, name: str) -> str:
+    mean, sd = variant.mean(name), variant.sd(name)
+    text = format_number(mean, 3 if mean is None or abs(mean) >= 1 else 2)
+    decimals = len(text.partition(".")[2]) if "e" not in text else 1
+    return text if sd is None else f"{text} ±{sd:.{decimals}f}"

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
+from rlhf_kl.plugins import users_code
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.time_limit import TimeLimitExceeded
 from rlhf_kl.types import RewardFn
+from rlhf_kl.variables import hidden
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 GOLD_FAILED = "gold-failed"  # keyword of its alert
@@ -79,55 +80,28 @@ def checked_scores(
 ) -> Tensor:
     """Checked scores (B,) float32 of a reward function; nan if it returned None: not scored.
 
-    Errors: InputError that names the function, its fault and the sample. Full memory is not a fault of the function.
+    Errors: InputError that names the function and its fault: the line that raised, or the sample. Full memory is not a
+    fault of the function.
     """
+    batch = f"{len(responses)} responses, the first of them {responses[0][:60]!r}"
+    secrets = getattr(reward, "secrets", {})
     try:
-        return _checked_scores(reward, prompts, responses, name)
-    except InputError as error:  # an error of the user's code may contain values of its options
-        secrets = getattr(reward, "secrets", {})
-        raise InputError(*(hidden(problem, secrets) for problem in error.problems)) from error
-
-
-def _checked_scores(
-    reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str], name: str
-) -> Tensor:
-    try:
-        answer = reward(prompts, responses)
-        returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs once, here
-    except InputError:
-        raise
+        with users_code(f"reward {name}: raised", secrets):
+            answer = reward(prompts, responses)
+            returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs once, here
     except TimeLimitExceeded as error:
-        raise InputError(f"reward {name}: {error} (reward.time_limit) on {_batch_words(responses)}") from error
-    except (Exception, SystemExit) as error:
-        if memory_is_full(error):
-            raise
-        culprit = _culprit(reward, prompts, responses)
-        raise InputError(f"reward {name}: raised {type(error).__name__}: {error} on {culprit}") from error
+        raise InputError(f"reward {name}: {error} (reward.time_limit) on {batch}") from error
     if returned is None:
         kind = type(answer).__name__
-        raise InputError(f"reward {name}: returned {kind}, not one number per response, on {_batch_words(responses)}")
+        raise InputError(f"reward {name}: returned {kind}, not one number per response, on {batch}")
     scores = [math.nan if score is None else _number(score) for score in returned]
     if len(scores) != len(responses):
-        raise InputError(f"reward {name}: returned {len(scores)} scores for {_batch_words(responses)}")
+        raise InputError(f"reward {name}: returned {len(scores)} scores for {batch}")
     for score, raw, response in zip(scores, returned, responses, strict=True):
         if raw is not None and (score is None or not math.isfinite(score)):
-            raise InputError(f"reward {name}: the score of {response[:60]!r} is {raw!r}, not a finite number")
+            shown = hidden(repr(raw), secrets)
+            raise InputError(f"reward {name}: the score of {response[:60]!r} is {shown}, not a finite number")
     return torch.tensor(scores, dtype=torch.float32)
-
-
-def _batch_words(responses: Sequence[str]) -> str:
-    return f"{len(responses)} responses, the first of them {responses[0][:60]!r}"
-
-
-def _culprit(reward: RewardFn | GoldScorer, prompts: Sequence[str], responses: Sequence[str]) -> str:
-    """The first sample that raises alone; the whole batch if none does."""
-    for prompt, response in zip(prompts, responses, strict=True):
-        try:
-            answer = reward([prompt], [response])
-            list(answer)
-        except (Exception, SystemExit):
-            return f"the response {response[:60]!r} to the prompt {prompt[:60]!r}"
-    return _batch_words(responses)
 
 
 def _number(score: Any) -> float | None:

@@ -183,7 +183,7 @@ class RewardModel:
             return full
         eos = self.tokenizer.eos_token_id
         end = [eos] if self.form.append_eos and not self.form.chat and eos is not None else []
-        rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts)]
+        rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts, bos=False if self.form.chat else None)]
         return rows if self.limit is None else [row[-self.limit :] for row in rows]
 
 

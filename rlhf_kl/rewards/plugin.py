@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from typing import Any
 
-from rlhf_kl.components import suggestion
-from rlhf_kl.config.variables import hidden
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.plugins import users_code
 from rlhf_kl.rewards.functions import WeightedSum
 from rlhf_kl.rewards.time_limit import OwnThread
 
@@ -81,23 +80,15 @@ class PluginReward:
         self._apart("load_state_dict", copy.deepcopy(state))
 
     def _apart(self, method: str, *arguments: Any) -> Any:
-        try:
+        with users_code(f"reward {type(self._object).__name__}: {method} raised", self.secrets):
             return self._in_its_thread(getattr(self._object, method), *arguments)
-        except Exception as error:
-            reason = hidden(f"{type(error).__name__}: {error}", self.secrets)
-            raise InputError(f"reward {type(self._object).__name__}: {method} raised {reason}") from error
 
     def _in_its_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments) if self._thread is None else self._thread.call(None, function, *arguments)
 
     def _made(self, cls: type, options: Mapping[str, Any]) -> Any:
-        try:
+        with users_code(f"reward {cls.__name__}: cannot be created: raised", self.secrets):
             return self._in_its_thread(partial(cls, **options))
-        except InputError:
-            raise
-        except (Exception, SystemExit) as error:  # the class's exit code must not become the program's
-            reason = hidden(f"{type(error).__name__}: {error}", self.secrets)
-            raise InputError(f"reward {cls.__name__}: cannot be created: raised {reason}") from error
 
 
 def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:

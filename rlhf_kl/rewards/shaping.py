@@ -49,15 +49,17 @@ class ScoreShaping:
     def fit(self, scores: Tensor, *, normalize: bool) -> ScoreShaping:
         """The same shaping with the mean and standard deviation of raw scores (N,) of reference samples.
 
-        Errors: InputError if all scores are equal.
+        Errors: InputError if all scores are equal, so that they have no scale.
         """
+        if not normalize:
+            return self
         std = float(scores.std(correction=0))
         if not std > 1e-8 * max(1.0, float(scores.abs().max())):
             raise InputError(
-                f"reward: all {len(scores)} reference samples have the score {float(scores[0]):g}: "
-                "a policy cannot learn from a constant score"
+                f"reward: all {len(scores)} reference samples have the score {float(scores[0]):g}, so "
+                "reward.normalize finds no scale. If the policy can find other scores, set reward.normalize=false"
             )
-        return replace(self, mean=float(scores.mean()), std=std) if normalize else self
+        return replace(self, mean=float(scores.mean()), std=std)
 
     def __call__(self, scores: Tensor, traits: ResponseTraits) -> Tensor:
         """Raw scores (B,) of responses with these traits -> shaped scores (B,)."""

@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_kl.errors import InputError
 
-class TimeLimitExceeded(Exception):
+
+class TimeLimitExceeded(InputError):
     """A call took longer than its time limit."""
 
 

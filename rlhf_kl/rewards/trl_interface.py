@@ -13,11 +13,11 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_kl.config.plugins import TRL_PROVIDED
-from rlhf_kl.config.variables import hidden
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.plugin import PluginReward, plugin_scorers
 from rlhf_kl.rewards.time_limit import same_device
 from rlhf_kl.types import Prompt, Response
+from rlhf_kl.variables import hidden
 
 OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 

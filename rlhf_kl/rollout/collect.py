@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import decode_responses
@@ -20,6 +22,7 @@ from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.sharding import whole
 from rlhf_kl.types import PromptBatch, RewardFn, RolloutBatch, Sampled, Sampling
 
 
@@ -53,16 +56,17 @@ class Sampler:
         tokenizer: Any,
         sampling: Sampling,
         seed: int,
-        rows: slice | None = None,
+        rows: range | None = None,
     ) -> None:
         """`rows`: this process's rows of the global batch; None = all."""
         self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
-        self.rows = rows or slice(0, prompts.batch_size)
+        self.rows = rows or range(prompts.batch_size)
 
     def __call__(self, step: int) -> Responses:
         """Responses of update `step` (from 1)."""
-        prompts = self.prompts.batch(step, self.rows.start, self.rows.stop - self.rows.start)
-        noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)[self.rows]
+        prompts = self.prompts.batch(step, self.rows.start, len(self.rows))
+        noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)
+        noise = noise[self.rows.start : self.rows.stop]
         return respond(self.policy, prompts, noise, self.sampling, self.tokenizer)
 
 
@@ -84,7 +88,10 @@ class Assessor:
         reward_name: str,
         shaping: ScoreShaping,
         temperature: float,
+        group: int = 1,
     ) -> None:
+        """`group`: neighbours in a batch that have the same prompt."""
+        self.group = group
         self.model, self.reference, self.features = model, reference, features
         self.reward, self.reward_name, self.shaping, self.temperature = reward, reward_name, shaping, temperature
 
@@ -110,18 +117,60 @@ class Assessor:
             score_terms=terms,
             scored=scored.to(device),
             penalties=self.shaping.penalties(traits),
+            group=self.group,
+            device=device,
         )
 
 
-class Rollouts:
-    """Step -> rollout: y ~ pi(.|x), then scores, log-probs under policy and reference, and values."""
+UNSCORED = "every score (the reward returned None for all responses)"
 
-    def __init__(self, sample: Callable[[int], Responses], assess: Callable[[Responses], RolloutBatch]) -> None:
-        self.sample, self.assess = sample, assess
+
+class NonFiniteRollout(Exception):
+    """A rollout that cannot be trained on: one of its figures is not finite."""
+
+    def __init__(self, figure: str, rollout: RolloutBatch) -> None:
+        super().__init__(f"{figure} was not finite")
+        self.figure, self.rollout = figure, rollout
+
+
+class Rollouts:
+    """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values."""
+
+    def __init__(
+        self,
+        sample: Callable[[int], Responses],
+        assess: Callable[[Responses], RolloutBatch],
+        ranks: Ranks | None = None,
+        sharded: Sequence[nn.Module] = (),
+    ) -> None:
+        """`sample` and `assess` work on the rows of this rank; `sharded`: models that they use."""
+        self.sample, self.assess, self.ranks, self.sharded = sample, assess, ranks or Ranks(), sharded
 
     def __call__(self, step: int) -> RolloutBatch:
-        """The rollout of update `step` (from 1)."""
-        return self.assess(self.sample(step))
+        """The rollout of update `step` (from 1). Errors: NonFiniteRollout."""
+        ranks = self.ranks
+        with whole(*self.sharded):
+            responses = ranks.run(lambda: self.sample(step))
+            part = ranks.run(lambda: self.assess(responses), scores=True)
+        rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
+        rollout = replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
+        figure = non_finite_figure(rollout)
+        if figure is not None:
+            raise NonFiniteRollout(figure, rollout)
+        return rollout
+
+
+def non_finite_figure(rollout: RolloutBatch) -> str | None:
+    """The name of a figure of the rollout that is not finite or, of the scores, missing; None if there is none."""
+    figures = {
+        "a log-prob of the policy": rollout.logprobs,
+        "a log-prob of the reference": rollout.ref_logprobs,
+        "a KL": rollout.exact_kl,
+        "a value": rollout.values,
+        "a score": torch.stack([rollout.scores, rollout.shaped_scores]),  # a clip makes an infinite one finite
+    }
+    unscored = None if bool(rollout.scored.any()) else UNSCORED
+    return unscored or next((name for name, x in figures.items() if not bool(torch.isfinite(x).all())), None)
 
 
 def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:
@@ -182,10 +231,16 @@ def _compare(
 
 
 @torch.no_grad()
-def exact_kl_now(policy: LM, reference: ReferenceStates, rollout: RolloutBatch, temperature: float) -> Tensor:
-    """Exact KL (B, T) of the current policy at the states of an earlier rollout."""
-    kl = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for rows in reading_passes(rollout.layout):
+def exact_kl_now(
+    policy: LM,
+    reference: ReferenceStates,
+    rollout: RolloutBatch,
+    temperature: float,
+    mine: Sequence[int] | None = None,
+) -> Tensor:
+    """Exact KL (B, T) of the current policy at the states of an earlier rollout, or of the rows `mine`, elsewhere 0."""
+    kl = torch.zeros(rollout.mask.shape, device=rollout.device)
+    for rows in reading_passes(rollout.layout, mine):
         kl.view(-1)[rows.places] = exact_kl_of(policy, reference, rows, temperature)
     return kl
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from rlhf_kl.models.critic import FeatureCritic
+from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
@@ -33,7 +33,7 @@ class StateFeatures:
         """Start a new rollout, whose responses were scored last; drops the previous one."""
         parts = [_scaled(reference.hidden)]
         for reward in self.rewards:
-            states = torch.zeros(layout.tokens, reward.hidden_size, device=layout.ids.device)
+            states = torch.zeros(layout.tokens, reward.hidden_size, device=layout.device)
             for rows in reading_passes(layout, _recall(layout, reward, states)):
                 states[rows.numbers] = _scaled(reward.trunk.hidden(rows))
             parts.append(states)

@@ -17,7 +17,7 @@ PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
 
 def reading_passes(layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
     """Rows of a batch (default: all) in passes without gradients."""
-    tokens = PASS_TOKENS.get(layout.ids.device.type, PASS_TOKENS["cpu"])
+    tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
     chosen = range(len(layout.lengths)) if rows is None else rows
     return layout.passes(chosen, most_rows=PASS_ROWS, most_tokens=tokens)
 

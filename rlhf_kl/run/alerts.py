@@ -57,6 +57,13 @@ class KLAlerts:
         self.unit = unit if target is not None else "token"
         self.warmup = min(20, max(3, (total_updates or 60) // 6))
         self._adaptive = kind == "adaptive"
+        # A written coef is only the start where the controller changes it.
+        self._to_rise, self._to_fall = "Raise ppo.learning_rate, or lower kl.target", "Lower ppo.learning_rate"
+        self._to_restrain = "Lower kl.target"
+        if kind in (None, "fixed", "schedule"):
+            self._to_rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
+            self._to_fall = "Raise kl.controller.coef, lower ppo.learning_rate"
+            self._to_restrain = "Raise kl.controller.coef"
         self._bounds = (min_coef, max_coef)
         self._set_ceiling = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
         self._window = window
@@ -120,15 +127,13 @@ class KLAlerts:
         target = f"the target {self.target:g}"
         cases = (  # slug, begins, clears, its words
             ("kl-hardly-learning", ratio < 0.1, ratio > 0.12,
-             f"under a tenth of {target}: the policy hardly changes. "
-             "Lower kl.controller.coef or raise ppo.learning_rate"),
+             f"under a tenth of {target}: the policy hardly changes. {self._to_rise}"),
             ("kl-below-target", ratio < 0.5, ratio > 0.55,
-             f"{ratio:.2f}x {target}: the policy uses little of its KL budget. Lower kl.controller.coef, or "
-             f"{self._adapt_or('raise ppo.learning_rate')}"),
+             f"{ratio:.2f}x {target}: the policy uses little of its KL budget. {self._to_rise}"),
             ("kl-above-target", ratio > 2, ratio < 1.8,
-             f"{ratio:.1f}x {target}. Raise kl.controller.coef, lower ppo.learning_rate, or {self._set_ceiling}"),
+             f"{ratio:.1f}x {target}. {self._to_fall}, or {self._set_ceiling}"),
             ("kl-drifting", ratio > _DRIFTING, ratio < 1.2,
-             f"{ratio:.2f}x {target}: the policy exceeds its KL budget. Raise kl.controller.coef, or "
+             f"{ratio:.2f}x {target}: the policy exceeds its KL budget. {self._to_fall}, or "
              f"{self._adapt_or(self._set_ceiling)}"),
         )  # fmt: skip
         alerts = [f"{slug}: {figures}, {words}" for slug, on, off, words in cases if self._begins(slug, on, off)]
@@ -159,7 +164,7 @@ class KLAlerts:
         if not self._begins("kl-climbing", bool(climbs), settled, hold=3):
             return []
         low, _, high = thirds(self._kls[-climbs[0] :])
-        advice = f"Raise kl.controller.coef, {self._set_ceiling}, or {self._adapt_or('lower ppo.learning_rate')}"
+        advice = f"{self._to_fall}, or {self._adapt_or(self._set_ceiling)}"
         return [
             f"kl-climbing: KL rose from {low:.3g} to {self._nats(high)} over the last {climbs[0]} updates and "
             f"is still rising. {advice}"
@@ -231,8 +236,8 @@ class KLAlerts:
         window, rise, fall = fall_seen
         return [
             f"overoptimised-gold: over the last {window} updates the score rose by {rise:.2g} to {score:.3g} "
-            f"while gold fell by {-fall:.2g} to {gold:.3g}: the policy exploits the reward model. Lower "
-            "kl.target, raise kl.controller.coef, or go back to an earlier checkpoint"
+            f"while gold fell by {-fall:.2g} to {gold:.3g}: the policy exploits the reward model. "
+            f"{self._to_restrain}, or go back to an earlier checkpoint"
         ]
 
     def _perplexity_worsens(self, row: Mapping[str, Any]) -> list[str]:
@@ -250,5 +255,5 @@ class KLAlerts:
         return [
             f"overoptimised-perplexity: the score rises ({best['score']:.3g} to {score:.3g}) while held-out "
             f"perplexity gets worse ({best['perplexity']:.3g} to {perplexity:.3g}): the policy forgets its "
-            "language. Lower kl.target or raise kl.controller.coef"
+            f"language. {self._to_restrain}"
         ]

@@ -25,9 +25,7 @@ def machine_failures(folder: RunFolder) -> Iterator[None]:
         with memory_for("the run does not fit", LESS_MEMORY):
             yield
     except MemoryFull as error:
-        failed = RunFailed(f"{error}; {_way_on(folder)}")
-        failed.shared, failed.told = error.shared, error.told
-        raise failed from error
+        raise RunFailed(f"{error}; {_way_on(folder)}") from error
     except OSError as error:
         message = _disk_message(folder, error)
         if message is None:

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.config.load import dump_config
-from rlhf_kl.config.plugins import plugin_files, plugin_secrets
+from rlhf_kl.config.plugins import config_secrets, plugin_files
 from rlhf_kl.config.schema import AnyConfig, Kind
-from rlhf_kl.config.variables import stored
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
-from rlhf_kl.processes import Processes
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
 from rlhf_kl.run.contents import CHECKPOINT, MODELS, link_problems
 from rlhf_kl.run.display import TrainingDisplay
@@ -33,6 +33,7 @@ from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.sharding import slots_of, tensors_of
 from rlhf_kl.threads import keep_threads
+from rlhf_kl.variables import change_texts, hidden
 
 
 class Recorder:
@@ -46,7 +47,7 @@ class Recorder:
         display: TrainingDisplay,
         device: torch.device,
         fingerprints: Mapping[str, str],
-        processes: Processes | None = None,
+        processes: Ranks | None = None,
     ) -> None:
         """`fingerprints`: of files that the config names, by key. Of several `processes` the first writes.
 
@@ -54,14 +55,14 @@ class Recorder:
         """
         self.folder, self.config, self.display = folder, config, display
         self.kind, self.fingerprints = kind, dict(fingerprints)
-        self.processes = processes or Processes()
-        self.checkpoint = None if folder.replaces else self.processes.first(self.processes.together(self._last))
-        self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
+        self.processes = processes or Ranks()
+        self.checkpoint = None if folder.replaces else self.processes.first(self.processes.run(self._last))
+        self.state: dict[str, Any] = self.checkpoint.state(config_secrets(config)) if self.checkpoint else {}
         keep_threads(self.state.get("environment", {}).get("threads"))
         self.environment = environment(device, self.processes.count)
         same = self.processes.all((dump_config(config), self.fingerprints))
         if any(each != same[0] for each in same):
-            raise self.processes.shared(InputError("the processes read different configs, models or data"))
+            raise InputError("the processes read different configs, models or data")
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
             report_differences(self.state["environment"], self.environment, display)
@@ -85,7 +86,7 @@ class Recorder:
 
         Errors: InputError if the path of a plugin's copy is a link.
         """
-        self.processes.together(self._open_files)
+        self.processes.run(self._open_files)
         if self.checkpoint:
             states = [self.state["libraries"], *self.state.get("other_libraries", [])]
             if self.processes.index < len(states):
@@ -175,9 +176,10 @@ class Recorder:
         """
         libraries, *others = self.processes.all(library_state())
         state = {**state, "libraries": libraries, "other_libraries": others}
+        self.processes.check_weights(model.parameters())
         keep = self.processes.writes
         tensors, slots = tensors_of(model, keep=keep), slots_of(optimizer, keep=keep)
-        self.processes.together(lambda: self._write(step, tensors, slots, state))  # all wait until it is complete
+        self.processes.run(lambda: self._write(step, tensors, slots, state))  # all wait until it is complete
 
     def _write(
         self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
@@ -197,7 +199,7 @@ class Recorder:
             model,
             optimizer,
             {
-                **stored(state, plugin_secrets(self.config)),
+                **change_texts(state, partial(hidden, secrets=config_secrets(self.config))),
                 "seconds": self.seconds,
                 "lengths": lengths,
                 "fingerprints": self.fingerprints,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from rlhf_kl.config.load import config_diff, load_config
-from rlhf_kl.config.plugins import by_source, configured_controller
+from rlhf_kl.config.plugins import configured_controller, controller_class
 from rlhf_kl.config.schema import AnyConfig, Kind, RewardModelConfig, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS
+from rlhf_kl.plugins import takes
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, set_aside
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import RunFolder
@@ -123,7 +124,7 @@ def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
     """Whether the controller depends on the number of episodes; a plugin that takes this number counts as one."""
     kind = before.kl.controller.kind
     if kind not in CONTROLLERS:
-        return by_source(kind).takes("total_episodes") is not False
+        return takes(controller_class(kind), "total_episodes")
     short, grown = (configured_controller(before.kl, c.ppo, before.rollout).controller for c in (before, now))
     return bool(vars(short) != vars(grown))
 

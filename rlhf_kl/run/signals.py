@@ -30,9 +30,7 @@ class StopRequest:
     def check(self, agreed: int) -> None:
         """Errors: Interrupted if any process of the group got a signal. `agreed`: its number, else 0."""
         if agreed:
-            interrupted = Interrupted(agreed)
-            interrupted.shared = True
-            raise interrupted
+            raise Interrupted(agreed)
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_kl.ops.masked import Mean
 from rlhf_kl.types import RolloutBatch
 
 LINE_SEARCH_STEPS = 6
@@ -20,13 +21,6 @@ CLOSE_ENOUGH = 0.97  # of the limit: no further halving
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
 PRIOR_CHANGE = 0.1  # of the limit: the prior of the forecast weighs as much as one change of the KL of this size
 GAIN_BOUNDS = (1.0, 3.0)
-
-
-class KLReading(NamedTuple):
-    """The mean KL at a rollout's states, in nats of the target's unit."""
-
-    mean: float
-    stderr: float  # between responses
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class Ceiling:
         self,
         parameters: Sequence[Tensor],
         reference: Callable[[], Sequence[Tensor]] | None,
-        read_kl: Callable[[RolloutBatch], KLReading],
+        read_kl: Callable[[RolloutBatch], Mean],
         *,
         limit: float | None,
         measures: bool,
@@ -104,7 +98,7 @@ class Ceiling:
         """The parameters before an update, if it may be shortened."""
         return _copies(self.parameters) if self.limit is not None else []
 
-    def hold(self, rollout: RolloutBatch, before: list[Tensor], measured: KLReading) -> CeilingResult:
+    def hold(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean) -> CeilingResult:
         """After an update that began at `before`; `measured` is the rollout's own KL.
 
         The limit holds for the forecast of the next rollout's KL plus one standard error. An update that would cross
@@ -121,10 +115,10 @@ class Ceiling:
         self.forecast.made = (measured.mean, result.kl_after)
         return result
 
-    def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: KLReading, limit: float) -> CeilingResult:
+    def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean, limit: float) -> CeilingResult:
         start = measured.mean
 
-        def excess(kl: KLReading) -> float:
+        def excess(kl: Mean) -> float:
             """Distance above the limit; 0 and less is allowed. Infinite for a KL that is not finite."""
             value = self.forecast(start, kl.mean) + kl.stderr - limit
             return value if math.isfinite(value) else math.inf
@@ -148,7 +142,7 @@ class Ceiling:
         rollout: RolloutBatch,
         inside: Sequence[Tensor],
         outside: Sequence[Tensor],
-        excess: Callable[[KLReading], float],
+        excess: Callable[[Mean], float],
         limit: float,
     ) -> tuple[float, float | None]:
         """Find the farthest allowed point from `inside` (allowed) towards `outside`, by bisection.
@@ -173,7 +167,7 @@ class Ceiling:
     @torch.no_grad()
     def _place(self, start: Sequence[Tensor], end: Sequence[Tensor], share: float) -> None:
         for p, a, b in zip(self.parameters, start, end, strict=True):
-            p.copy_(torch.lerp(a.to(p), b.to(p), share))
+            p.copy_(torch.lerp(a.to(p), b.to(p), share) if share else a.to(p))  # `b` may not be finite
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""

@@ -10,33 +10,9 @@ from torch import Tensor
 
 from rlhf_kl.errors import MemoryFull
 from rlhf_kl.memory import free_cached_memory, memory_is_full
-from rlhf_kl.types import RolloutBatch
 
 Result = TypeVar("Result")
 SMALLER_PASS = "shorter rows, an adapter (policy.lora={}) or policy.gradient_checkpointing=true need less"
-
-
-UNSCORED = "every score (the reward returned None for all responses)"
-
-
-class NonFiniteRollout(Exception):
-    """A rollout that cannot be trained on: one of its figures is not finite."""
-
-    def __init__(self, figure: str, rollout: RolloutBatch) -> None:
-        super().__init__(f"{figure} was not finite")
-        self.figure, self.rollout = figure, rollout
-
-
-def non_finite_figure(rollout: RolloutBatch) -> str | None:
-    """The name of a figure of the rollout that is not finite; None if all are finite."""
-    figures = {
-        "a log-prob of the policy": rollout.logprobs,
-        "a log-prob of the reference": rollout.ref_logprobs,
-        "a KL": rollout.exact_kl,
-        "a value": rollout.values,
-        "a score": torch.stack([rollout.scores, rollout.shaped_scores]),  # a clip makes an infinite one finite
-    }
-    return next((name for name, tensor in figures.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -53,6 +29,10 @@ class Microbatch:
         self.halved: int | None = None  # rows after halving; None = never halved
         self.largest: int | None = None  # rows in the largest pass of the attempt, if it reports them
         self.notes: list[str] = []
+
+    def tries(self, rows: int) -> None:
+        """A pass of the attempt has `rows` rows."""
+        self.largest = max(rows, self.largest or 0)
 
     def halve_to(self, rows: int | None) -> None:
         """Take over the `halved` of an earlier part of the run."""

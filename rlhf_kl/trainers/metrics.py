@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
-from rlhf_kl.trainers.guards import NonFiniteRollout
+from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.trainers.ppo import Update
 from rlhf_kl.types import RolloutBatch
 
@@ -35,7 +36,7 @@ def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
     """The row of an update that was made."""
     return {
         **rollout_metrics(update.rollout, update.coef, config),
-        **update.losses,
+        **update.stats.row,
         "kl/coef": update.coef,
         "kl/coef_next": update.coef_next,
         "kl/ceiling": config.kl.ceiling_value,
@@ -59,19 +60,6 @@ def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> d
     }
 
 
-def token_mean_stderr(per_token: Tensor, mask: Tensor, group: int = 1) -> tuple[float, float]:
-    """Token-weighted mean of (B, T) and its standard error; groups of `group` responses are the independent draws.
-
-    A ratio estimator: tokens of one response, and responses to one prompt, are correlated.
-    """
-    sums, lengths = torch.where(mask, per_token, 0.0).double().sum(1), mask.double().sum(1)
-    sums, lengths = sums.view(-1, group).sum(1), lengths.view(-1, group).sum(1)
-    mean = sums.sum() / lengths.sum()
-    rows = len(sums)
-    residual = (sums - mean * lengths).square().sum() * rows / max(1, rows - 1)
-    return float(mean), float(residual.sqrt() / lengths.sum())
-
-
 def sampling_gap(gap: Tensor, variance: Tensor, mask: Tensor) -> tuple[float, float]:
     """Mean over the tokens of `gap` (B, T), a token's figure less its mean over the vocabulary; and its standard error.
 
@@ -85,52 +73,50 @@ def sampling_gap(gap: Tensor, variance: Tensor, mask: Tensor) -> tuple[float, fl
     return float(gaps.mean()), float(spread.sqrt()) / len(gaps)
 
 
-def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> dict[str, Any]:
+def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> dict[str, Any]:
     """Objective, KL and rollout keys of the row; KL in nats."""
-    batch = rollout.cpu()
     mask, lengths = batch.mask, batch.lengths
     target, unit = config.kl.target_value, config.kl.unit
     sequence_kl = torch.where(mask, batch.exact_kl, 0.0).sum(1)
     group = config.rollout.samples_per_prompt
-    several = len(mask) > group  # one draw has no standard error
-    token_kl, token_se = token_mean_stderr(batch.exact_kl, mask, group)
-    k1_mean, k1_se = token_mean_stderr(k1(batch.logprobs, batch.ref_logprobs), mask, group)
-    sequence_draws = sequence_kl.double().view(-1, group).mean(1)
-    chosen = batch.exact_kl[mask]
+    several = len(mask) > 1  # one draw has no standard error
+    token, sequence = batch.kl("token"), batch.kl("sequence")
     log_ratio, logprobs = k1(batch.logprobs, batch.ref_logprobs), batch.logprobs
+    k1_mean = batch.mean(log_ratio)
+    chosen = batch.exact_kl[mask]
     k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)
     logprob_gap, logprob_gap_se = sampling_gap(logprobs + batch.entropy, batch.logprob_variance, mask)
-    mean_sequence = float(sequence_kl.mean())
-    measured = token_kl if unit == "token" else mean_sequence
     scored = batch.scored
     scores, shaped = batch.scores[scored], batch.shaped_scores[scored]
     scores_shaped = float(shaped.mean())  # nan if none is scored
-    per_position = [float(batch.exact_kl[:, t][mask[:, t]].mean()) for t in range(mask.shape[1]) if mask[:, t].any()]
+    width = config.rollout.position_width
+    bins = zip(batch.exact_kl.split(width, 1), mask.split(width, 1), strict=True)
+    per_position = [float(kl[here].mean()) for kl, here in bins if here.any()]
     return {
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
         "objective/scores_deciles": _deciles(scores) if len(scores) else None,
         "objective/scores_shaped": scores_shaped,
-        "objective/rlhf_reward": scores_shaped - coef * mean_sequence,
-        "objective/kl_share": _share(coef * mean_sequence, scores_shaped),
-        "kl/token": token_kl,
-        "kl/token_stderr": token_se if several else None,
-        "kl/sequence": mean_sequence,
-        "kl/sequence_stderr": float(sequence_draws.std() / len(sequence_draws) ** 0.5) if several else None,
+        "objective/rlhf_reward": scores_shaped - coef * sequence.mean,
+        "objective/kl_share": _share(coef * sequence.mean, scores_shaped),
+        "kl/token": token.mean,
+        "kl/token_stderr": token.stderr if several else None,
+        "kl/sequence": sequence.mean,
+        "kl/sequence_stderr": sequence.stderr if several else None,
         "kl/max_token": float(chosen.max()),
         "kl/p95_token": float(chosen.quantile(0.95)) if len(chosen) < 1 << 24 else None,
         "kl/max_sequence": float(sequence_kl.max()),
         "kl/target": target,
-        "kl/error": measured / target - 1,
-        "kl/k1": k1_mean,
-        "kl/k1_stderr": k1_se if several else None,
+        "kl/error": batch.kl(unit).mean / target - 1,
+        "kl/k1": k1_mean.mean,
+        "kl/k1_stderr": k1_mean.stderr if several else None,
         "kl/k1_gap": k1_gap,
         "kl/k1_gap_stderr": k1_gap_se,
-        "kl/k2": token_mean_stderr(k2(batch.logprobs, batch.ref_logprobs), mask)[0],
-        "kl/k3": token_mean_stderr(k3(batch.logprobs, batch.ref_logprobs), mask)[0],
-        "kl/exact": token_kl,
+        "kl/k2": batch.mean(k2(logprobs, batch.ref_logprobs)).mean,
+        "kl/k3": batch.mean(k3(logprobs, batch.ref_logprobs)).mean,
+        "kl/exact": token.mean,
         "kl/per_position": per_position,
-        "policy/entropy": token_mean_stderr(batch.entropy, mask)[0],
+        "policy/entropy": batch.mean(batch.entropy).mean,
         "policy/logprob_gap": logprob_gap,
         "policy/logprob_gap_stderr": logprob_gap_se,
         "rollout/tokens": int(mask.sum()),
@@ -139,6 +125,7 @@ def rollout_metrics(rollout: RolloutBatch, coef: float, config: TrainConfig) -> 
         "rollout/score_length_corr": _correlation(scores, lengths[scored]) if len(scores) else None,
         "rollout/unscored": int((~scored).sum()),
         "rollout/equal_groups": _equal_groups(batch, group),
+        "rollout/distinct_responses": _distinct(batch.prompts, batch.responses, group),
         **{f"reward/{name}": float(part.nanmean()) for name, part in batch.score_terms.items()},
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }
@@ -151,6 +138,15 @@ def _equal_groups(batch: RolloutBatch, size: int) -> int | None:
     shaped = torch.where(batch.scored, batch.shaped_scores, math.nan).view(-1, size).double()
     spread = shaped.nan_to_num(nan=-math.inf).amax(1) - shaped.nan_to_num(nan=math.inf).amin(1)
     return int((spread <= 0).sum())
+
+
+def _distinct(prompts: Sequence[str], responses: Sequence[str], size: int) -> float:
+    """Share of different texts among one response to each prompt, at most 1: the mean over the `size` of a group.
+
+    Equal responses to one prompt do not count as equal: they may all be right.
+    """
+    draws = [(set(prompts[i::size]), set(responses[i::size])) for i in range(size)]
+    return sum(min(1.0, len(texts) / len(asked)) for asked, texts in draws) / size
 
 
 def _share(penalty: float, score: float) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,18 +13,17 @@ from torch import Tensor
 from rlhf_kl.config.schema import KLSection, TrainConfig
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.ops.advantages import gae, grpo, rloo
-from rlhf_kl.ops.kl import ESTIMATORS
+from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
-from rlhf_kl.ops.masked import Reduce, whiten
+from rlhf_kl.ops.masked import masked_variance, whiten
 from rlhf_kl.ops.packing import Packed
-from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
 from rlhf_kl.types import RolloutBatch
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of the losses of one update; tensors (B, T)."""
+    """Targets of the losses of one update; tensors (B, T) of the batch of all processes."""
 
     advantages: Tensor
     weights: Tensor  # of each token in the losses; 0 outside of the mask
@@ -31,11 +31,11 @@ class Targets:
     kl_weight: float  # beta of the KL in the loss, in units of the advantages; 0 = no KL in the loss
 
 
-def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce: Reduce) -> Targets:
-    """r_t = -beta KL_t + 1[t = T] score, then advantages and returns; `reduce` sums over processes."""
+def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig) -> Targets:
+    """r_t = -beta KL_t + 1[t = T] score, then advantages and returns."""
     kl = kl_in_reward(rollout, config.kl, config.ppo.gamma)
     targets = _critic_targets if config.critic else _group_targets
-    advantages, weights, returns, scale = targets(rollout, kl, coef, config, reduce)
+    advantages, weights, returns, scale = targets(rollout, kl, coef, config)
     # The advantages beside the KL in the loss were divided by `scale`, so beta is divided too.
     return Targets(advantages, weights, returns, 0.0 if config.kl.placement == "reward" else coef / scale)
 
@@ -43,22 +43,20 @@ def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig, reduce:
 TargetTensors = tuple[Tensor, Tensor, Tensor, float]  # advantages, weights, returns, divisor of the advantages
 
 
-def _critic_targets(
-    rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig, reduce: Reduce
-) -> TargetTensors:
-    """With a value function; advantages are whitened over the global batch."""
+def _critic_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig) -> TargetTensors:
+    """With a value function; advantages are whitened over the batch."""
     cfg, learned, scale = config.ppo, rollout.weights.bool(), torch.ones(())
     rewards = shape_rewards(rollout.shaped_scores, kl, rollout.mask, coef)
     if cfg.whiten_rewards:
-        rewards, scale = whiten(rewards, learned, center=False, reduce=reduce)
+        rewards, scale = whiten(rewards, learned, center=False)
     advantages, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
     if config.critic_lam != cfg.lam:
         _, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, config.critic_lam)
-    advantages, std = whiten(advantages, learned, reduce=reduce)
+    advantages, std = whiten(advantages, learned)
     return advantages, rollout.weights, returns, float(scale * std)
 
 
-def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig, _: Reduce) -> TargetTensors:
+def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig) -> TargetTensors:
     """With the other responses to a prompt; advantages keep the unit of the shaped score (or its group's spread)."""
     figures = (rollout.shaped_scores, coef * kl, rollout.mask, rollout.scored, config.rollout.samples_per_prompt)
     if config.ppo.advantage == "rloo":
@@ -79,6 +77,33 @@ def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:
     return ESTIMATORS[kl.estimator](rollout.logprobs, rollout.ref_logprobs)
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """What the losses read of the tokens of a rollout; tensors (N,) on the device of the training passes."""
+
+    kl_weight: float
+    ids: Tensor  # long
+    logprobs: Tensor  # of the policy that sampled
+    ref_logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, rollout: RolloutBatch, targets: Targets) -> Tokens:
+        """All places (B * T,) of a batch, padding included."""
+        ids = rollout.response_ids.flatten().to(rollout.device)
+        columns = [rollout.logprobs, rollout.ref_logprobs, rollout.values]
+        columns += [targets.advantages, targets.returns, targets.weights]
+        figures = torch.stack([x.flatten() for x in columns]).to(rollout.device)  # one transfer
+        return cls(targets.kl_weight, ids, *figures)
+
+    def at(self, places: Tensor) -> Tokens:
+        """Some of them, by place (N,): no padding, so no mask."""
+        return Tokens(self.kl_weight, *(x[places] for x in vars(self).values() if isinstance(x, Tensor)))
+
+
 class Losses(NamedTuple):
     """Weighted sums over the N tokens of a microbatch; scalars, the first two with gradients."""
 
@@ -90,8 +115,7 @@ class Losses(NamedTuple):
 
 
 def ppo_losses(
-    rollout: RolloutBatch,
-    targets: Targets,
+    tokens: Tokens,
     rows: Packed,
     logits: Logits,
     values: Tensor | None,
@@ -104,32 +128,99 @@ def ppo_losses(
     Source: Schulman et al. 2017 (1707.06347); Ziegler et al. 2019 (1909.08593).
     """
     cfg, kl, temperature = config.ppo, config.kl, config.rollout.temperature
+    x = tokens.at(rows.places)
+    in_loss = x.kl_weight != 0.0
 
-    def pick(x: Tensor) -> Tensor:
-        return x.flatten()[rows.places]  # (N,): no padding, so no mask
-
-    ids, old, ref = pick(rollout.response_ids), pick(rollout.logprobs), pick(rollout.ref_logprobs)
-    in_loss = targets.kl_weight != 0.0
-
-    def per_token(x: Tensor, at: slice) -> tuple[Tensor, Tensor]:
-        logprobs = chosen_logprobs(x, ids[at], temperature)
+    def per_token(at_states: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        logprobs = chosen_logprobs(at_states, x.ids[at], temperature)
         if not in_loss:
             return logprobs, torch.zeros_like(logprobs)
         if kl.estimator == "exact":
-            return logprobs, exact_kl(x, ref_logits(rows.numbers[at]), temperature)
-        return logprobs, ESTIMATORS[kl.estimator](logprobs, ref[at])
+            return logprobs, exact_kl(at_states, ref_logits(rows.numbers[at]), temperature)
+        return logprobs, ESTIMATORS[kl.estimator](logprobs, x.ref_logprobs[at])
 
-    weights = pick(targets.weights)
     logprobs, penalty = logits.map(per_token)
-    surrogate, clipped = policy_loss(logprobs, old, pick(targets.advantages), cfg.cliprange)
-    value = torch.zeros((), device=ids.device)
+    surrogate, clipped = policy_loss(logprobs, x.logprobs, x.advantages, cfg.cliprange)
+    value = torch.zeros((), device=x.ids.device)
     if values is not None:
-        value = value_loss(values, pick(rollout.values), pick(targets.returns), cfg.cliprange_value)
-    log_ratio = (logprobs - old).detach()
+        value = value_loss(values, x.values, x.returns, cfg.cliprange_value)
+    log_ratio = (logprobs - x.logprobs).detach()
     return Losses(
-        policy=(weights * surrogate).sum() + targets.kl_weight * (weights * penalty).sum(),
-        value=(weights * value).sum(),
-        approx_kl=(weights * (torch.expm1(log_ratio) - log_ratio)).sum(),
-        clipped=(weights * clipped).sum(),
+        policy=(x.weights * surrogate).sum() + x.kl_weight * (x.weights * penalty).sum(),
+        value=(x.weights * value).sum(),
+        approx_kl=(x.weights * (torch.expm1(log_ratio) - log_ratio)).sum(),
+        clipped=(x.weights * clipped).sum(),
         max_logratio=log_ratio.abs().max(),
     )
+
+
+class StepLosses(NamedTuple):
+    """The sums of `Losses` over one minibatch of all processes."""
+
+    policy: float
+    value: float
+    approx_kl: float
+    clipped: float
+    max_logratio: float
+    weight: float  # of all its tokens
+
+    @classmethod
+    def sum(cls, parts: Sequence[StepLosses]) -> StepLosses:
+        """Those of all processes."""
+        policy, value, approx_kl, clipped, logratios, weights = zip(*parts, strict=True)
+        return cls(sum(policy), sum(value), sum(approx_kl), sum(clipped), max(logratios), weights[0])
+
+
+class Stats:
+    """What the steps of one update did; `row` has their means, by their keys in the row of metrics."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[StepLosses, float]] = []  # of each minibatch, and its gradient's norm
+        self.kl_at_stop = 0.0  # KL to the policy that sampled, where the update ended before a step that is too far
+        self.skipped: str | None = None  # the figure that was not finite, so that steps were left out
+        self.row: dict[str, Any] = {}
+
+    @property
+    def update_kl(self) -> float:
+        """KL of the policies of the update to the one that sampled, nats per token."""
+        return max(self.kl_at_stop, float(self.row["policy/approx_kl"]))
+
+    def finish(
+        self,
+        rollout: RolloutBatch,
+        targets: Targets,
+        config: TrainConfig,
+        rate: float,
+        critic: tuple[float, bool] | None,
+    ) -> None:
+        """Fill the row. `critic`: its loss before the fit, and whether all was finite."""
+        taken = [(losses, norm) for losses, norm in self.steps if math.isfinite(norm)]
+        weight = sum(losses.weight for losses, _ in taken)
+        policy, value, approx_kl, clipped, *_ = (
+            [sum(column) / weight for column in zip(*(losses for losses, _ in taken), strict=True)]
+            if taken
+            else [math.nan] * 4
+        )
+        if len(taken) < len(self.steps):
+            self.skipped = "a gradient"
+        if critic is not None:
+            value, finite = critic
+            self.skipped = self.skipped if finite else "the loss of the value function"
+        self.row = {
+            "policy/loss": policy,
+            "policy/approx_kl": approx_kl,
+            "policy/clip_fraction": clipped,
+            "policy/logratio_first_max": self.steps[0][0].max_logratio if self.steps else math.nan,
+            "policy/grad_norm": sum(norm for _, norm in taken) / len(taken) if taken else math.nan,
+            "policy/learning_rate": rate,
+            "policy/epochs": len(self.steps) * config.minibatch_size / config.rollout.batch_size,
+            "value/loss": value if config.critic else math.nan,
+            "value/explained_variance": explained_variance(rollout, targets) if config.critic else math.nan,
+        }
+
+
+def explained_variance(rollout: RolloutBatch, targets: Targets) -> float:
+    """1 - var(returns - values) / var(returns)."""
+    mask = targets.weights.bool()
+    rest, total = (masked_variance(x, mask) for x in (targets.returns - rollout.values, targets.returns))
+    return float(1 - rest / total.clamp_min(1e-8))

@@ -58,7 +58,7 @@ def usual_learning_rate(parameters: int, *, adapter: bool) -> float:
 def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
     """Factor of the learning rate at `progress` in [0, 1]: constant, linear to 0, or half a cosine to 0.
 
-    `adaptive` is linear here: its adaptive factor is separate (`StepSize`).
+    `adaptive` is linear here: its adaptive factor is separate (`AdaptiveRate`).
 
     A pure function of progress, so a resumed run needs no schedule state.
     """

@@ -54,19 +54,13 @@ def pair_figures(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
     }
 
 
-def label_figures(scores: Tensor, labels: Tensor, *, binary: bool) -> dict[str, float]:
-    """Figures of scores (N,) against labels (N,): of a classifier (log-odds of label 1) or of a regression."""
-    if not binary:
-        both = torch.stack([scores, labels]).double()
-        correlation = float(torch.corrcoef(both)[0, 1]) if bool((both.std(1) > 0).all()) else 0.0
-        return {"eval/loss": float(0.5 * (scores - labels).square().mean()), "eval/correlation": correlation}
-    positive = labels > 0.5
+def label_figures(scores: Tensor, positive: Tensor) -> dict[str, float]:
+    """Figures of scores (N,), the log-odds of label 1, against `positive` (N,) bool: whether the label is 1."""
     right = (scores > 0) == positive
-    error, _ = calibration(scores, right)
     return {
         "eval/accuracy": float(right.float().mean()),
         "eval/loss": float(F.binary_cross_entropy_with_logits(scores, positive.to(scores))),
-        "eval/calibration_error": error,
+        "eval/calibration_error": calibration(scores, right)[0],
         "eval/majority": float(max(positive.float().mean(), 1 - positive.float().mean())),
     }
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from rlhf_kl.config.schema import EpochsSection
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
-from rlhf_kl.processes import Processes
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.trainers.guards import Microbatch
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
 
 
-class Objective(Protocol):
-    """A training task: rows of data, and the loss on some of them."""
+class Task(Protocol):
+    """What is learned: a model, rows of data, the loss on some of them, and figures on held-out rows."""
+
+    data: str  # its config key
+    unit: str  # of its rows, in the plural
+    model: nn.Module
+    fingerprint: str  # of the rows
+    notes: list[str]  # about rows that were cut or left out
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -36,22 +43,27 @@ class Objective(Protocol):
         """Summed loss of some rows, and sums of the logged metrics."""
         ...
 
+    def evaluate(self, processes: Ranks = ...) -> dict[str, Any]:
+        """The `eval/*` figures of held-out rows."""
+        ...
+
+    def distribution(self) -> dict[str, Any]:
+        """How the scores of the last evaluation are distributed, for the summary; {} where there are none."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the trained model into a folder."""
+        ...
+
 
 class SupervisedTrainer:
     """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches of near-equal length."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        settings: EpochsSection,
-        seed: int,
-        processes: Processes | None = None,
-    ) -> None:
-        self.model, self.objective, self.settings, self.seed = model, objective, settings, seed
-        self.processes = processes or Processes()
-        self.optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
-        self.per_epoch = math.ceil(len(objective) / settings.batch_size)
+    def __init__(self, task: Task, settings: EpochsSection, seed: int, processes: Ranks | None = None) -> None:
+        self.task, self.model, self.settings, self.seed = task, task.model, settings, seed
+        self.processes = processes or Ranks()
+        self.optimizer = adamw(self.model, settings.learning_rate, settings.weight_decay)
+        self.per_epoch = math.ceil(len(task) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
         self.microbatch = Microbatch(settings.microbatch_size)
         self.skipped = 0  # steps in a row
@@ -66,63 +78,59 @@ class SupervisedTrainer:
         for step in range(start, self.steps + 1):
             began = time.perf_counter()
             row = self.step(step)
-            row |= {"step": step, "time/step_s": time.perf_counter() - began}
-            yield row
+            yield row | {"step": step, "time/step_s": time.perf_counter() - began}
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step."""
-        settings = self.settings
-        every = self.batch(step)
-        rows = every[self.processes.rows(len(every))]
-        lengths = [self.objective.size(row) for row in rows]
+        settings, processes = self.settings, self.processes
+        batch = self.batch(step)
         # In the middle of the step, so that the first step of a warm-up does not have rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
-        weight = sum(self.objective.weight(row) for row in every)
+        weight = sum(map(self.task.weight, batch))
+        sums = self.backward(processes.mine(batch), weight)
+        norm = processes.step(self.optimizer, self.model.parameters(), settings.max_grad_norm)
+        alerts = list(dict.fromkeys(alert for each in processes.all(self.microbatch.alerts()) for alert in each))
+        if math.isfinite(norm):
+            self.skipped = 0
+        else:
+            self.skipped += 1
+            alerts.append("step-skipped: the gradient was not finite, so the step changed nothing")
+        return {name: value / weight for name, value in sums.items()} | {
+            "train/grad_norm": norm,
+            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+            **({"alerts": alerts} if alerts else {}),
+        }
+
+    def backward(self, rows: list[int], weight: float) -> dict[str, float]:
+        """Gradients of the mean loss on this process's rows; returns the sums over all processes, by name."""
+        lengths = [self.task.size(row) for row in rows]
         overhead = pass_overhead(next(self.model.parameters()).device)
 
         def accumulate(size: int) -> dict[str, float]:
             totals: dict[str, float] = {}
             most = size * max(lengths, default=0)
             for group in group_lengths(lengths, most_rows=size, most_tokens=most, overhead=overhead):
-                loss, sums = self.objective.loss([rows[i] for i in group])
+                loss, sums = self.task.loss([rows[i] for i in group])
                 (loss / weight).backward()
-                for name, value in {"train/loss": float(loss.detach()), **sums}.items():
-                    totals[name] = totals.get(name, 0.0) + value
+                _add(totals, {"train/loss": float(loss.detach()), **sums})
             return totals
 
-        together = self.processes
-        here = together.together(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
-        self.microbatch.halve_to(min(together.all(self.microbatch.rows)))
-        totals = _added(together.all(here))
-        together.sum_gradients(self.model.parameters())
-        norm = together.clip_gradients(self.model.parameters(), settings.max_grad_norm)
-        alerts = list(dict.fromkeys(alert for each in together.all(self.microbatch.alerts()) for alert in each))
-        if math.isfinite(norm):
-            self.optimizer.step()
-            self.skipped = 0
-        else:
-            self.skipped += 1
-            alerts.append("step-skipped: the gradient was not finite, so the step changed nothing")
-        self.optimizer.zero_grad()
-        figures = {name: value / weight for name, value in totals.items()}
-        return figures | {
-            "train/grad_norm": norm,
-            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
-            **({"alerts": alerts} if alerts else {}),
-        }
+        sums = self.processes.run(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
+        self.microbatch.halve_to(min(self.processes.all(self.microbatch.rows)))
+        totals: dict[str, float] = {}
+        for each in self.processes.all(sums):
+            _add(totals, each)
+        return totals
 
     def batch(self, step: int) -> list[int]:
         """Rows of a step: a function of the seed and the step only."""
-        epoch, place = divmod(step - 1, self.per_epoch)
-        order = shuffled(len(self.objective), self.seed, "epoch", epoch).tolist()
+        epoch, number = divmod(step - 1, self.per_epoch)
+        order = shuffled(len(self.task), self.seed, "epoch", epoch).tolist()
         size = self.settings.batch_size
-        return order[place * size : (place + 1) * size]
+        return order[number * size : (number + 1) * size]
 
 
-def _added(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Sums by name."""
-    totals: dict[str, float] = {}
-    for name, value in ((name, value) for part in parts for name, value in part.items()):
+def _add(totals: dict[str, float], sums: Mapping[str, float]) -> None:
+    for name, value in sums.items():
         totals[name] = totals.get(name, 0.0) + value
-    return totals

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from control.figures import is_whole, started
-from control.rows import Planner
+from control.rows import Planner, is_complete, started
 from rlhf_kl.config.compare import PlannedRun
 from rlhf_kl.report.control import BAND, tail
-from rlhf_kl.report.table import text_table
+from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.figures import format_number
 from rlhf_kl.run.run_folder import write_json
 
@@ -83,7 +82,7 @@ def tried(planned: PlannedRun) -> Try | None:
     if run is None or not run.updates:
         return None
     coef = float(run.updates[0]["kl/coef"])
-    if is_whole(planned, run):
+    if is_complete(planned, run):
         error = run.figures.tail_error
         return Try(coef, fmean(tail(run.ratios)), math.inf if error is None else error)
     return Try(coef, math.inf, math.inf) if run.status == "stopped by a guard" else None

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.components import suggestion
 from rlhf_kl.config.compare import PlannedRun, plan_comparison
 from rlhf_kl.config.yaml import read_yaml
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.hub import model_folder
+from rlhf_kl.report.run import RunResult, read_run
 
 ROWS = Path(__file__).resolve().parents[1] / "bench_control.yaml"
 DEFAULT_ROWS = 10
@@ -102,3 +102,14 @@ def _reason(model: str) -> str:
     except InputError as error:
         return f"{error} (--real FOLDER, or the environment variable RLHF_KL_REAL, takes it from a folder)"
     return ""
+
+
+def started(planned: PlannedRun) -> RunResult | None:
+    """What there is of a run; None where it has not started."""
+    folder = Path(planned.config.run.output_dir)
+    return read_run(folder) if (folder / "config.yaml").is_file() else None
+
+
+def is_complete(planned: PlannedRun, run: RunResult) -> bool:
+    """Whether a run has come to its end with all its updates."""
+    return run.status == "finished" and len(run.updates) == planned.config.updates

@@ -2,8 +2,8 @@ from random import Random
 
 import pytest
 
+from rlhf_kl.builtin.generator import write_response
 from rlhf_kl.builtin.grammar import openings
-from rlhf_kl.builtin.writing import write_response
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from rlhf_kl.builtin.corpus import Corpus, CorpusSizes, corrupt, write_corpus
 from rlhf_kl.builtin.gold import gold_score
 from rlhf_kl.builtin.grammar import openings
-from rlhf_kl.builtin.reading import parse_response
+from rlhf_kl.builtin.parser import parse_response
 from rlhf_kl.errors import InputError
 
 SIZES = CorpusSizes(train_texts=1500, heldout_texts=100, prompts=500, heldout_prompts=64, pairs=3000, heldout_pairs=200)

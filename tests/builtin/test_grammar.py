@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_kl.builtin.generator import MAX_WORDS, MIN_WORDS, write_response
 from rlhf_kl.builtin.grammar import aspects_of, openings
-from rlhf_kl.builtin.reading import parse_response
-from rlhf_kl.builtin.writing import MAX_WORDS, MIN_WORDS, write_response
+from rlhf_kl.builtin.parser import parse_response
 
 
 @given(seed=st.integers(0, 2**32), mood=st.floats(-1, 1))
@@ -44,7 +44,7 @@ def test_a_word_from_outside_the_grammar_spoils_its_sentence(write_review, seed,
 def test_the_same_seed_gives_the_same_responses_in_any_process():
     code = (
         "from random import Random; from rlhf_kl.builtin.grammar import openings;"
-        "from rlhf_kl.builtin.writing import write_response; rng = Random(7);"
+        "from rlhf_kl.builtin.generator import write_response; rng = Random(7);"
         "print([write_response(rng, prompt, 0.5) for prompt in openings()[:20]])"
     )
     outs = {

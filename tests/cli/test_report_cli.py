@@ -66,6 +66,7 @@ def test_no_run_is_one_line_and_exit_2(tmp_path: Path, monkeypatch: pytest.Monke
     assert rlhf_kl("report", "nowhere") == (2, "", "error: nowhere: holds no run (no config.yaml)\n")
 
 
+@pytest.mark.slow
 def test_watch_follows_a_run_to_its_end(
     write_run: Callable[..., Path], metrics_rows: Callable[..., Any], rlhf_kl: Cli
 ) -> None:

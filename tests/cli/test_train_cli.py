@@ -28,7 +28,7 @@ ROW_KEYS = {
     *(f"policy/{name}" for name in ("loss", "entropy", "approx_kl", "clip_fraction", "logratio_first_max")),
     *("value/loss", "value/explained_variance", "rollout/response_length", "rollout/eos_rate"),
     *(f"time/{name}_s" for name in ("rollout", "score", "update", "step")),
-    *("dist/world_size", "dist/coef_spread", "dist/held"),
+    *("dist/world_size", "dist/held"),
     *(f"perf/{name}" for name in ("samples_per_s", "tokens_per_s", "peak_memory_mb")),
 }
 SUMMARY_KEYS = {
@@ -53,6 +53,15 @@ def assert_refused(outcome: Any, *words: str) -> None:
     assert "Traceback" not in outcome.err
     for word in words:
         assert word in errors[0]
+
+
+def test_updates_are_whole_batches(rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Any] = []
+    monkeypatch.setattr("rlhf_kl.commands.session.train_command", lambda _run, config, **_: trained.append(config))
+    changes = ("--set", "rollout.batch_size=32", "--set", "ppo.total_episodes=5")
+    assert rlhf_kl("train", "--config", "ppo_adaptive", "--updates", 7, *changes).code == 0
+    assert (trained[0].updates, trained[0].ppo.total_episodes) == (7, 7 * 32)
+    assert rlhf_kl("train", "--config", "ppo_adaptive", "--updates", 0).code == 2
 
 
 # ---- a whole run ----
@@ -369,7 +378,7 @@ def scorers(tmp_path: Path) -> Path:
         ("too_few", ("1 scores for",)),
         ("nan", ("nan", "not a finite number")),
         ("text", ("'good'", "not a finite number")),
-        ("constant", ("constant score",)),
+        ("constant", ("finds no scale",)),
     ],
 )
 def test_a_reward_function_that_misbehaves(

@@ -18,6 +18,7 @@ Cli = Callable[..., Any]
     [
         ("train", "such as rlhf-kl train --config smoke.yaml (see rlhf-kl train --help)"),
         ("train --lr 1", "config keys are changed with --set: --set ppo.learning_rate=VALUE"),
+        ("train --beta 1", "--set kl.controller.coef=VALUE"),
         ("sft --batch-size 1", "--set sft.batch_size=VALUE"),
         ("compare --learning-rate 1", "--set ppo.learning_rate=VALUE"),
         ("train --zzzz", "--set KEY=VALUE"),

@@ -105,9 +105,9 @@ class FromLists(TorchFunctionMode):
 def main(arguments: list[str]) -> int:
     from rlhf_kl import cli
     from rlhf_kl.commands import evaluate, generate, train
-    from rlhf_kl.ops import float64
+    from rlhf_kl.ops import masked
 
-    float64.WITHOUT_FLOAT64.add(DEVICE.type)
+    masked.WITHOUT_FLOAT64.add(DEVICE.type)
     for command in (evaluate, generate, train):
         command.make_accelerator = lambda *_, **__: SimpleNamespace(device=DEVICE)
     with FromLists(), Everywhere():

@@ -38,6 +38,14 @@ def test_the_verdict_on_the_target(kind: str, kls: list[float], words: str) -> N
     assert figures["score gain"] == "95% of the most that this KL allows"
 
 
+def test_a_collapsed_run_is_not_praised() -> None:
+    run = summary("adaptive", [0.1] * 40)
+    run["final"] |= {"rollout/distinct_responses": 0.02}
+    figures, _ = train_closing(run, "runs/x")
+    assert "score gain" not in figures
+    assert figures["responses"] == "nearly all are the same text"
+
+
 def test_a_summary_of_an_earlier_version(tmp_path: Any) -> None:
     old = summary("adaptive", [0.1] * 20)
     del old["control"]

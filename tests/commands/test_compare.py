@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_kl.commands.grid import Grid
+from rlhf_kl.config.compare import load_compare
+from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 Cli = Callable[..., Any]
@@ -125,6 +128,7 @@ def test_a_run_with_other_settings_is_refused(compared: tuple[Path, Any], compar
     assert "adaptive-s3 holds a run with other settings (kl.target: 0.1 -> 0.2): --overwrite" in done.err
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_hold_up_the_others(
     compare_file: Path, tmp_path: Path, rlhf_kl: Cli, tiny_data: Any
 ) -> None:
@@ -141,6 +145,41 @@ def test_a_run_that_fails_does_not_hold_up_the_others(
     assert "adaptive" in done.out
 
 
+@pytest.mark.parametrize(
+    ("jobs", "own", "threads"), [(1, None, None), (2, None, "3"), (4, None, "1"), (9, None, "1"), (2, "5", "5")]
+)
+def test_each_run_gets_its_share_of_the_cores(
+    compare_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: int,
+    own: str | None,
+    threads: str | None,
+) -> None:
+    """Of 6 cores, unless the user has set a number."""
+    started: list[dict[str, str]] = []
+
+    class Ended:
+        returncode = 0
+
+        def __init__(self, command: list[str], *, env: dict[str, str], **options: Any) -> None:
+            started.append(env)
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr("rlhf_kl.commands.grid.cores", lambda: 6)
+    monkeypatch.setattr("rlhf_kl.commands.grid.subprocess.Popen", Ended)
+    monkeypatch.setattr("rlhf_kl.commands.grid.POLL_S", 0.0)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if own:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    plan = load_compare(str(compare_file), [], tmp_path, None)
+    assert not Grid(plan, jobs, False, TrainingDisplay()).work()
+    assert [environment.get("OMP_NUM_THREADS") for environment in started] == [threads, threads]
+
+
+@pytest.mark.slow
 def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl: Cli) -> None:
     out = tmp_path / "out"
     words = ["compare", "--config", str(compare_file), "--output-dir", str(out), "--set", "ppo.total_episodes=640"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,14 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.doctor import _endings
+from rlhf_kl.commands.doctor import (
+    check_dtype,
+    check_endings,
+    check_perplexity,
+    check_rate,
+    check_samples,
+    frequency_perplexity,
+)
 from rlhf_kl.commands.memory import (
     MemoryEstimate,
     Weights,
@@ -22,8 +30,10 @@ from rlhf_kl.commands.memory import (
     weight_bytes,
 )
 from rlhf_kl.config.load import load_config
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm
+from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.rollout import collect
 from rlhf_kl.sharding import can_spread
 
@@ -55,12 +65,14 @@ def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Docto
 def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     found = doctor()
     untrained = {"scores", "eval"}  # doubtful of a random model and a reward that counts a letter
-    fine = {"dtype", "rate", "sampling", "tokenizer", "context", "memory", "start", "beta", "EOS", "time"}
+    fine = {"dtype", "rate", "sampling", "tokenizer", "context", "memory", "start", "beta", "samples", "EOS", "time"}
     assert found.keys() == fine | untrained
     levels = {topic: {level for level, _ in lines} for topic, lines in found.items() if topic in fine}
     assert levels == {topic: {"fine"} for topic in fine}
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
     assert "6 updates" in found["time"][0][1]
+    ((_, text),) = found["eval"]
+    assert "frequencies alone (4)" in text  # as many letters, each as often
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # nothing is left behind
 
 
@@ -115,7 +127,7 @@ def test_a_score_of_few_values_and_one_that_is_constant(doctor: Doctor, tmp_path
     assert "only 2 different values" in text
     found = doctor(f"reward={{kind: '{tmp_path}/own.py:constant'}}", code=2)
     assert found["config"][0][0] == "fatal"
-    assert "constant score" in found["config"][0][1]
+    assert "finds no scale" in found["config"][0][1]
 
 
 def test_a_reference_with_other_tokens_is_fatal(doctor: Doctor, tiny_folder: Path, tmp_path: Path) -> None:
@@ -193,8 +205,6 @@ def test_what_fits_into_memory() -> None:
 
 
 def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings: dict[str, Any]) -> None:
-    from rlhf_kl.models.lora import add_adapter
-
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     config = load_config("train", tmp_path / "tiny.yaml")
     model = load_causal_lm(str(tiny_folder))
@@ -234,12 +244,99 @@ def test_the_doctor_counts_for_several_processes(doctor: Doctor) -> None:
     assert one[0][0] == two[0][0] == "fine"
 
 
+@pytest.mark.parametrize(
+    ("responses", "level", "words"),
+    [
+        (["once", "twice", "thrice", "never"], "fine", "'the end of a' -> 'once'; 'b' -> 'twice'"),
+        (["", " ", "", "once"], "doubtful", "75% of 4 responses are empty"),
+        (["<end>", "once", "<end>", "<end>"], "doubtful", "75% of 4 responses are the same text, '<end>'"),
+        (["yes", "no", "yes", "no"], "fine", "'yes'"),
+    ],
+)
+def test_two_samples_of_the_start_and_a_doubt(responses: list[str], level: str, words: str) -> None:
+    found = check_samples(["the end of a", "b", "c", "d"], responses)
+    assert found.level == level
+    assert words in found.text
+    assert bool(found.change) == (level == "doubtful")
+
+
 @pytest.mark.parametrize(("penalty", "level"), [(1.0, "doubtful"), (0.0, "fine")])
 def test_responses_that_never_end_matter_where_they_cost(penalty: float, level: str) -> None:
     config = SimpleNamespace(reward=SimpleNamespace(missing_eos_penalty=penalty))
     parts = SimpleNamespace(
         tokenizer=SimpleNamespace(decode=lambda _ids: "<eos>"), sampling=SimpleNamespace(eos_ids=[1])
     )
-    (found,) = _endings(config, parts, {"rollout/eos_rate": 0.0, "rollout/response_length": 64.0})
+    found = check_endings(config, parts, {"rollout/eos_rate": 0.0, "rollout/response_length": 64.0})
     assert found.level == level
     assert "0% of responses end (<eos>), 64 tokens long" in found.text
+
+
+# ---- learning rate, texts and number type
+
+
+def config(**sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate(sections)
+
+
+class Sized(torch.nn.Module):
+    """A policy of so many parameters; only their number counts here."""
+
+    def __init__(self, parameters: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(int(parameters), device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rate", "level"),
+    [
+        (890_208, 2e-4, "fine"),  # the built-in run
+        (656e3, 5e-4, "fine"),  # was tried
+        (124e6, 2e-4, "doubtful"),  # the built-in run's on GPT-2
+        (124e6, 1.41e-5, "fine"),
+        (1e9, 3e-6, "fine"),
+        (7e9, 5e-7, "fine"),
+        (7e9, 1e-5, "doubtful"),  # an adapter's
+        (7e9, 1e-8, "doubtful"),
+    ],
+)
+def test_a_rate_that_does_not_fit_the_size(parameters: float, rate: float, level: str) -> None:
+    found = check_rate(config(ppo={"learning_rate": rate}), Sized(parameters))
+    assert found.level == level, found
+    if level == "doubtful":
+        better = re.match(r"ppo\.learning_rate=(\S+), or auto$", found.change)
+        assert better
+        again = check_rate(config(ppo={"learning_rate": float(better[1])}), Sized(parameters))
+        assert again.level == "fine"
+    assert check_rate(config(), Sized(parameters)).level == "fine"
+
+
+def test_an_adapter_is_judged_by_rates_of_adapters(new_model: Callable[..., Any]) -> None:
+    adapted = add_adapter(new_model(), r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
+    assert check_rate(config(ppo={"learning_rate": 5e-3}), adapted).level == "fine"
+    assert check_rate(config(ppo={"learning_rate": 5e-3}), new_model()).level == "doubtful"
+    low = check_rate(config(ppo={"learning_rate": 5e-4}), adapted)
+    assert low.level == "doubtful"
+    assert "an adapter" in low.text
+
+
+def test_what_the_frequencies_of_tokens_alone_give() -> None:
+    assert frequency_perplexity([[3, 4], [5, 6]]) == pytest.approx(4)  # four tokens, each as often
+    assert frequency_perplexity([[3, 3, 3]]) == 1
+    # Shares 2/3 and 1/3: exp(ln 3 - 2/3 ln 2) = 3 / 2^(2/3).
+    assert frequency_perplexity([[3, 3], [4]]) == pytest.approx(3 / 2 ** (2 / 3))
+    assert frequency_perplexity([]) == 1
+
+
+def test_texts_that_the_policy_does_not_write(letters: Any) -> None:
+    texts = ["abcd", "dcba"]
+    assert check_perplexity(3.9, texts, letters).level == "fine"
+    found = check_perplexity(4.1, texts, letters)
+    assert found.level == "doubtful"
+    assert "4.10 on 2 texts" in found.text
+    assert "eval.texts" in found.change
+
+
+def test_bfloat16_on_a_cpu_is_doubtful() -> None:
+    cpu = torch.device("cpu")
+    assert check_dtype(config(run={"dtype": "bfloat16"}), cpu).level == "doubtful"
+    assert check_dtype(config(), cpu).level == "fine"

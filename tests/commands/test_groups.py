@@ -32,7 +32,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in read_jsonl(folder / "metrics.jsonl") if "kl/token" in row]
 
 
-@pytest.mark.parametrize("placement", ["rao_blackwell", "reward", "loss"])
+@pytest.mark.parametrize("placement", [pytest.param("rao_blackwell", marks=pytest.mark.quick), "reward", "loss"])
 @pytest.mark.parametrize("advantage", ["rloo", "grpo"])
 def test_no_critic_is_built_and_neighbours_answer_one_prompt(
     train_groups: Callable[..., Any], tmp_path: Path, advantage: str, placement: str

@@ -117,7 +117,7 @@ def test_a_gold_scorer_that_fails_is_reported_once_and_ends_nothing(
     summary = train(tmp_path / "run", f"reward.gold='{tmp_path}/gold.py:broken'")
     found, other = rows(tmp_path / "run"), rows(tiny_run)
     assert [len(alerts(row, "gold-failed")) for row in found[:6]] == [1, 0, 0, 0, 0, 0]
-    assert "reward gold: raised OSError: no route to the judge on the response" in alerts(found[0], "gold-failed")[0]
+    assert "reward gold: raised OSError: no route to the judge (" in alerts(found[0], "gold-failed")[0]
     assert {row.get("objective/gold") for row in found} == {row.get("eval/gold") for row in found} == {None}
     assert summary["reference"]["gold"] is None
     assert found[0]["alerts"][1:] == other[0]["alerts"]
@@ -169,6 +169,7 @@ def test_a_run_with_skipped_updates_resumes_exactly(
     assert "back to the policy of update 1" in alerts(rows(crashed)[3], "rolled-back")[0]
 
 
+@pytest.mark.quick
 def test_several_in_a_row_turn_the_run_back_once(train: Train, tmp_path: Path, nan_scores: Callable[..., None]) -> None:
     nan_scores(3, 4, 5)
     train(tmp_path / "run")
@@ -200,9 +201,11 @@ def test_a_policy_that_overflows_ends_the_run_and_spares_the_checkpoints(train: 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("ceiling", [False, True])
 def test_weights_that_are_lost_turn_the_run_back_at_once(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ceiling: bool
 ) -> None:
+    """A ceiling that shortens updates undoes this one, which is cheaper."""
     optimize = PPOTrainer.optimize
 
     def losing(self: PPOTrainer, rollout: Any, targets: Any, step: int) -> Any:
@@ -213,10 +216,15 @@ def test_weights_that_are_lost_turn_the_run_back_at_once(
         return result
 
     monkeypatch.setattr(PPOTrainer, "optimize", losing)
-    train(tmp_path / "run", "checkpoint.every=1")
+    train(tmp_path / "run", "checkpoint.every=1", *([] if ceiling else ["kl.ceiling=null"]))
     found = rows(tmp_path / "run")
-    assert [bool(alerts(row, "rolled-back")) for row in found[:6]] == [False, False, True, False, True, False]
-    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 4, 6]
+    lost = [False, False, True, False, True, False]
+    assert [bool(alerts(row, "rolled-back")) for row in found[:6]] == ([False] * 6 if ceiling else lost)
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == (
+        [1, 2, 3, 4, 5, 6] if ceiling else [1, 2, 4, 6]
+    )
+    if ceiling:
+        assert [row["kl/backtrack_factor"] == 0.0 for row in found[:6]] == lost
 
 
 @pytest.mark.parametrize("value", ["features", "head"])
@@ -253,10 +261,10 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds three rows of a training pass."""
     losses = PPOTrainer.losses
 
-    def limited(self: PPOTrainer, rollout: Any, targets: Any, rows: Any) -> Any:
+    def limited(self: PPOTrainer, tokens: Any, rows: Any) -> Any:
         if len(rows.ids) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return losses(self, rollout, targets, rows)
+        return losses(self, tokens, rows)
 
     monkeypatch.setattr(PPOTrainer, "losses", limited)
 

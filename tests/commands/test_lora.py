@@ -78,6 +78,7 @@ def test_a_crashed_run_goes_on_as_if_nothing_had_been(run: Path, train: Train, t
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.quick
 def test_a_rollback_with_no_checkpoint_goes_to_the_start(train: Train, tmp_path: Path) -> None:
     ceiling = "kl={target: 1.0e-4, ceiling: {value: 2.0e-4, action: rollback}, controller: {kind: fixed, coef: 0.001}}"
     train(tmp_path / "run", *LORA, ceiling, "checkpoint.every=100", "ppo.learning_rate=0.1")

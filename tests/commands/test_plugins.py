@@ -119,26 +119,10 @@ def test_a_rollback_gives_back_what_the_variable_holds(rlhf_kl: Cli, keyed: Path
     assert files_with(tmp_path / "run", SECRET) == ["own.py"]
 
 
-@pytest.mark.parametrize(("error", "code"), [("OverflowError", 0), ("KeyError", 2)])
-def test_an_error_of_a_controller_is_shown_without_the_secret(
-    rlhf_kl: Cli, keyed: Path, tmp_path: Path, error: str, code: int
-) -> None:
-    """An arithmetic one leaves beta where it is; any other ends the run in one line."""
-    failing = KEYED.replace("        self.coef *= 1.01", f"        raise {error}(f'at {{self.token}}')")
-    (keyed.parent / "own.py").write_text(failing)
-    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", tmp_path / "run")
-    assert outcome.code == code
-    assert f"{error}: " in outcome.err
-    assert "at ${MY_KEY}" in outcome.err
-    assert "Traceback" not in outcome.err
-    assert SECRET not in outcome.err
-    assert files_with(tmp_path / "run", SECRET) == ["own.py"]
-
-
 def test_an_error_that_tells_the_secret_is_shown_without_it(rlhf_kl: Cli, keyed: Path, tmp_path: Path) -> None:
     outcome = rlhf_kl("train", "--config", keyed, "--output-dir", tmp_path / "run", "--set", "reward.broken=true")
     assert outcome.code == 2
-    assert "raised PermissionError: 401 for ${MY_KEY} on" in outcome.err
+    assert "raised PermissionError: 401 for ${MY_KEY} (own.py:14)" in outcome.err
     assert SECRET not in outcome.err
 
 
@@ -316,6 +300,7 @@ def checked(tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.M
         {"kind": "sum", "terms": {"one": {"kind": "mine.py:right", "weight": 2.0}}},
     ],
 )
+@pytest.mark.slow
 def test_every_response_is_checked_by_the_row_of_its_prompt(
     rlhf_kl: Cli, checked: Path, tmp_path: Path, reward: dict[str, Any]
 ) -> None:
@@ -397,7 +382,7 @@ def test_a_reward_that_scores_nothing_is_told_at_the_start(rlhf_kl: Cli, checked
     changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=null")
     outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
     assert outcome.code == 2
-    assert "returned None for all 64 reference samples" in outcome.err
+    assert "returned None for all reference samples" in outcome.err
 
 
 TRL_CHECKER = """

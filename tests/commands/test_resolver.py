@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlhf_kl.commands.resolver import Resolver
-from rlhf_kl.config.schema import EvalSection, PairsSection, PromptsSection, RewardSection, SFTDataSection
+from rlhf_kl.commands.world import with_files
+from rlhf_kl.config.schema import (
+    EvalSection,
+    PairsSection,
+    PromptsSection,
+    RewardSection,
+    SFTDataSection,
+    TrainConfig,
+)
 from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
@@ -32,22 +40,20 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def test_a_built_in_world_stands_behind_its_name(resolver: Resolver, small_world: World) -> None:
-    assert resolver.policy(SMALL) == str(small_world.policy())
-    train, kept = resolver.prompts(PromptsSection(prompts=SMALL), HELD)
+    config = with_files(TrainConfig.model_validate({"policy": {"model": SMALL}}), resolver.display)
+    assert config.policy.model == str(small_world.policy())
+    train, kept = resolver.prompts(config.data, config.eval)
     assert len(train) == 400
     assert len(kept) == 64
     assert not set(train) & set(kept)
-    assert len(resolver.texts(SMALL, "any", "data.texts", heldout=True)) == 60
-    assert len(resolver.texts(SMALL, "any", "data.texts", heldout=True, limit=7)) == 7
-    assert len(resolver.texts(SMALL, "any", "data.texts", heldout=False)) == 3000
-    reward = resolver.reward(RewardSection(model=SMALL))
+    assert len(resolver.texts(config.eval.texts, "text", "eval.texts")) == 60
+    assert len(resolver.texts(config.eval.texts, "text", "eval.texts", limit=7)) == 7
+    reward = resolver.reward(config.reward)
     assert isinstance(reward, RewardModel)
     assert len(reward(train[:2], [" good", " bad"])) == 2
-
-
-def test_an_unknown_world_names_the_nearest(resolver: Resolver) -> None:
-    with pytest.raises(InputError, match="builtin:reviews"):
-        resolver.policy("builtin:review")
+    gold = resolver.gold(config.reward)
+    assert gold is not None
+    assert gold(["The hotel in Oslo:"], [""]) == [-4.0]
 
 
 def prompts(path: str) -> PromptsSection:
@@ -128,12 +134,10 @@ def test_several_scorers_with_weights(resolver: Resolver, tiny_data: Any, tiny_r
     assert together(["x"], ["aab"]) == pytest.approx([2 * 0.25 - 0.125 + 0.5 * alone], rel=1e-5)
 
 
-def test_gold_comes_with_a_built_in_world_only(resolver: Resolver, tiny_data: Any) -> None:
-    assert resolver.gold(RewardSection(model=SMALL), SMALL) is not None
-    own = RewardSection(kind=tiny_data.reward)
-    assert resolver.gold(own, "/some/folder") is None
+def test_a_gold_scorer_of_ones_own(resolver: Resolver, tiny_data: Any) -> None:
+    assert resolver.gold(RewardSection(kind=tiny_data.reward)) is None
     chosen = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
-    gold = resolver.gold(chosen, "/some/folder")
+    gold = resolver.gold(chosen)
     assert gold is not None
     assert gold(["x"], ["aa"]) == [0.25]
 

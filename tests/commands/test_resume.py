@@ -75,7 +75,7 @@ def crash(whole: Path, place: Path, kept: int) -> Path:
 @pytest.mark.parametrize(
     ("kept", "settings"),
     [
-        (2, ["policy.value=features"]),
+        pytest.param(2, ["policy.value=features"], marks=pytest.mark.quick),
         (4, ["policy.value=features"]),
         (4, ["policy.value=head"]),
         (4, ["policy.value=separate"]),
@@ -189,6 +189,7 @@ def test_a_finished_run_is_not_run_again(train: Train, tiny_run: Path) -> None:
     assert (tiny_run / "metrics.jsonl").stat().st_mtime_ns == before
 
 
+@pytest.mark.quick
 def test_one_seed_is_one_run(train: Train, tiny_run: Path, tmp_path: Path) -> None:
     train(tmp_path / "same")
     assert_same_run(tiny_run, tmp_path / "same")
@@ -306,7 +307,7 @@ def test_what_killed_runs_left_is_cleared_up(train: Train, tiny_run: Path, tmp_p
     assert not [name for name in left if name.endswith((".tmp", ".removed"))]
 
 
-def test_another_reference_under_the_same_name_is_refused(
+def test_another_reference_or_tokenizer_under_the_same_name_is_refused(
     train: Train, tmp_path: Path, tiny_folder: Path, letters: Any, new_model: Callable[..., Any]
 ) -> None:
     from rlhf_kl.models.load import save_model
@@ -322,6 +323,10 @@ def test_another_reference_under_the_same_name_is_refused(
     with pytest.raises(InputError, match=r"reference\.model: its content has changed"):
         train(crashed, policy, *short, resume=True)
     save_model(new_model(spread=0.1), letters, start)
+    (start / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(InputError, match=r"the tokenizer of policy\.model: its content has changed"):
+        train(crashed, policy, *short, resume=True)
+    (start / "chat_template.jinja").unlink()
     train(crashed, policy, *short, resume=True)
     assert_same_run(tmp_path / "run", crashed)
 

@@ -14,7 +14,8 @@ import pytest
 
 from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.builtin.world import WORLDS, WorldSpec
-from rlhf_kl.commands.world import World
+from rlhf_kl.commands.world import GOLD, World, with_files
+from rlhf_kl.config.schema import SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError, RunFailed
 from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
@@ -44,8 +45,7 @@ def tiny() -> World:
 
 def files(folder: Path) -> dict[str, bytes]:
     """Everything that does not say when it was made."""
-    made = ("summary.json", "checksums.json")
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in made}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "summary.json"}
 
 
 def test_a_world_is_whole_deterministic_and_built_once(
@@ -94,12 +94,12 @@ def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
     world = tiny()
     world.corpus()
 
-    def breaks(_model: Any, _tokenizer: Any, folder: Path) -> None:
+    def breaks(_task: Any, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlhf_kl.commands.world.save_model", breaks)
+        patch.setattr("rlhf_kl.commands.world.TextTask.save", breaks)
         with pytest.raises(KeyboardInterrupt):
             world.policy()
     assert not [path for path in world.folder.iterdir() if path.name.startswith("policy-")]
@@ -114,24 +114,6 @@ def test_a_killed_build_is_swept_up(own_cache: Path) -> None:
     (leftover / "train.jsonl").write_text("half")
     tiny().corpus()
     assert not leftover.exists()
-
-
-@pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_a_damaged_part_is_noticed_and_built_again(
-    own_cache: Path, how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus = tiny().corpus()
-    before, file = files(corpus), corpus / "pairs.jsonl"
-    if how == "flipped":
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-    else:
-        file.unlink()
-    assert files(tiny().corpus()) == before
-    messages = " ".join(capsys.readouterr().err.split())
-    assert "pairs.jsonl" in messages
-    assert "building it again" in messages
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/below"])
@@ -181,6 +163,35 @@ def test_two_builds_at_once_leave_one_whole_part(tmp_path: Path) -> None:
     assert len(read_jsonl(Path(place) / "train.jsonl")) == 3000
     visible = [path.name for path in Path(place).parent.iterdir() if not path.name.endswith(".lock")]
     assert visible == [Path(place).name]
+
+
+def test_each_key_gets_its_own_part(own_cache: Path) -> None:
+    quiet = TrainingDisplay(quiet=True)
+    sft = with_files(SFTConfig.model_validate({"data": {"texts": "builtin:tiny"}}), quiet)
+    assert [Path(file or "").name for file in (sft.data.texts, sft.data.eval_texts)] == ["train.jsonl", "heldout.jsonl"]
+    assert sft.policy.model is None
+    own = {"model": "/own", "value": "head"}
+    written = {
+        "policy": own,
+        "reward": {"kind": "mine.py:score"},
+        "data": {"prompts": "builtin:tiny"},
+        "eval": {"texts": "t.txt"},
+    }
+    config = TrainConfig.model_validate(written)
+    files = with_files(config, quiet)
+    assert (files.policy, files.eval.texts) == (config.policy, "t.txt")
+    assert Path(files.data.prompts).name == "prompts.jsonl"
+    assert Path(files.eval.prompts or "").name == "heldout_prompts.jsonl"
+    assert files.reward.gold == GOLD
+    assert with_files(files, quiet) == files
+    assert with_files(config, quiet, ("policy", "reference")) == config  # the others are not built
+    assert [path.name for path in (own_cache / "tiny").iterdir() if path.is_dir()] == [tiny().corpus().name]
+    terms = {"a": {"kind": "model", "model": "builtin:tiny"}, "b": {"kind": "mine.py:score"}}
+    summed = TrainConfig.model_validate(written | {"reward": {"kind": "sum", "terms": terms, "gold": "mine.py:score"}})
+    reward = with_files(summed, quiet).reward
+    assert reward.terms is not None
+    assert (reward.terms["a"].model, reward.terms["b"].model) == (str(tiny().reward_model()), None)
+    assert reward.gold == "mine.py:score"
 
 
 def test_the_small_world_can_be_learned_from(small_world: World) -> None:

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from rlhf_kl.config.check import all_keys
+from rlhf_kl.config.errors import all_keys
 from rlhf_kl.config.load import config_diff, dump_config, json_schema, load_any, load_config
 from rlhf_kl.config.paths import find_config, shipped_configs
+from rlhf_kl.config.plugins import check_plugins
 from rlhf_kl.config.schema import MODELS, Kind, Section, SFTConfig, TrainConfig, section_of
 from rlhf_kl.errors import InputError
 
@@ -37,6 +38,8 @@ def brevity(prompts: list[str], responses: list[str], words: int = 12, *, slope:
     raise AssertionError("never called just to check it")
 
 def blind(words): ...
+
+NUMBER = 3
 """
 
 
@@ -307,7 +310,8 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
         ("kl: {ceiling: {valu: 2x}}", "kl.ceiling.valu: unknown key; did you mean kl.ceiling.value?"),
         (
             "run: {'': 1}",
-            "run.: unknown key; valid: name, output_dir, seed, device, dtype, trust_remote_code, allow_pickle",
+            "run.: unknown key; valid: name, output_dir, seed, device, dtype, wait_minutes, trust_remote_code, "
+            "allow_pickle",
         ),
         ("kl: 5", "kl must be a mapping: 5"),
         ("eval:", "eval must be a mapping: null"),
@@ -361,6 +365,11 @@ def test_a_section_that_is_set_and_then_left_out(write: Write) -> None:
             "reward.label is only read where reward.kind is model: 'good'",
         ),
         ("reference: {model: ./nowhere}", "reference.model: no such file: ./nowhere"),
+        (
+            "data: {chat_options: {enable_thinking: false}}",
+            "data.chat_options is only read where data.chat_template is true",
+        ),
+        ("data: {chat_template: true, chat_options: [1]}", None),
         ("data: {prompts: ''}", "data.prompts must be not empty: ''"),
     ],
 )  # fmt: skip
@@ -389,23 +398,120 @@ def test_sft_checks_its_own_sizes(write: Write) -> None:
     }  # fmt: skip
 
 
+EPISODES = "ppo.total_episodes (in responses: updates x rollout.batch_size)"
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        *((key, EPISODES) for key in ("updates", "ppo.updates", "ppo.steps", "run.max_steps", "eval.steps")),
+        *((key, "ppo.learning_rate") for key in ("lr", "ppo.lr", "policy.lr")),
+        *((key, "kl.controller.coef") for key in ("beta", "kl.beta", "kl.controller.beta")),
+        *((key, "rollout.samples_per_prompt") for key in ("num_generations", "rollout.num_generations")),
+    ],
+)
+def test_keys_as_other_programs_call_them(write: Write, key: str, name: str) -> None:
+    text = "1"
+    for part in reversed(key.split(".")):
+        text = f"{{{part}: {text}}}"
+    for found in (problems(f"{text}\n", write), problems("run: {}\n", write, f"{key}=1")):
+        [line] = found
+        assert line.startswith(f"{key}: unknown ")
+        assert line.endswith(f"; did you mean {name}?")
+
+
+@pytest.mark.parametrize("number", ["1e4", "10000.0", "10000"])
+def test_episodes_are_a_whole_number_in_any_form(write: Write, number: str) -> None:
+    episodes = load_config("train", write(text=f"ppo: {{total_episodes: {number}}}\n")).ppo.total_episodes
+    assert episodes == 10_000
+    assert isinstance(episodes, int)
+    assert problems("ppo: {total_episodes: 1.5}\n", write) == ["ppo.total_episodes must be a whole number: 1.5"]
+
+
 # ---- plugins ----
 
 
-def test_a_controllers_options_are_checked_against_its_signature(write: Write) -> None:
-    write("mine.py", CONTROLLER)
+def test_a_plugin_is_looked_up_by_reading_a_config_and_checked_by_importing_it(write: Write) -> None:
+    write("mine.py", CONTROLLER + REWARD)
     text = "kl: {controller: {kind: mine.py:LinearKL, coef: 0.2, episodes: 5000}}\n"
-    controller = load_config("train", write(text=text)).kl.controller
-    assert controller.options == {"episodes": 5000}
-    assert Path(controller.kind.rpartition(":")[0]).is_absolute()
-    bad = "kl: {controller: {kind: mine.py:LinearKL, coef: 0.2, episods: 5000}}\n"
-    assert problems(bad, write) == [
-        "kl.controller.episods: unknown option of LinearKL; did you mean kl.controller.episodes?",
-        "kl.controller.episodes: missing, LinearKL needs it",
-    ]
-    assert "did you mean LinearKL?" in problems("kl: {controller: {kind: mine.py:LinearLK}}\n", write)[0]
-    no_update = problems("kl: {controller: {kind: mine.py:NoUpdate, coef: 1}}\n", write)
-    assert [line.split(":")[0] for line in no_update] == ["kl.controller.coef", "kl.controller.kind"]
+    text += "reward: {kind: mine.py:brevity, slope: 1}\n"
+    config = load_config("train", write(text=text))
+    assert (config.kl.controller.options, config.reward.options) == ({"episodes": 5000}, {"slope": 1})
+    assert Path(config.kl.controller.kind.rpartition(":")[0]).is_absolute()
+    check_plugins(config)
+
+
+PLUGIN_PROBLEMS = [
+    # (config, what reading it tells, else what importing its plugins tells)
+    (
+        "kl: {controller: {kind: mine.py:LinearKL, coef: 0.2, episods: 5000}}",
+        [],
+        [
+            "kl.controller.episodes: missing, LinearKL needs it",
+            "kl.controller.episods: unknown option of LinearKL; did you mean kl.controller.episodes?",
+        ],
+    ),
+    (
+        "kl: {controller: {kind: mine.py:NoUpdate, coef: 1}}",
+        [],
+        [
+            "kl.controller.coef: unknown option of NoUpdate",
+            "kl.controller.kind: NoUpdate has no update(kl, episodes) and no coef",
+        ],
+    ),
+    (
+        "reward: {kind: mine.py:brevity, word: 1.5, responses: []}",
+        [],
+        [
+            "reward.responses: set by the program, remove it",
+            "reward.word: unknown option of brevity; did you mean reward.words?",
+        ],
+    ),
+    (
+        "reward: {kind: mine.py:blind, words: 1}\nkl: {controller: {kind: mine.py:LinearKL}}",
+        [],
+        [
+            "kl.controller.episodes: missing, LinearKL needs it",
+            "reward.kind: a reward function takes (prompts, responses, ...): 'mine.py:blind'",
+        ],
+    ),
+    (
+        "reward: {kind: mine.py:NoUpdate, gold: mine.py:Blind}",
+        ["reward.gold: mine.py has no 'Blind'; did you mean blind?"],
+        [],
+    ),
+    ("reward: {kind: mine.py:NoUpdate}", [], ["reward.kind: NoUpdate has no __call__(prompts, responses)"]),
+    ("reward: {kind: mine.py:NUMBER}", [], ["reward.kind: 'mine.py:NUMBER' is not a class or function"]),
+    (
+        "kl: {controller: {kind: mine.py:LinearLK}}\nppo: {gamma: 2}",
+        [
+            "ppo.gamma must be at most 1: 2",
+            "kl.controller.kind: mine.py has no 'LinearLK'; did you mean LinearKL?",
+        ],
+        [],
+    ),
+    (
+        "kl: {controller: {kind: mine.py:blind}}",
+        ["kl.controller.kind: blind is not a class: a controller is a class with coef and update(kl, episodes)"],
+        [],
+    ),
+    ("reward: {kind: other.py:f}", ["reward.kind: no such file: other.py (looked in {here})"], []),
+    ("reward: {kind: rlhf_kl_no:f}", ["reward.kind: no module 'rlhf_kl_no' in {here} or in this environment"], []),
+    (
+        "reward: {kind: mine.py:brevity, slope: 'a ${'}",
+        ["reward.slope: write a variable as ${NAME}, and a literal ${ as $${"],
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "read", "imported"), PLUGIN_PROBLEMS)
+def test_problems_of_plugins(write: Write, here: Path, text: str, read: list[str], imported: list[str]) -> None:
+    write("mine.py", CONTROLLER + REWARD)
+    with pytest.raises(InputError) as caught:
+        check_plugins(load_config("train", write(text=text)))
+    found = [line.replace(f"{here}/mine.py", "mine.py") for line in caught.value.problems]
+    assert found == [line.replace("{here}", str(here)) for line in read + imported]
 
 
 @pytest.mark.parametrize(
@@ -427,20 +533,6 @@ def test_what_a_built_in_controller_refuses_is_found_before_the_run(write: Write
 def test_bounds_leave_room_for_auto(write: Write) -> None:
     text = "kl: {controller: {kind: pid, min_coef: 0.5, max_coef: 2}}\n"
     assert load_config("train", write(text=text)).kl.controller.coef == "auto"
-
-
-def test_a_reward_functions_options_are_checked(write: Write) -> None:
-    write("mine.py", REWARD)
-    text = "reward: {kind: mine.py:brevity, slope: 1}\n"
-    assert load_config("train", write(text=text)).reward.options == {"slope": 1}
-    assert problems("reward: {kind: mine.py:brevity, word: 1.5, responses: []}\n", write) == [
-        "reward.responses: set by the program, remove it",
-        "reward.word: unknown option of brevity; did you mean reward.words?",
-    ]
-    [line] = problems("reward: {kind: mine.py:blind, words: 1}\n", write)
-    assert "takes (prompts, responses, ...)" in line
-    [line] = problems("reward: {gold: mine.py:nobody}\n", write)
-    assert line.startswith("reward.gold: ")
 
 
 # ---- paths ----

@@ -23,7 +23,6 @@ def test_choices_that_are_no_kl_gradient_are_said_once() -> None:
         {"estimator": "k3"},
         {"estimator": "k2"},
         {"placement": "reward", "estimator": "exact"},
-        {"estimator": "abs"},
         {"estimator": "importance"},
         {"placement": "loss", "estimator": "k1"},
         {"placement": "loss", "estimator": "k3"},
@@ -57,7 +56,7 @@ def test_a_key_of_grpo_beside_another_advantage_is_said() -> None:
 
 
 def test_a_run_says_all_of_them() -> None:
-    config = TrainConfig.model_validate({"kl": {"estimator": "abs"}, "ppo": {"vf_coef": 0.5}})
+    config = TrainConfig.model_validate({"kl": {"estimator": "importance"}, "ppo": {"vf_coef": 0.5}})
     assert [note.partition(" ")[0] for note in start_notes(config)] == ["kl-gradient:", "ppo.vf_coef"]
     assert start_notes(TrainConfig()) == []
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_kl.config.load import load_config
 from rlhf_kl.config.plugins import (
     configured_controller,
-    controller_definition,
-    controller_problems,
+    controller_class,
+    load_controller,
     make_controller,
     plugin_files,
 )
@@ -45,13 +46,14 @@ def test_old_names_of_kinds_are_read() -> None:
         config = TrainConfig.model_validate({"kl": {"controller": {"kind": written, "coef": 0.1}}})
         assert config.kl.controller.kind == stored
         if written != stored:
-            assert controller_definition(written) == controller_definition(stored)
+            assert controller_class(written) == controller_class(stored)
 
 
 def test_an_unknown_kind_names_the_nearest() -> None:
     with pytest.raises(InputError, match=r"did you mean adaptive\?"):
-        controller_definition("adaptve")
-    assert controller_definition("math:pi").kind == "value"
+        controller_class("adaptve")
+    with pytest.raises(InputError, match="pi is not a class"):
+        controller_class("math:pi")
 
 
 def test_a_controller_that_needs_bounds_gets_them(tmp_path: Path) -> None:
@@ -63,13 +65,101 @@ def test_a_controller_that_needs_bounds_gets_them(tmp_path: Path) -> None:
         "    def update(self, kl, episodes):\n        self.coef *= 100\n"
     )
     kind = f"{tmp_path}/law.py:Law"
-    assert controller_problems({"kind": kind, "min_coef": 0.01}) == []
     for options, bounds in (({}, (5e-4, 500.0)), ({"min_coef": 0.01, "max_coef": 2.0}, (0.01, 2.0))):
         law = make_controller(kind, options, coef=0.5)
         assert law.controller.given == pytest.approx(bounds)
         for _ in range(3):
             law.update(0.1, 64)
         assert law.coef == pytest.approx(bounds[1])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "signature", "words"),
+    [
+        (
+            "kl_coef",
+            "observed_kl",
+            "has no update(kl, episodes) and no coef: "
+            "rename update(observed_kl) to update(kl, episodes) and kl_coef to coef",
+        ),
+        ("coef", "observed_kl", "has no update(kl, episodes): rename update(observed_kl) to update(kl, episodes)"),
+        ("kl_coef", "kl, n", "has no coef: rename kl_coef to coef"),
+        ("weight", "kl, n", "has no coef"),
+        ("coef", "kl, n", None),
+        ("coef", "kl, n, more=1", None),
+        ("coef", "kl, *rest", None),
+        ("coef", "*kl", None),
+    ],
+)
+def test_a_controller_as_the_tutorials_write_it(
+    tmp_path: Path, attribute: str, signature: str, words: str | None
+) -> None:
+    (tmp_path / "law.py").write_text(
+        "class Law:\n"
+        f"    def __init__(self, init_kl_coef=0.1):\n        self.{attribute} = init_kl_coef\n"
+        f"    def update(self, {signature}):\n        self.{attribute} *= 1.5\n"
+    )
+    if words is None:
+        load_controller(f"{tmp_path}/law.py:Law", {})
+        return
+    with pytest.raises(InputError) as caught:
+        load_controller(f"{tmp_path}/law.py:Law", {})
+    assert caught.value.problems == [f"kl.controller.kind: Law {words}"]
+
+
+def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arithmetic error in `update` leaves beta where it is; any other ends the run."""
+    monkeypatch.setenv("MY_KEY", "sk-123456")
+    (tmp_path / "law.py").write_text(
+        "class Made:\n"
+        "    def __init__(self, key, error=None):\n"
+        "        self.coef, self.key, self.error = 1.0, key, error\n"
+        "    def update(self, kl, episodes):\n"
+        "        raise {'over': OverflowError, 'key': KeyError}[self.error](f'at {self.key}')\n"
+        "class Refuses(Made):\n"
+        "    def __init__(self, key):\n        self.coef = {}[key]\n"
+    )
+    with pytest.raises(InputError) as caught:
+        make_controller(f"{tmp_path}/law.py:Refuses", {"key": "${MY_KEY}"})
+    reason = "Refuses cannot be created: raised KeyError: '${MY_KEY}' (law.py:8)"
+    assert caught.value.problems == [f"kl.controller: {reason}"]
+    law = make_controller(f"{tmp_path}/law.py:Made", {"key": "${MY_KEY}", "error": "over"})
+    [alert] = law.update(0.1, 64)
+    assert "OverflowError: at ${MY_KEY} (law.py:5)" in alert
+    assert law.coef == 1.0
+    with pytest.raises(InputError, match=r"Made.update raised KeyError: 'at \$\{MY_KEY\}' \(law.py:5\)"):
+        make_controller(f"{tmp_path}/law.py:Made", {"key": "${MY_KEY}", "error": "key"}).update(0.1, 64)
+
+
+@pytest.mark.parametrize(
+    ("members", "lacking"),
+    [
+        ("coef: float = 1.0", "update"),
+        ("def update(self, kl, n): ...", "coef"),
+        ("def __init__(self, **v): vars(self).update(v)", None),
+        ("def __getattr__(self, name): ...", None),
+    ],
+)
+def test_what_instances_are_known_to_lack(tmp_path: Path, members: str, lacking: str | None) -> None:
+    (tmp_path / "law.py").write_text(f"class Law:\n    {members}\n")
+    if lacking is None:
+        load_controller(f"{tmp_path}/law.py:Law", {})
+    else:
+        with pytest.raises(InputError, match=f"Law has no {lacking}"):
+            load_controller(f"{tmp_path}/law.py:Law", {})
+
+
+def test_the_shipped_schedule_tightens() -> None:
+    config = load_config("train", "ppo_schedule")
+    law = configured_controller(config.kl, config.ppo, config.rollout)
+    coefs = [law.coef]
+    for _ in range(config.updates):
+        law.update(0.1, config.rollout.batch_size)
+        coefs.append(law.coef)
+    assert coefs == sorted(coefs)
+    assert (coefs[0], coefs[-1]) == pytest.approx((0.1, 0.3))
 
 
 def test_the_plugin_files_of_a_config(tmp_path: Path) -> None:

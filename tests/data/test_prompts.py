@@ -75,7 +75,7 @@ def test_a_text_of_a_hundred_million_letters_is_left_out_without_being_read(lett
             return getattr(letters, name)
 
         def __call__(self, texts: list[str], **options: Any) -> Any:
-            self.seen += sum(map(len, texts))
+            self.seen += sum(map(len, texts)) if isinstance(texts, list) else 0
             return letters(texts, **options)
 
     counting = Counting()
@@ -98,10 +98,25 @@ def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     chatty.chat_template = CHAT
     prompts = prepare_prompts(["ab"], chatty, 10, "data.prompts", PromptFormat(chat=True, system="c"))
     assert prompts.texts == ["ab"]  # what a reward function sees
-    assert prompts.rows == [[1, 5, 2, 3, 4, 2, 6]]  # bos, c, eos, a, b, eos, d
+    assert prompts.rows == [[5, 2, 3, 4, 2, 6]]  # c, eos, a, b, eos, d: a bos only where the template writes one
     assert "no chat template" in problem(["ab"], letters, 10, PromptFormat(chat=True))
     chatty.chat_template = "{{ raise_exception('no system') }}"
     assert "no system" in problem(["ab"], chatty, 10, PromptFormat(chat=True))
+
+
+def test_variables_of_a_chat_template(letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = "<bos>" + CHAT + "{% if enable_thinking is defined and not enable_thinking %}cc{% endif %}"
+
+    def form(**options: Any) -> PromptFormat:
+        return PromptFormat(chat=True, options=options)
+
+    assert prepare_prompts(["a"], chatty, 10, "data.prompts", form()).rows == [[1, 3, 2, 6]]
+    assert prepare_prompts(["a"], chatty, 10, "data.prompts", form(enable_thinking=False)).rows == [[1, 3, 2, 6, 5, 5]]
+    words = problem(["a"], chatty, 10, form(enable_thinkin=False))
+    assert "data.chat_options.enable_thinkin: " in words
+    assert "did you mean enable_thinking?" in words
+    assert "chat template: TypeError" in problem(["a"], chatty, 10, form(messages=[]))
 
 
 def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
@@ -111,8 +126,8 @@ def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     own = Conversation([("system", "d"), ("user", "a")])
     prompts = prepare_prompts([several, own], chatty, 20, "data.prompts", PromptFormat(chat=True, system="c"))
     assert prompts.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
-    # bos, the configured system message, three turns, the answer's beginning; then one that has its own
-    assert prompts.rows == [[1, 5, 2, 3, 2, 4, 2, 5, 2, 6], [1, 6, 2, 3, 2, 6]]
+    # The configured system message, three turns, the answer's beginning; then one that has its own
+    assert prompts.rows == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
     assert "first_tokens" in problem([several], chatty, 20, PromptFormat(chat=True, first_tokens=2))
 
 

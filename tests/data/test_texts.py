@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_kl.config.load import load_config
 from rlhf_kl.data.chat import Conversation, split_conversation
-from rlhf_kl.data.split import split_heldout, without_leaks
+from rlhf_kl.data.files import split_heldout, without_leaks
 from rlhf_kl.data.texts import (
     Example,
     Labelled,
@@ -153,10 +153,10 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     ]
 
 
-def test_labels_are_numbers() -> None:
-    rows = [{"t": "a", "y": 1}, {"t": "b", "y": True}, {"t": "c", "y": "0.5"}]
-    assert read_labels(rows, "t", "y", "data.labels") == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0.5)]
-    for value in ("positive", None, float("nan"), [1]):
+def test_labels_are_0_and_1() -> None:
+    rows = [{"t": "a", "y": 1}, {"t": "b", "y": True}, {"t": "c", "y": "0"}]
+    assert read_labels(rows, "t", "y", "data.labels") == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0)]
+    for value in ("positive", None, 0.5, float("nan"), [1]):
         assert "y is" in problem(read_labels, [{"t": "a", "y": value}], "t", "y", "data.labels")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.integrations.trl_metrics import Entries, log_k3
+from rlhf_kl.integrations.trl import Entries, log_k3
 
 
 def test_entries_are_read_once_and_survive_the_log() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.components import load_attribute
 from rlhf_kl.ops.advantages import grpo, rloo
+from rlhf_kl.plugins import load_attribute
 from rlhf_kl.rewards.functions import score_responses
 from rlhf_kl.rewards.trl_interface import TRLReward
 from rlhf_kl.types import Prompt, Response
@@ -61,7 +61,7 @@ def test_the_advantages_are_those_of_trl_without_a_kl(
 
 def test_a_function_file_gives_the_scores_that_it_gives_in_trl(toy: Any, toy_model: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    function = load_attribute("mine.py:checker", search=[tmp_path])
+    function = load_attribute(f"{tmp_path}/mine.py:checker")
     rows = [
         {"prompt": a + b, "wanted": a, "number": i} for i, (a, b) in enumerate(zip("abcdefgh", "hgfedcba", strict=True))
     ]

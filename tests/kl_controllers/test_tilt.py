@@ -4,7 +4,15 @@ from statistics import NormalDist, pvariance
 
 import pytest
 
-from rlhf_kl.kl_controllers.tilt import centre_groups, gain_at_kl, least_kl, solve_tilt, tilted
+from rlhf_kl.kl_controllers.tilt import (
+    centre_groups,
+    gain_at_kl,
+    has_few_values,
+    kl_limit,
+    least_kl,
+    solve_tilt,
+    tilted,
+)
 
 NORMAL = [NormalDist().inv_cdf((i + 0.5) / 4096) for i in range(4096)]
 
@@ -146,3 +154,58 @@ def test_groups_over_their_own_spread_and_those_without_any() -> None:
     """A prompt whose scores are all equal buys no KL, and counts."""
     scores = [1.0, 3.0, 10.0, 50.0, 7.0, 7.0]
     assert centre_groups(scores, [0, 0, 1, 1, 2, 2], scale=True) == [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0]
+
+
+def test_right_or_wrong_ends_at_the_limit_of_its_kl() -> None:
+    """Half of the answers are right: the KL of answering right always is log 2, and beta stops before it is 0."""
+    solution = solve_tilt([1] * 80 + [0] * 80, 3.6)
+    assert solution.limit == pytest.approx(math.log(2))
+    assert solution.tilt.kl == pytest.approx(0.99 * math.log(2), rel=1e-3)
+    assert 0.1 < solution.coef < 0.2
+
+
+def by_prompt(*right: int, each: int = 8) -> tuple[list[float], list[int]]:
+    """0/1 scores of `each` responses to every prompt, of which so many are right."""
+    scores = [float(i < n) for n in right for i in range(each)]
+    return scores, [prompt for prompt in range(len(right)) for _ in range(each)]
+
+
+def test_a_policy_moves_no_probability_between_prompts() -> None:
+    """Of 20 prompts one is solved every second time and one always: only the first can pay, log 2 of 20 prompts."""
+    scores, groups = by_prompt(4, 8, *[0] * 18)
+    assert has_few_values(scores, groups)
+    assert kl_limit(scores, groups) == pytest.approx(math.log(2) / 20)
+    assert kl_limit(scores) == pytest.approx(math.log(160 / 12))
+    tilt = tilted(scores, 0.01, groups)
+    assert (tilt.kl, tilt.gain) == (pytest.approx(math.log(2) / 20), pytest.approx(0.5 / 20))
+    assert solve_tilt(scores, 3.0, groups=groups).coef == pytest.approx(0.1417, rel=1e-2)  # as for one such prompt
+    assert gain_at_kl(scores, 3.0, groups=groups) == pytest.approx(0.5 / 20, rel=1e-2)
+
+
+def test_within_prompts_the_tilt_is_that_of_each_prompt() -> None:
+    """Two prompts by hand: at beta = 1/ln 3 a right answer weighs three times a wrong one."""
+    scores, groups = by_prompt(1, 2, each=3)
+    tilt = tilted(scores, 1 / math.log(3), groups)
+    first = 0.6 * math.log(3 * 0.6) + 0.4 * math.log(3 * 0.2)
+    second = 6 / 7 * math.log(3 * 3 / 7) + 1 / 7 * math.log(3 / 7)
+    assert tilt.kl == pytest.approx((first + second) / 2)
+    assert tilt.gain == pytest.approx((0.6 + 6 / 7 - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("score", "few"),
+    [
+        (lambda rng: rng.gauss(0, 1), False),
+        (lambda rng: float(rng.random() < 0.3), True),
+        (lambda rng: float(rng.random() < 0.01), True),
+        (lambda rng: rng.choice([0.0, 0.5, 1.0]), True),
+        (lambda rng: float(rng.randrange(20)), False),  # as a length: the best of eight is not the best there is
+        (lambda rng: -1.0 if rng.random() < 0.7 else rng.gauss(0, 1), False),  # a penalty beside a continuous score
+        (lambda rng: 7.0, True),
+    ],
+)
+@pytest.mark.parametrize("each", [4, 8])
+def test_few_values(score, few, each) -> None:
+    rng = random.Random(0)
+    groups = [prompt for prompt in range(60) for _ in range(each)]
+    assert has_few_values([score(rng) for _ in groups], groups) == few

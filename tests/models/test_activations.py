@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_kl.models import activations
 from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
-from rlhf_kl.models.recompute import enable_recompute, recomputing
+from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 
 ROWS, LENGTH = 4, 32

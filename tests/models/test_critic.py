@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlhf_kl.models.critic import FeatureCritic
-from rlhf_kl.processes import Processes
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.optim import adamw, set_learning_rate
 
@@ -13,7 +13,7 @@ def fit(critic: FeatureCritic, features: torch.Tensor, returns: torch.Tensor, up
     optimizer = adamw(critic, 1.0, 0.0, critic, 1e-3)
     set_learning_rate(optimizer, 1.0)  # the policy's: the critic keeps its own
     for step in range(updates):
-        result = fit_critic(critic, optimizer, features, returns, epochs=10, seed=0, step=step, processes=Processes())
+        result = fit_critic(critic, optimizer, features, returns, epochs=10, seed=0, step=step, ranks=Ranks())
     return result
 
 

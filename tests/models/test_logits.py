@@ -20,8 +20,8 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, exact_kl_now, exact_kl_of, measure, respond
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.trainers.objectives import Targets, ppo_losses
-from rlhf_kl.trainers.sft import TextObjective
+from rlhf_kl.trainers.objectives import Targets, Tokens, ppo_losses
+from rlhf_kl.trainers.tasks import TextTask
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
 
 Make = Callable[..., Any]
@@ -135,15 +135,15 @@ def training(world: World) -> list[Tensor]:
 
     def use(logits: Logits, hidden: Tensor) -> Any:
         values = world.model.value(rows, hidden)
-        targets = Targets(advantages, torch.ones_like(advantages), returns, 0.7)
-        return ppo_losses(rollout, targets, rows, logits, values, config, world.reference.logits)
+        tokens = Tokens.of(rollout, Targets(advantages, torch.ones_like(advantages), returns, 0.7))
+        return ppo_losses(tokens, rows, logits, values, config, world.reference.logits)
 
     losses = world.model.policy.states(rows, use)
     return [*(x.detach() for x in losses), world.gradient(losses.policy + losses.value)]
 
 
 def fine_tuning(world: World) -> list[Tensor]:
-    loss, _ = TextObjective(world.model.policy, world.letters, TEXTS, None).loss([0, 1, 2, 3])
+    loss, _ = TextTask(world.model.policy, world.letters, TEXTS).loss([0, 1, 2, 3])
     return [loss.detach(), world.gradient(loss)]
 
 

@@ -21,7 +21,7 @@ from rlhf_kl.rollout.collect import Assessor, exact_kl_now, measure, respond, re
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.checks import check_start, padding_gap
-from rlhf_kl.trainers.objectives import Losses, Targets, ppo_losses
+from rlhf_kl.trainers.objectives import Losses, Targets, Tokens, ppo_losses
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
 
 Make = Callable[..., Any]
@@ -119,10 +119,10 @@ def test_sampler_scoring_and_training_agree_in_float32(
     rows = rollout.layout.pack(range(len(rollout)))
     zeros, config = torch.zeros(rollout.mask.shape), TrainConfig.model_validate({"rollout": {"temperature": 0.8}})
 
-    targets = Targets(zeros, torch.ones_like(zeros), zeros, 0.0)
+    tokens = Tokens.of(rollout, Targets(zeros, torch.ones_like(zeros), zeros, 0.0))
 
     def first(logits: Any, _: Tensor) -> Losses:
-        return ppo_losses(rollout, targets, rows, logits, None, config, states.logits)
+        return ppo_losses(tokens, rows, logits, None, config, states.logits)
 
     losses = lm.states(rows, first)
     assert float(losses.max_logratio) < 1e-3

@@ -7,8 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import TransformersLM
-from rlhf_kl.models.recompute import enable_recompute, recomputing
+from rlhf_kl.models.lm import TransformersLM, enable_recompute, recomputing
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import cache_utils
 
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.ops import packing
@@ -22,6 +23,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**GATED, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
     "opt": {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16},
 }
+if hasattr(cache_utils, "LinearAttentionLayer"):  # these read whole rows
+    FAMILIES["qwen3_5_text"] = {
+        **GATED,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        **{f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")},
+        **{f"linear_num_{name}_heads": 2 for name in ("key", "value")},
+    }
+    mamba = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_head": 8, "mamba_d_state": 8}
+    FAMILIES["falcon_h1"] = {**GATED, "head_dim": 8, **mamba}
 PROMPTS = (9, 9, 6, 6, 6, 9)  # tokens; rows with as many have the same prompt
 RESPONSES = (5, 1, 3, 2, 5, 4)
 
@@ -110,6 +121,26 @@ def test_prompts_are_shared_only_where_that_spares_enough() -> None:
     assert shared.prompts is not None
     assert shared.prompts.ids.shape == (1, 9)
     assert shared.ids.shape == (3, 4)
+
+
+class Counted(tuple[int, ...]):
+    """A prompt that counts how often it is hashed, which takes long for a long one."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        Counted.hashed += 1
+        return super().__hash__()
+
+
+def test_prompts_are_hashed_a_few_times_not_once_for_each_pair_of_rows() -> None:
+    rows = 64
+    batch = Layout(torch.ones(rows, 9, dtype=torch.long), 4, torch.full((rows,), 4), torch.full((rows,), 5))
+    batch.__dict__["prompt_tokens"] = [Counted(prompt) for prompt in batch.prompt_tokens]
+    for _ in range(3):
+        (packed,) = batch.passes(range(rows), most_rows=rows, most_tokens=9999)
+        assert packed.prompts is not None
+    assert rows <= Counted.hashed <= 10 * rows
 
 
 def test_a_shared_pass_keeps_to_its_limits() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 
 from rlhf_kl.models.text import decode_responses, encode, encode_all, pad, position_ids
 
@@ -11,20 +13,17 @@ from rlhf_kl.models.text import decode_responses, encode, encode_all, pad, posit
 def test_bos_stands_in_front_exactly_once(letters: Any) -> None:
     assert encode(letters, "abc") == [1, 3, 4, 5]
     assert encode(letters, "abc", bos=False) == [3, 4, 5]
-    already = {"input_ids": [1, 3]}
-    assert encode(_Fixed(already), "<bos>a") == [1, 3]
+    assert encode(letters, "<bos>a") == encode(letters, "<bos>a", bos=True) == [1, 3]
 
 
-class _Fixed:
-    """A tokenizer that puts bos in front by itself."""
-
-    bos_token_id = 1
-
-    def __init__(self, answer: dict[str, list[int]]) -> None:
-        self.answer = answer
-
-    def __call__(self, *_: Any, **__: Any) -> dict[str, list[int]]:
-        return self.answer
+def test_bos_stands_only_where_the_tokenizers_own_call_puts_it(letters: Any) -> None:
+    """Those of GPT-2 and Pythia have a bos, and add none."""
+    bare = copy.deepcopy(letters)
+    bare.backend_tokenizer.post_processor = processors.Sequence([])
+    for tokenizer in (letters, bare):
+        assert encode(tokenizer, "ab") == tokenizer("ab")["input_ids"]
+    assert encode(bare, "ab") == [3, 4]
+    assert encode(bare, "ab", bos=True) == [1, 3, 4]
 
 
 def test_many_texts_are_encoded_as_one_by_one(letters: Any) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rlhf_kl.models.load import load_tokenizer
+from rlhf_kl.models.scratch import train_tokenizer
 from rlhf_kl.models.text import encode
-from rlhf_kl.models.tokenizer import train_tokenizer
 
 TEXTS = ["the room was clean", "the food was cold", "the room was cold and the food was clean"] * 5
 

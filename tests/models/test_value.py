@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
 from rlhf_kl.models.load import load_reward_model
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.value import (
     ActorCritic,
+    FeatureCritic,
     HeadValue,
     SeparateValue,
     freeze,

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.ops.advantages import gae, grpo, rloo
-from rlhf_kl.ops.kl import estimate_kl
+from rlhf_kl.ops.kl import estimate_kl, kl_of_next_states, shape_rewards
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss
 from rlhf_kl.ops.masked import whiten
-from rlhf_kl.ops.reward_shaping import kl_of_next_states, shape_rewards
 
 VOCABULARY, BETA = 7, 0.3
 

@@ -51,19 +51,3 @@ def test_whitening_without_centring_only_scales() -> None:
 def test_a_constant_is_whitened_to_zero_and_stays_finite() -> None:
     white, _ = whiten(torch.full_like(X, 3.0), MASK)
     assert torch.equal(white, torch.zeros_like(X))
-
-
-def test_halves_with_a_reduction_give_the_figures_of_the_whole() -> None:
-    """Two processes, each with a row: sums are added before anything is divided."""
-    partner = {}
-
-    def other(row: int) -> None:
-        def keep(totals: torch.Tensor) -> torch.Tensor:
-            partner[row] = totals
-            return totals
-
-        masked_mean(X[row : row + 1], MASK[row : row + 1], reduce=keep)
-
-    other(0)
-    mean = masked_mean(X[1:], MASK[1:], reduce=lambda totals: totals + partner[0])
-    assert float(mean) == 2.5  # the mean of the rows' own means would be 3

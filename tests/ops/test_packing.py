@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_kl.ops.packing import Layout, group_lengths, pack_last, text_layout
+from rlhf_kl.ops.packing import Layout, group_lengths, pack_last, split_groups, text_layout
 
 PROMPTS = [[11, 12], [21, 22, 23], [31]]
 RESPONSES = [[13, 14, 15], [24], [32, 33]]
@@ -108,3 +108,9 @@ def test_groups_are_the_cheapest_there_are(lengths: list[int], rows: int, tokens
 @pytest.mark.parametrize(("overhead", "count"), [(0, 3), (1000, 1)])
 def test_a_dear_pass_is_worth_more_padding(overhead: int, count: int) -> None:
     assert len(group_lengths([3, 9, 27], most_rows=9, most_tokens=1000, overhead=overhead)) == count
+
+
+def test_groups_are_halved_until_there_are_enough() -> None:
+    assert split_groups([[1], [2, 3, 4]], 2) == [[1], [2, 3, 4]]
+    split = split_groups([[1], [2, 3, 4]], 4)
+    assert sorted(split) == [[1], [2], [3], [4]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_kl.ops.advantages import gae
-from rlhf_kl.ops.reward_shaping import kl_of_next_states, last_token, shape_rewards
+from rlhf_kl.ops.kl import kl_of_next_states, last_token, shape_rewards
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
 KL = torch.tensor([[0.1, 0.2, 0.3], [0.4, 9.0, 9.0], [9.0, 9.0, 9.0]])

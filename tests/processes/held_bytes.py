@@ -38,7 +38,7 @@ if __name__ == "__main__":
         parts = build_parts(config, make_accelerator(config.run, group=True), display)
         tokens = max(map(len, parts.prompts.rows)) + config.rollout.max_new_tokens
         estimate = estimate_memory(config, parts, tokens, processes.count)
-        training = prepare_training(config, parts, display, processes=processes)
+        training = prepare_training(config, parts, display, ranks=processes)
         training.trainer.update(1)
         found = {"held": bytes_of_tensors() - before, "world": processes.count, **asdict(estimate)}
         Path(f"{sys.argv[2]}.{processes.index}").write_text(json.dumps(found))

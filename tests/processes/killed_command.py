@@ -1,4 +1,4 @@
-"""Runs one command line in every process of a group; some of them kill themselves at a moment of update 3 or 4."""
+"""Runs one command line in every process of a group; some kill or stop themselves at a moment of update 3 or 4."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_kl.trainers.ppo import PPOTrainer
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which call
     "rollout": (Sampler, "__call__", 3),
-    "update": (PPOTrainer, "minibatch", 6),  # two minibatches in each update
+    "update": (PPOTrainer, "backward", 6),  # two minibatches in each update
     "checkpoint": (record.Recorder, "_write", 2),
 }
 
@@ -27,7 +27,7 @@ def dying(work: Callable[..., Any], fatal: int) -> Callable[..., Any]:
         nonlocal calls
         calls += 1
         if calls == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[os.environ.get("ENDED_BY", "SIGKILL")])
         return work(*arguments)
 
     return call

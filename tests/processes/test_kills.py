@@ -80,3 +80,17 @@ def test_a_killed_group_ends_and_its_run_goes_on(
         for a, b in zip(before, after, strict=True):
             assert b["kl/token"] == pytest.approx(a["kl/token"], rel=2e-3, abs=2e-5)
             assert b["kl/coef"] == pytest.approx(a["kl/coef"], rel=2e-3)
+
+
+@pytest.mark.parametrize(("rank", "moment"), [("1", "rollout"), ("0", "update"), ("1", "checkpoint")])
+def test_a_stopped_process_is_not_waited_for_forever(
+    launch: Launch, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, moment: str
+) -> None:
+    monkeypatch.setenv("ENDED_BY", "SIGSTOP")
+    worker = Path(__file__).with_name("killed_command.py")
+    words = [*words_of(config, tmp_path / "run", 2, False), "--set", "run.wait_minutes=0.1"]
+    process = launch([worker, rank, moment, *words])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0, output
+    line = "error: another process of the group has not answered for 0.1 minutes (run.wait_minutes)"
+    assert output.count(line) == 1, output

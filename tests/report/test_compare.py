@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.compare import Comparison, read_comparison
-from rlhf_kl.report.pages.compare import compare_page
+from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
+from rlhf_kl.report.frontier import frontier_charts
+from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
 
 Grid = Callable[..., Comparison]
@@ -112,3 +113,28 @@ def test_runs_that_have_only_begun(write_run: Callable[..., Path], metrics_rows:
     assert [variant.held for variant in comparison.variants] == [None, None]
     assert "begun: unfinished: 0 of 60 updates" in comparison.notes
     assert compare_page(comparison, "early", judge(comparison)).count("<svg") >= 4
+
+
+def test_a_curve_over_seeds_ends_where_the_shortest_does(grid: Grid) -> None:
+    variant = grid({"a": ("adaptive", 0.2, 0.1)}, seeds=2, updates={1: 40}).variants[0]
+    x, mean, low, high = variant.series("kl/token")
+    assert (x[-1], mean[-1]) == (40.0, pytest.approx(0.1005))
+    assert high[-1] - low[-1] == pytest.approx(2 * 0.001 / math.sqrt(2))
+
+
+def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> None:
+    """Means 1, 2.9, 3, 0; standard deviations (n - 1) 0.14, 0.42, 0.14, 0.14."""
+    paths = []
+    for target, golds in {0.05: (0.9, 1.1), 0.1: (2.6, 3.2), 0.2: (2.9, 3.1), 0.4: (-0.1, 0.1)}.items():
+        for seed, gold in enumerate(golds):
+            rows = [row | {"objective/gold": gold} for row in metrics_rows([target] * 30, target=target)]
+            config = {"run": {"seed": seed}, "kl": {"target": target}}
+            paths.append(write_run(f"target-{target}-s{seed}", rows, config=config))
+    comparison = read_comparison(paths)
+    assert comparison.best_target == BestTarget(0.2, 3.0, lowest=0.1, highest=0.2)
+    assert (
+        "The gold score is highest at a target of 0.2 nats per token (3.0); targets from 0.1 to 0.2 are within one "
+        "standard deviation of that."
+    ) in judge(comparison)
+    assert "targets" in [chart.slug for chart in frontier_charts(comparison)]
+    assert read_comparison(paths[2:6]).best_target is None  # two targets are no sweep

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,11 @@ from rlhf_kl.report.control import (
     peak,
     ratios,
     settled,
+    smooth,
     tail,
     tail_error,
     time_in_band,
+    worth,
 )
 
 
@@ -33,6 +36,21 @@ def test_a_kl_that_was_not_finite_is_infinitely_far_off() -> None:
 def test_the_closing_evaluation_is_no_update() -> None:
     assert is_update({"step": 3, "kl/error": None})
     assert not is_update({"step": 4, "eval/perplexity": 3.0})
+
+
+def row(scores: float | None, kl: float, coef: float, target: float = 1.0) -> dict[str, Any]:
+    shaped = math.nan if scores is None else scores
+    reward = {"objective/scores_shaped": shaped, "objective/rlhf_reward": shaped - coef * kl}
+    return reward | {"kl/sequence": kl, "kl/error": kl / target - 1.0}
+
+
+def test_the_best_row_is_chosen_by_a_figure_that_all_rows_share() -> None:
+    """Where beta falls, score less beta times KL rises by itself."""
+    rows = [row(1.0, 0.9, coef=1.0), row(1.2, 1.2, coef=0.5), row(1.1, 1.1, coef=0.01), row(2.0, 1.3, coef=0.01)]
+    assert [worth(each, None) for each in rows] == [1.0, 1.2, 1.1, -math.inf]
+    assert worth({"objective/scores_shaped": 1.0, "kl/error": None}, None) == -math.inf
+    assert [worth(each, 1.0) for each in rows] == pytest.approx([0.1, 0.0, 0.0, 0.7])
+    assert math.isnan(worth(row(None, 0.5, coef=1.0), None))
 
 
 def test_how_quiet_beta_is_in_the_second_half() -> None:
@@ -65,3 +83,9 @@ def test_settled() -> None:
     assert settled([1.0] * 40) is True
     assert settled([0.0] * 20 + [1.0, 1.2] * 10) is True
     assert settled([1.0, 1.1, 1.0]) is None
+
+
+def test_smoothing_keeps_a_line_and_its_length() -> None:
+    line = [float(i) for i in range(9)]
+    assert smooth(line) == pytest.approx([1.0, 1.5, *line[2:-2], 6.5, 7.0])
+    assert smooth([]) == []

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,23 +61,12 @@ def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows
     with (folder / "samples.jsonl").open("a") as file:
         file.write('{"step"')
     run = read_run(folder)
-    assert len(run.updates) == 12
+    assert (len(run.updates), run.samples) == (12, [])
     assert run.notes == [
-        "the last line of metrics.jsonl is cut off and left out",
-        "the last line of samples.jsonl is cut off and left out",
         "unfinished: 12 of 60 updates",
-        "no evaluation: held-out perplexity is unknown",
+        "fewer than two evaluations: the cost in perplexity is unknown",
     ]
     assert run.figures.perplexity is None
-
-
-def test_a_whole_last_line_without_its_break_counts(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
-    folder = write_run("whole", metrics_rows([0.1] * 3))
-    path = folder / "metrics.jsonl"
-    path.write_text(path.read_text().rstrip("\n"))
-    run = read_run(folder)
-    assert (len(run.updates), len(run.evaluations)) == (3, 2)
-    assert run.notes == ["unfinished: 3 of 60 updates"]
 
 
 def test_damage_in_the_middle_is_an_error(write_run: Callable[..., Path]) -> None:
@@ -85,15 +74,6 @@ def test_damage_in_the_middle_is_an_error(write_run: Callable[..., Path]) -> Non
     (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(InputError, match="line 2 is not a JSON object"):
         read_run(folder)
-
-
-def test_missing_updates_and_one_evaluation_have_notes(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
-    rows = [row for row in metrics_rows([0.1] * 9) if row["step"] not in (4, 10)]
-    assert read_run(write_run("gap", rows)).notes == [
-        "unfinished: 8 of 60 updates",
-        "updates are missing in between: 8 rows up to update 9",
-        "only one evaluation: the cost in perplexity is unknown",
-    ]
 
 
 def test_a_run_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
@@ -127,9 +107,11 @@ def test_models_that_are_gone_do_not_matter(write_run: Callable[..., Path]) -> N
     assert run.config.policy.model == "/gone/model"
 
 
-def test_a_damaged_summary_has_a_note(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
-    folder = write_run("half", metrics_rows([0.1] * 60), config=SIXTY)
-    (folder / "summary.json").write_text(json.dumps({"run": "half"})[:-3])
-    run = read_run(folder)
-    assert run.status == "unfinished"
-    assert "summary.json cannot be read" in run.notes
+def test_gold_turns_over_where_its_parabola_does(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    """Gold is 0.5 d - 0.1 d^2 with d = sqrt(2 KL): highest at d = 2.5."""
+    run = read_run(write_run("run", metrics_rows([0.005 * i for i in range(60)])))
+    root_kl, score, gold = max(run.gains_by_kl(), key=lambda point: point[2])
+    assert math.sqrt(2) * root_kl == pytest.approx(2.5, rel=0.03)
+    assert score == pytest.approx(2.5, rel=0.03)
+    assert gold == pytest.approx(0.625, rel=0.01)
+    assert read_run(write_run("other", metrics_rows([0.1] * 20, gold=False))).gains_by_kl() == []

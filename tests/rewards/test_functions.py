@@ -59,7 +59,8 @@ def test_whatever_it_raises_is_told() -> None:
     def broken(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         return [1 / 0 for _ in responses]
 
-    assert "raised ZeroDivisionError: division by zero" in problem(broken)
+    line = broken.__code__.co_firstlineno + 1
+    assert f"raised ZeroDivisionError: division by zero (test_functions.py:{line})" in problem(broken)
     assert "raised TypeError" in problem(lambda responses: [1.0])
 
 
@@ -74,7 +75,7 @@ def test_a_function_or_class_that_exits_does_not_end_the_program() -> None:
             sys.exit(3)
 
     for function in (leaves, PluginReward(leaves, {}, 5.0)):
-        assert f"raised SystemExit: 3 on the response {RESPONSES[1]!r} to the prompt" in problem(function)
+        assert "raised SystemExit: 3 (test_functions.py:" in problem(function)
     with pytest.raises(InputError, match="reward Leaves: cannot be created: raised SystemExit: 3"):
         PluginReward(Leaves, {})
 

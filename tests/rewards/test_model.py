@@ -141,7 +141,7 @@ def test_a_chat_format_reads_every_turn(tiny_reward_folder: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
     scorer = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer, form=TextFormat(chat=True))
     said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
-    assert scorer.encode([said, "d"], ["ab", "a"]) == [[1, 3, 2, 4, 2, 5, 2, 3, 4, 2], [1, 6, 2, 3, 2]]
+    assert scorer.encode([said, "d"], ["ab", "a"]) == [[3, 2, 4, 2, 5, 2, 3, 4, 2], [6, 2, 3, 2]]
 
 
 def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, letters: Any) -> None:

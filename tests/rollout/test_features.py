@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.models.critic import FeatureCritic
 from rlhf_kl.models.lm import TransformersLM
-from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.models.text import decode_responses
-from rlhf_kl.models.value import ActorCritic, frozen_lm
+from rlhf_kl.models.value import ActorCritic, FeatureCritic, frozen_lm
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.collect import TokenStats, measure, response_layout
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.trainers.reward_model import initialise_head
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 Make = Callable[..., Any]

@@ -16,7 +16,6 @@ from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
 from rlhf_kl.rollout.reference_scores import (
     ReferenceSamples,
     ReferenceScores,
-    joined_samples,
     reference_responses,
     sample_prompts,
     score_samples,
@@ -68,13 +67,19 @@ def test_constant_scores_buy_nothing() -> None:
 # ---- drawing and scoring ----
 
 
-def test_a_prompt_gets_many_samples_and_prompts_come_once() -> None:
-    groups = sample_prompts(10, 96, seed=0)
-    assert len(groups) == 96
-    assert [len(set(groups[i : i + 32])) for i in (0, 32, 64)] == [1, 1, 1]
-    assert len(set(groups)) == 3
-    assert sample_prompts(10, 96, seed=0) == groups != sample_prompts(10, 96, seed=1)
-    assert sample_prompts(10, 5, seed=0) == [groups[0]] * 5
+def test_many_prompts_get_a_few_samples_each_and_come_once() -> None:
+    groups = sample_prompts(1000, 480, seed=0)
+    assert Counter(Counter(groups).values()) == {8: 60}
+    assert Counter(Counter(sample_prompts(1000, 1024, seed=0)).values()) == {8: 128}
+    assert set(Counter(sample_prompts(1000, 128, seed=0)).values()) == {2, 3}
+    assert Counter(Counter(sample_prompts(10, 480, seed=0)).values()) == {48: 10}
+    assert sample_prompts(1000, 480, seed=0) == groups != sample_prompts(1000, 480, seed=1)
+
+
+def test_a_second_round_has_other_prompts_as_far_as_they_reach() -> None:
+    rounds = [set(sample_prompts(150, 480, 0, number)) for number in range(3)]
+    assert not rounds[0] & rounds[1]
+    assert len(set.union(*rounds)) == 150
 
 
 @pytest.mark.parametrize("samples", [2, 31, 33, 100, 320, 1024])
@@ -85,8 +90,7 @@ def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int)
     assert set(groups) <= set(range(prompts))
     sizes = Counter(groups).values()
     assert max(sizes) - min(sizes) <= 1
-    if samples >= 64 and prompts >= samples // 32:
-        assert 32 <= min(sizes) <= max(sizes) <= 48
+    assert len(sizes) == min(prompts, max(samples // 8, min(60, samples // 2)))
 
 
 def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Callable[..., Any], letters: Any) -> None:
@@ -112,7 +116,7 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Ca
     failed = score_samples(drawn(), groups, count, "count", lambda p, r: [1.0])
     assert failed.gold is None
     assert "reward gold: returned 1 scores for 3 responses" in str(failed.gold_failure)
-    both = joined_samples([samples, failed], "count", 14)
+    both = ReferenceSamples.concat([samples, failed])
     assert (both.gold, both.gold_failure) == (None, failed.gold_failure)
 
 
@@ -139,8 +143,9 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     coef, note = gaussian.solve(0.5)
     assert coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
     assert note == ""
-    with pytest.raises(InputError, match="coef: auto fails: within a prompt"):
-        ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
+    coef, note = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
+    assert coef == 0.1
+    assert "equal scores" in note
 
 
 def test_the_error_of_the_mean_is_that_of_its_prompts() -> None:

@@ -76,9 +76,9 @@ def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
 def test_the_state_of_another_version_is_refused_but_not_its_weights(tmp_path: Path, number: int | None) -> None:
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     saved = save(tmp_path, 5, model)
-    state = {"step": 5} if number is None else {"format": number, "step": 5}
+    state = {"step": 5, "environment": {"rlhf_kl": "0.1.0"}} | ({} if number is None else {"format": number})
     (saved.path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(InputError, match="step-000005: written by another version"):
+    with pytest.raises(InputError, match=r"step-000005: written by another version of rlhf-kl \(0\.1\.0\)"):
         saved.state()
     saved.load_model(other)
     assert torch.equal(other.weight, model.weight)

@@ -14,7 +14,7 @@ from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import check_plugins
 from rlhf_kl.errors import InputError
 
-MODULES = ("bench_control", "control", "shrinking_reward")
+MODULES = ("bench_control", "control", "stress_rewards")
 PATH = Path(__file__).parents[2] / "scripts" / "bench_control.py"
 
 
@@ -125,7 +125,7 @@ def test_goals_are_missed_one_by_one(
     planned = plan(bench, tmp_path, ["adaptive"])["adaptive"][0]
     write_run(planned, ratios, cut)
     results, _ = bench.read_results({"adaptive": [planned]})
-    goals = importlib.import_module("control.goals")
+    goals = importlib.import_module("control.results")
     lines = bench.goal_lines(results["adaptive"], 1)
     wrong = [line.split(maxsplit=1)[1] for line in lines if "MISSED" in line]
     assert len(wrong) == len(missed)
@@ -177,6 +177,7 @@ def test_chart_names_each_starting_beta_once_and_tells_a_peak_beyond_its_top(ben
 # ---- stress rows
 
 
+@pytest.mark.slow
 def test_stress_stands_for_its_rows_each_with_three_seeds(bench: ModuleType, tmp_path: Path, real: Path) -> None:
     rows = plan(bench, tmp_path, ["stress"], real=real)
     assert rows.keys() == {row for row in plan(bench, tmp_path, ["all"]) if row.startswith("stress-")}
@@ -326,9 +327,9 @@ def test_stress_goals_leave_out_what_no_constant_beta_holds(
 
 
 def test_the_shrinking_reward_counts_responses_and_keeps_its_count(bench: ModuleType) -> None:
-    from rlhf_kl.builtin.world import gold_scores
+    from rlhf_kl.builtin.gold import gold_scores
 
-    reward = importlib.import_module("shrinking_reward").ShrinkingReward
+    reward = importlib.import_module("stress_rewards").ShrinkingReward
     prompts = ["We stayed at the harbour hotel last weekend ."] * 2
     responses = ["The room was clean and cosy . We will come back soon .", "The room was damp . We will never return ."]
     full = gold_scores(prompts, responses)

@@ -8,21 +8,27 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_kl.run.run_folder import RunFolder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PEER = """
 import argparse, json
 p = argparse.ArgumentParser()
-for name in ("method", "policy", "reward", "prompts", "column", "output-dir"):
+for name in ("method", "policy", "reward", "prompts", "column", "dtype"):
     p.add_argument("--" + name)
-for name in ("updates", "batch", "group", "iterations", "max-new-tokens", "seed"):
+for name in ("updates", "batch", "group", "minibatches", "max-new-tokens", "seed"):
     p.add_argument("--" + name, type=int)
 for name in ("beta", "learning-rate"):
     p.add_argument("--" + name, type=float)
 a = p.parse_args()
-curve = [{"t": 2.0 * i, "score": float(i), "kl_token": 0.03 * a.beta ** -0.5} for i in range(1, a.updates + 1)]
+assert (a.batch, a.minibatches, a.dtype) == (8, 4, "bfloat16"), a
+curve = [{"seconds": 2.0 * i, "score": float(i), "kl": 0.03 * a.beta ** -0.5} for i in range(1, a.updates + 1)]
 print("loading ...")
-print("RESULT " + json.dumps({"curve": curve, "median_update_s": 2.0, "peak_rss_mb": 512.0}))
+print(json.dumps({"curve": curve, "median_update_s": 2.0, "peak_rss_mb": 512.0}))
 """
 
 
@@ -51,40 +57,72 @@ def test_the_table_counts_the_runs_that_never_reached_the_score(groups: ModuleTy
     slow = groups.Run([float(i) for i in range(1, 11)], [1.0] * 10, 0.1, 8.0, 300.0)
     fast = groups.Run([float(i) for i in range(1, 11)], [3.0] * 10, 0.2, 8.0, 300.0)
     lines = groups.table({"gae": [slow, fast], "TRL grpo": [slow]}, 2.5).splitlines()
-    assert " ".join(lines[1].split()) == "gae not reached 1 of 2 2.00 (1.41) 0.150 (0.071) 8.0 (0.0) 300 (0)"
-    assert " ".join(lines[2].split()) == "TRL grpo not reached 0 of 1 1.00 0.100 8.0 300"
+    assert " ".join(lines[1].split()) == "gae 8 300 (0) 0.150 (0.071) 2.00 (1.41) not reached 1 of 2"
+    assert " ".join(lines[2].split()) == "TRL grpo 8 300 0.100 1.00 not reached 0 of 1"
+    lines = groups.table({"gae": [slow, fast], "TRL grpo": [slow]}, None).splitlines()
+    assert [" ".join(line.split()) for line in lines[1:]] == ["gae 8 300 (0) 0.150 (0.071)", "TRL grpo 8 300 0.100"]
 
 
+@pytest.mark.slow
 def test_the_peers_beta_is_searched_for_and_each_side_runs(
     groups: ModuleType,
     tmp_path: Path,
     tiny_folder: Path,
     tiny_reward_folder: Path,
     tiny_data: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A stub whose KL is 0.03 / sqrt(beta): 0.1 at beta 0.09; from 0.3 on two runs, the second by that power."""
-    (tmp_path / "peer.py").write_text(PEER)
+    """A stub whose KL is 0.03 / sqrt(beta): 0.1 at beta 0.09; from 0.3 on three runs, the last by that power."""
+    (tmp_path / "scripts").mkdir()
+    peer = tmp_path / "scripts" / "peer_trl.py"
+    peer.write_text(PEER)
+    monkeypatch.setattr(groups, "ROOT", tmp_path)
     where = [
-        str(tmp_path / "out"),
-        *("--peer-python", sys.executable, "--peer-script", str(tmp_path / "peer.py")),
-        *("--policy", str(tiny_folder), "--reward", str(tiny_reward_folder)),
-        *("--prompts", str(tiny_data.prompts), "--batch", "8", "--updates", "6", "--max-new-tokens", "4"),
+        *(str(tmp_path / "out"), "--peer-python", sys.executable, "--dtype", "bfloat16"),
+        *("--batch", "8", "--updates", "6", "--max-new-tokens", "4"),
     ]
+
+    def make(args: SimpleNamespace) -> None:
+        args.policy, args.reward, args.prompts = str(tiny_folder), str(tiny_reward_folder), tiny_data.prompts
+
+    monkeypatch.setattr(groups, "make_models", make)
     groups.main([*where, "--seeds", "0", "--score", "3.5", "--sides", "rloo", "TRL grpo"])
     out = capsys.readouterr().out
+    assert "TRL grpo landed near the target in 3 runs" in out
     assert "betas of TRL: grpo 0.09" in out
-    rows = {line.split("  ")[0]: line for line in out.split("betas of TRL")[1].splitlines()}
-    assert rows["TRL grpo"].split()[2:7] == ["12.0", "1", "of", "1", "5.50"]
+    assert "rloo: 0 of 1 runs landed near the target, without a search" in out  # six updates are too few
+    rows = {line.split("  ")[0]: line.split()[2:] for line in out.split("betas of TRL")[1].splitlines()}
+    assert rows["TRL grpo"] == ["2", "512", "0.100", "5.50", "12.0", "1", "of", "1"]
     assert "rloo" in rows
-    (tmp_path / "peer.py").write_text("raise SystemExit(1)")  # finished runs are used again
+    ours = RunFolder(tmp_path / "out" / "rloo-s0")
+    settings = yaml.safe_load(ours.config.read_text())
+    assert (settings["ppo"]["epochs"], settings["ppo"]["minibatch_size"]) == (1, 2)
+    assert settings["run"]["dtype"] == "bfloat16"
+    peer.write_text("raise SystemExit(1)")  # finished runs are used again
     groups.main([*where, "--seeds", "0", "--sides", "rloo", "TRL grpo"])
     with pytest.raises(SystemExit):
         groups.main([*where, "--seeds", "1", "--sides", "TRL grpo", "--betas", "grpo=0.2"])
 
 
-def test_models_come_together(groups: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        groups.main(["x", "--peer-python", "p", "--peer-script", "s", "--policy", "d"])
-    assert caught.value.code == 2
-    assert "--policy, --reward and --prompts come together" in capsys.readouterr().err
+def test_the_llama_has_43_million_parameters_and_no_score(
+    groups: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs are short, and its betas are not searched for."""
+    ran: list[tuple[str, int, int, float]] = []
+
+    def run(args: SimpleNamespace, side: str, *rest: float) -> object:
+        ran.append((side, args.batch, args.updates, rest[0]))
+        return groups.Run([1.0], [0.0], 0.0, 2.0, 300.0)
+
+    monkeypatch.setattr(groups, "random_world", lambda folder, shape, lengths: made.append((shape, lengths)))
+    monkeypatch.setattr(groups, "same_length", lambda args: None)
+    monkeypatch.setattr(groups, "our_run", run)
+    monkeypatch.setattr(groups, "peer_run", run)
+    made: list[tuple[dict[str, int], list[int]]] = []
+    groups.main([str(tmp_path), "--model", "llama", "--sides", "rloo", "TRL rloo", "--updates", "5"])
+    ((shape, _),) = made
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    assert round(sum(weight.numel() for weight in model.parameters()) / 1e6) == 43
+    assert ran == [("rloo", 32, 5, 0), ("rloo", 32, 5, 0.1), ("rloo", 32, 5, 1), ("rloo", 32, 5, 0.1)]

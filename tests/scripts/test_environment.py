@@ -92,8 +92,6 @@ def test_an_environment_that_has_everything_is_described(environment: Callable[.
     [
         ({"peft": None}, "missing: peft>=0.17\ntorch 2.9.0+cu128 stays unchanged", "torch==2.9.0+cu128\n"),
         ({"torch": "2.7.0a0+nv25", "rlhf-kl": None}, "missing: rlhf-kl\ntorch 2.7.0a0", "torch==2.7.0a0+nv25\n"),
-        ({"transformers": "4.57.1"}, "missing: transformers>=5.1,<6 (4.57.1 is here)", "torch==2.9.0+cu128\n"),
-        ({"torch": None}, "missing: torch>=2.6\ntorch is missing", ""),
     ],
 )
 def test_pip_is_asked_for_what_is_missing_but_for_another_torch(
@@ -114,7 +112,7 @@ def test_a_torch_that_is_too_old_is_not_replaced(environment: Callable[..., Path
     assert not (python.parents[1] / "asked").exists()
 
 
-@pytest.mark.parametrize("target", ["train", "test", "lint", "bench", "gpu-tldr"])
+@pytest.mark.parametrize("target", ["train", "test"])
 def test_every_target_says_what_an_environment_lacks(environment: Callable[..., Path], target: str) -> None:
     python = environment(peft=None, numpy="1.0")
     done = make(target, f"PYTHON={python}")
@@ -142,18 +140,3 @@ def test_an_environment_without_pip(environment: Callable[..., Path]) -> None:
     python = environment()
     shutil.rmtree(next(python.parents[1].glob("lib/*/site-packages/pip")))
     assert error_of(make("install", f"PYTHON={python}")).endswith("it has no pip: " + f"{python} -m ensurepip")
-
-
-def test_a_python_that_the_system_manages_is_left_alone(environment: Callable[..., Path], tmp_path: Path) -> None:
-    """As Debian marks it (PEP 668)."""
-    (tmp_path / "EXTERNALLY-MANAGED").write_text("")
-    code = (
-        "import runpy, sys, sysconfig; sys.base_prefix = sys.prefix; "
-        f"sysconfig.get_path = lambda *_: {str(tmp_path)!r}; sys.argv = sys.argv[1:]; "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    python, script = environment(peft=None), ROOT / "scripts" / "environment.py"
-    done = subprocess.run([python, "-c", code, script], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "the system manages its packages, so pip may not: make an environment that sees them" in error_of(done)
-    assert not (python.parents[1] / "asked").exists()

@@ -94,7 +94,16 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
             optimizer(model.modules) if optimizer else own,
             Rollouts(
                 Sampler(lm, prompts, letters, sampling, config.run.seed),
-                Assessor(model, states, features, reward, "reward", shaping, config.rollout.temperature),
+                Assessor(
+                    model,
+                    states,
+                    features,
+                    reward,
+                    "reward",
+                    shaping,
+                    config.rollout.temperature,
+                    config.rollout.samples_per_prompt,
+                ),
             ),
             states,
             controller or configured_controller(config.kl, config.ppo, config.rollout, 0.05),

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rlhf_kl.kl_controllers import GuardedController
-from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLForecast, KLReading
+from rlhf_kl.ops.masked import Mean
+from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLForecast
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.ppo import PPOTrainer
 
@@ -36,16 +37,16 @@ class Point:
         assert second == pytest.approx(-first)  # all tensors move together
         return first
 
-    def read(self, rollout: Any = None) -> KLReading:
+    def read(self, rollout: Any = None) -> Mean:
         self.measured += 1
-        return KLReading(self.law(self.place), self.stderr)
+        return Mean(self.law(self.place), self.stderr)
 
     def ceiling(self, limit: float | None, *, measures: bool = False, reference: bool = True) -> Ceiling:
         origin = (lambda: [torch.zeros(1), torch.zeros(2)]) if reference else None
         return Ceiling(self.parameters, origin, self.read, limit=limit, measures=measures)
 
     def shorten(self, limit: float, *, reference: bool = True) -> CeilingResult:
-        start = KLReading(self.law(float(self.before[0][0])), self.stderr)
+        start = Mean(self.law(float(self.before[0][0])), self.stderr)
         return self.ceiling(limit, reference=reference).hold(None, self.before, start)  # type: ignore[arg-type]
 
 
@@ -69,6 +70,14 @@ def test_an_update_that_would_cross_is_kept_as_far_as_it_may_go(end: float, stde
     longest = ((1.0 - stderr) ** 0.5 - 0.1) / (end - 0.1)
     assert longest - result.factor < 2**-5
     assert not result.pulled_back
+
+
+@pytest.mark.parametrize("start", [0.5, 2.0])  # below and above the limit
+def test_weights_that_are_no_numbers_are_undone(start: float) -> None:
+    weight = nn.Parameter(torch.tensor([math.nan]))
+    ceiling = Ceiling([weight], None, lambda _: Mean(float(weight.detach()) ** 2, 0.0), limit=1.0, measures=False)
+    result = ceiling.hold(None, [torch.tensor([start])], Mean(start**2, 0.0))  # type: ignore[arg-type]
+    assert (result.factor, result.kl_after, weight.item()) == (0.0, start**2, start)
 
 
 def test_nothing_is_kept_where_even_a_little_crosses() -> None:
@@ -168,14 +177,14 @@ def test_a_ceiling_goes_on_from_its_state() -> None:
         point = Point(0.0, 0.5)
         first = point.ceiling(1.0)
         before = [torch.tensor([0.0]), torch.tensor([0.0, 0.0])]
-        first.hold(None, before, KLReading(0.0, 0.0))  # type: ignore[arg-type]
+        first.hold(None, before, Mean(0.0, 0.0))  # type: ignore[arg-type]
         other = point.ceiling(1.0)
         other.load_state_dict(first.state_dict())
         with torch.no_grad():
             for p in point.parameters:
                 p.mul_(8)
         ceiling = other if resumed else first
-        kept.append(ceiling.hold(None, before, KLReading(0.75, 0.0)))  # type: ignore[arg-type]
+        kept.append(ceiling.hold(None, before, Mean(0.75, 0.0)))  # type: ignore[arg-type]
         assert 2.0 < ceiling.forecast.gain < 3.0
     assert kept[0] == kept[1]
     assert 0.75 < kept[0].kl_after <= 0.75 + 0.25 / 2.0
@@ -186,7 +195,7 @@ def test_without_a_limit_the_kl_is_measured_for_who_uses_it(measures: bool) -> N
     point = Point(0.1, 0.9)
     ceiling = point.ceiling(None, measures=measures)
     assert ceiling.snapshot() == []
-    result = ceiling.hold(None, [], KLReading(0.5, 0.0))  # type: ignore[arg-type]
+    result = ceiling.hold(None, [], Mean(0.5, 0.0))  # type: ignore[arg-type]
     assert (result.factor, result.kl_before) == (1.0, 0.5)
     assert result.kl_after == pytest.approx(0.81 if measures else math.nan, nan_ok=True)
     assert point.measured == measures

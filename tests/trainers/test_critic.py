@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.models.critic import FeatureCritic
-from rlhf_kl.processes import Processes
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.optim import adamw
@@ -39,7 +39,7 @@ def test_the_critic_learns_the_returns(make_trainer: Make, new_model: Make) -> N
     shaping = ScoreShaping(mean=4.8, std=2.0)
     ppo = {"critic_learning_rate": 1e-2}
     trainer = with_critic(make_trainer, new_model, reward=of_prompt, shaping=shaping, ppo=ppo)
-    explained = [trainer.update(step).losses["value/explained_variance"] for step in range(1, 13)]
+    explained = [trainer.update(step).stats.row["value/explained_variance"] for step in range(1, 13)]
     assert explained[0] == pytest.approx(0.0, abs=1e-6)
     assert sum(explained[-6:]) / 6 > 0.35
 
@@ -59,7 +59,7 @@ def test_a_critic_is_fitted_after_its_values_were_used(make_trainer: Make, new_m
 def test_a_warm_up_trains_the_critic_only(make_trainer: Make, new_model: Make) -> None:
     trainer = with_critic(make_trainer, new_model, ppo={"value_warmup": 1})
     policy, value = weights(trainer.model.policy.module), weights(trainer.model.critic)
-    row = trainer.update(1).losses
+    row = trainer.update(1).stats.row
     assert row["policy/epochs"] == 0
     assert math.isnan(row["policy/logratio_first_max"])  # no pass of the policy
     assert math.isfinite(row["value/loss"])
@@ -86,7 +86,7 @@ def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make, new_
 
 def fit(critic: FeatureCritic, features: Tensor, returns: Tensor, epochs: int = 1, step: int = 1) -> tuple[float, bool]:
     optimizer = adamw(torch.nn.ModuleDict({"critic": critic}), 0.0, 0.0, critic, 1e-2)
-    return fit_critic(critic, optimizer, features, returns, epochs=epochs, seed=0, step=step, processes=Processes())
+    return fit_critic(critic, optimizer, features, returns, epochs=epochs, seed=0, step=step, ranks=Ranks())
 
 
 def test_the_loss_is_that_of_before_the_fit() -> None:
@@ -96,7 +96,7 @@ def test_the_loss_is_that_of_before_the_fit() -> None:
     assert fit(critic, features, torch.full((3,), 3.0), epochs=0) == (0.0, True)
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
     loss, finite = fit_critic(
-        critic, optimizer, features, torch.full((3,), 3.0), epochs=2, seed=0, step=1, processes=Processes()
+        critic, optimizer, features, torch.full((3,), 3.0), epochs=2, seed=0, step=1, ranks=Ranks()
     )
     assert (loss, finite) == (pytest.approx(16.0), True)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rlhf_kl.errors import MemoryFull
-from rlhf_kl.trainers.guards import Microbatch, all_finite, non_finite_figure
+from rlhf_kl.rollout.collect import non_finite_figure
+from rlhf_kl.trainers.guards import Microbatch, all_finite
 from rlhf_kl.types import RolloutBatch
 
 

@@ -12,9 +12,10 @@ import torch
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.ops.logprobs import compare_distributions
+from rlhf_kl.ops.masked import mean_of_groups
+from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.alerts import KLAlerts
-from rlhf_kl.trainers.guards import NonFiniteRollout
-from rlhf_kl.trainers.metrics import failed_row, rollout_metrics, sampling_gap, token_mean_stderr, update_row
+from rlhf_kl.trainers.metrics import failed_row, rollout_metrics, sampling_gap, update_row
 from rlhf_kl.types import RolloutBatch
 
 Make = Callable[..., Any]
@@ -46,6 +47,26 @@ BATCH = RolloutBatch(
 
 def config(target: float = 0.1, unit: str = "token") -> TrainConfig:
     return TrainConfig.model_validate({"kl": {"target": target, "unit": unit, "ceiling": None}})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "size", "share"),
+    [
+        ("abcd", "wxyz", 1, 1.0),
+        ("abcd", "wwww", 1, 0.25),
+        ("aabb", "wwzz", 2, 1.0),  # two responses to each prompt, which agree
+        ("aabb", "wzww", 2, 0.75),  # w and w, z and w
+        ("aabb", "wxyz", 1, 1.0),  # a prompt that comes twice
+    ],
+)
+def test_different_texts_of_a_batch(prompts: str, responses: str, size: int, share: float) -> None:
+    zeros = torch.zeros(4, 1)
+    ids, chosen = torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, dtype=torch.bool)
+    batch = RolloutBatch(
+        ids, chosen, ids, chosen, *[zeros] * 7, *[zeros[:, 0]] * 2, chosen[:, 0], list(prompts), list(responses)
+    )
+    settings = TrainConfig.model_validate({"rollout": {"batch_size": 4, "samples_per_prompt": size}})
+    assert rollout_metrics(batch, 0.5, settings)["rollout/distinct_responses"] == share
 
 
 def test_a_batch_worked_by_hand() -> None:
@@ -83,6 +104,14 @@ def test_a_batch_worked_by_hand() -> None:
     assert row["kl/per_position"] == pytest.approx([0.3, 0.3])
 
 
+def test_positions_of_long_responses_share_numbers() -> None:
+    """129 positions: three to a number, of all tokens that are there."""
+    long = TrainConfig.model_validate({"kl": {"ceiling": None}, "rollout": {"max_new_tokens": 129}})
+    row = rollout_metrics(BATCH, 0.5, long)
+    assert row["kl/per_position"] == pytest.approx([0.3])  # (0.1 + 0.3 + 0.5) / 3 tokens
+    assert -(-129 // long.rollout.position_width) <= 64
+
+
 def test_the_error_is_in_the_targets_unit() -> None:
     assert rollout_metrics(BATCH, 0.5, config(0.9, "sequence"))["kl/error"] == pytest.approx(-0.5)
 
@@ -103,7 +132,7 @@ def test_the_share_of_the_kl_term() -> None:
 
 def test_the_standard_error_of_equal_lengths_is_the_textbooks() -> None:
     per_row = torch.tensor([0.1, 0.4, 0.2, 0.7])
-    mean, error = token_mean_stderr(per_row.unsqueeze(1).expand(4, 3), torch.ones(4, 3, dtype=torch.bool))
+    mean, error = mean_of_groups(3 * per_row, torch.full((4,), 3))
     assert mean == pytest.approx(0.35)
     assert error == pytest.approx(float(per_row.std() / 2))
 
@@ -115,7 +144,7 @@ def test_the_standard_error_is_the_spread_of_repeated_means() -> None:
     for _ in range(2000):
         mask = torch.arange(6) < torch.randint(1, 7, (40, 1), generator=noise)
         values = torch.randn(40, 1, generator=noise) + 0.3 * torch.randn(40, 6, generator=noise)
-        mean, error = token_mean_stderr(values, mask)
+        mean, error = mean_of_groups((values * mask).sum(1), mask.sum(1))
         means.append(mean)
         errors.append(error)
     assert sum(errors) / len(errors) == pytest.approx(float(torch.tensor(means).std()), rel=0.08)
@@ -130,7 +159,7 @@ def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> Non
 
 
 def test_responses_to_one_prompt_are_one_draw() -> None:
-    """Two groups whose responses are the same: errors are those of two responses, and one group has none."""
+    """Two groups whose responses are the same: errors are those of two responses. In one group the responses are."""
     names = [name for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor)]
     twice = {name: getattr(BATCH, name).repeat_interleave(2, 0) for name in names}
     in_twos = TrainConfig.model_validate(
@@ -138,12 +167,12 @@ def test_responses_to_one_prompt_are_one_draw() -> None:
     )
     keys = ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")
     once, row = (
-        rollout_metrics(replace(BATCH, **tensors, score_terms={}, penalties={}), 0.5, settings)
-        for tensors, settings in (({}, config()), (twice, in_twos))
+        rollout_metrics(replace(BATCH, **tensors, score_terms={}, penalties={}, group=group), 0.5, settings)
+        for tensors, group, settings in (({}, 1, config()), (twice, 2, in_twos))
     )
     assert [row[key] for key in keys] == pytest.approx([once[key] for key in keys])
-    group = rollout_metrics(replace(BATCH, score_terms={}, penalties={}), 0.5, in_twos)
-    assert {group[key] for key in keys} == {None}
+    alone = rollout_metrics(replace(BATCH, score_terms={}, penalties={}, group=2), 0.5, in_twos)
+    assert [alone[key] for key in keys] == [once[key] for key in keys]
 
 
 def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: Callable[..., Any]) -> None:
@@ -154,7 +183,7 @@ def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: 
     failed = failed_row(NonFiniteRollout("a score", update.rollout), 0.3, trainer.config)
     assert failed.keys() == row.keys()
     unknown = {key for key, value in failed.items() if isinstance(value, float) and math.isnan(value)}
-    assert unknown == {*update.losses, "kl/after_update"}
+    assert unknown == {*update.stats.row, "kl/after_update"}
     assert (failed["kl/coef"], failed["kl/coef_next"], failed["kl/backtrack_factor"]) == (0.3, 0.3, 1.0)
     assert failed["kl/token"] == row["kl/token"]
 
@@ -258,5 +287,4 @@ def test_the_shift_at_another_temperature_is_that_of_the_closed_form(temperature
 
 
 def test_one_response_has_a_finite_error() -> None:
-    _, error = token_mean_stderr(KL[:1], MASK[:1])
-    assert math.isfinite(error)
+    assert mean_of_groups(KL[:1].sum(1), MASK[:1].sum(1)).stderr == 0.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Responses
-from rlhf_kl.trainers.objectives import ppo_targets
+from rlhf_kl.trainers.objectives import Tokens, ppo_targets
 from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled
 
@@ -86,9 +86,9 @@ class Case:
         """Expected gradient of the trainer's loss."""
         p = log_p(self.sampler, self.sampled).exp().detach()
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
-        targets = ppo_targets(self.rollout, BETA, self.trainer.config, self.trainer.processes.sum)
-        layout = self.rollout.layout
-        losses = [self.trainer.losses(self.rollout, targets, layout.pack([row])).policy for row in range(len(p))]
+        targets = ppo_targets(self.rollout, BETA, self.trainer.config)
+        layout, tokens = self.rollout.layout, Tokens.of(self.rollout, targets)
+        losses = [self.trainer.losses(tokens, layout.pack([row])).policy for row in range(len(p))]
         return self.gradient((p * torch.stack(losses)).sum())
 
     def true(self, beta: float = BETA, scores: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.trainers.metrics import update_row
-from rlhf_kl.trainers.objectives import Targets, ppo_targets
+from rlhf_kl.trainers.objectives import Targets, Tokens, ppo_targets
 from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.types import RolloutBatch
 
@@ -46,16 +46,23 @@ def rolled(make_trainer: Make) -> Callable[..., Rolled]:
         rollout = trainer.update(1).rollout
         trainer.model.modules.load_state_dict(before)
         assert len(set(rollout.lengths.tolist())) > 3
-        return trainer, rollout, ppo_targets(rollout, 0.5, trainer.config, trainer.processes.sum)
+        return trainer, rollout, ppo_targets(rollout, 0.5, trainer.config)
 
     return make
+
+
+def take_step(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, rows: Tensor) -> float:
+    """One minibatch; returns the gradient's norm."""
+    tokens = Tokens.of(rollout, targets)
+    trainer.backward(rollout.layout, tokens, rows, float(targets.weights[rows].sum()))
+    return trainer.ranks.step(trainer.optimizer, trainer.trained, trainer.config.ppo.max_grad_norm)
 
 
 def step_taken(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, rows: Tensor) -> Tensor:
     """The gradient of a minibatch; the trainer is put back."""
     modules = trainer.model.modules
     before, start = copy.deepcopy(modules.state_dict()), weights(modules)
-    trainer.minibatch(rollout, targets, rows, float(targets.weights[rows].sum()), 1)
+    take_step(trainer, rollout, targets, rows)
     moved = start - weights(modules)
     modules.load_state_dict(before)
     return moved
@@ -81,7 +88,7 @@ def test_passes_of_their_own_size_have_room_and_change_nothing(rolled: Make, mon
         monkeypatch.setattr("rlhf_kl.models.activations.kept_per_token", lambda _model: 1000)
         monkeypatch.setattr("rlhf_kl.models.activations.parameter_count", lambda _model: 0)
         trainer, rollout, targets = rolled(microbatch_size=None)
-        sizes = [packed.ids.numel() for packed in trainer.training_passes(rollout, rows, 16)]
+        sizes = [packed.ids.numel() for packed in trainer.passes(rollout.layout, rows.tolist(), 16)]
         passes += [sizes, step_taken(trainer, rollout, targets, rows)]
     sizes, narrow_sizes = whole[0], narrow[0]
     assert max(narrow_sizes) <= 60 < sum(sizes)
@@ -112,13 +119,12 @@ def test_the_order_of_rows_is_no_part_of_the_result(rolled: Make) -> None:
 def test_a_gradient_that_is_not_finite_is_left_out(rolled: Make) -> None:
     trainer, rollout, targets = rolled()
     before = weights(trainer.model.modules)
-    tokens = float(targets.weights.sum())
     bad = replace(targets, returns=torch.full_like(targets.returns, torch.nan))
-    _, _, norm = trainer.minibatch(rollout, bad, torch.arange(16), tokens, 1)
-    assert not math.isfinite(norm)
+    assert not math.isfinite(take_step(trainer, rollout, bad, torch.arange(16)))
     assert torch.equal(weights(trainer.model.modules), before)
-    _, _, norm = trainer.minibatch(rollout, targets, torch.arange(16), tokens, 1)
-    assert math.isfinite(norm)  # nothing of the bad gradient is left over
+    assert math.isfinite(
+        take_step(trainer, rollout, targets, torch.arange(16))
+    )  # nothing of the bad gradient is left over
 
 
 def test_the_gradient_is_scaled_down_to_its_largest_norm(rolled: Make) -> None:
@@ -160,7 +166,7 @@ def test_of_the_size_of_the_logits_training_keeps_what_one_chunk_reads(
     trainer = make_trainer(kl={"placement": placement})
     rollout = trainer.update(1).rollout
     packed = rollout.layout.pack(list(range(16)))
-    targets = ppo_targets(rollout, 0.1, trainer.config, trainer.processes.sum)
+    targets = ppo_targets(rollout, 0.1, trainer.config)
     logits = min(elements, len(packed.states) * 7)
     sizes: dict[int, int] = {}
 
@@ -169,5 +175,5 @@ def test_of_the_size_of_the_logits_training_keeps_what_one_chunk_reads(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        trainer.losses(rollout, targets, packed)
+        trainer.losses(Tokens.of(rollout, targets), packed)
     assert sum(size == logits for size in sizes.values()) == kept

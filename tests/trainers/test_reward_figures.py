@@ -39,13 +39,11 @@ def test_figures_of_pairs() -> None:
 
 
 def test_figures_of_labels() -> None:
-    scores, labels = torch.tensor([2.0, -1.0, 0.5, -3.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])
-    found = label_figures(scores, labels, binary=True)
+    scores, positive = torch.tensor([2.0, -1.0, 0.5, -3.0]), torch.tensor([True, True, False, False])
+    found = label_figures(scores, positive)
     assert (found["eval/accuracy"], found["eval/majority"]) == (0.5, 0.5)
-    numbers = label_figures(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 5.0, 7.0]), binary=False)
-    assert numbers["eval/correlation"] == pytest.approx(1.0)
-    assert numbers["eval/loss"] == pytest.approx((4 + 9 + 16) / 6)
-    assert label_figures(torch.zeros(3), torch.arange(3.0), binary=False)["eval/correlation"] == 0.0
+    expected = sum(math.log1p(math.exp(wrong)) for wrong in (-2, 1, 0.5, -3)) / 4
+    assert found["eval/loss"] == pytest.approx(expected)
 
 
 def test_a_histogram_counts_everything_once() -> None:

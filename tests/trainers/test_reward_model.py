@@ -12,11 +12,11 @@ from torch import nn
 from rlhf_kl.config.schema import RewardModelSection
 from rlhf_kl.data.texts import Pair
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
-from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.trainers.reward_figures import pair_figures
-from rlhf_kl.trainers.reward_model import PairObjective, initialise_head
 from rlhf_kl.trainers.supervised import SupervisedTrainer
+from rlhf_kl.trainers.tasks import PairTask
 
 WORDS = ["".join(word) for word in itertools.product("abc", repeat=3) if "a" in word]
 EVERY = [Pair(prompt, good, good.replace("a", "d")) for prompt in ("b", "cd") for good in WORDS]
@@ -38,7 +38,7 @@ def figures(reward: RewardModel, pairs: list[Pair]) -> dict[str, float]:
 
 def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardModel) -> None:
     settings = RewardModelSection(epochs=15.0, batch_size=10, microbatch_size=5, learning_rate=3e-3)
-    rows = list(SupervisedTrainer(reward.model, PairObjective(reward, PAIRS), settings, 0).train())
+    rows = list(SupervisedTrainer(PairTask(reward, PAIRS), settings, 0).train())
     assert rows[-1]["train/loss"] < 0.2 < rows[0]["train/loss"]
     assert rows[-1]["train/accuracy"] == 1.0
     assert figures(reward, UNSEEN)["eval/accuracy"] == 1.0
@@ -46,17 +46,17 @@ def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardMod
 
 def test_equal_scores_cost_log_two(reward: RewardModel) -> None:
     nn.init.zeros_(reward.model.score.weight)
-    loss, sums = PairObjective(reward, PAIRS).loss([0, 1, 2])
+    loss, sums = PairTask(reward, PAIRS).loss([0, 1, 2])
     assert float(loss.detach()) == pytest.approx(3 * math.log(2))
     assert sums == {"train/accuracy": 0.0}
 
 
 def test_the_loss_of_a_batch_is_the_sum_of_its_pairs(reward: RewardModel) -> None:
-    objective = PairObjective(reward, PAIRS)
-    alone = sum(objective.loss([i])[0] for i in (0, 4, 8))
-    torch.testing.assert_close(objective.loss([8, 0, 4])[0], alone, rtol=1e-4, atol=1e-5)
-    assert objective.size(4) == len(PAIRS[4].prompt) + 3 + 2  # with bos and eos
-    assert {objective.weight(i) for i in range(len(objective))} == {1.0}
+    task = PairTask(reward, PAIRS)
+    alone = sum(task.loss([i])[0] for i in (0, 4, 8))
+    torch.testing.assert_close(task.loss([8, 0, 4])[0], alone, rtol=1e-4, atol=1e-5)
+    assert task.size(4) == len(PAIRS[4].prompt) + 3 + 2  # with bos and eos
+    assert {task.weight(i) for i in range(len(task))} == {1.0}
 
 
 def test_held_out_figures_come_from_the_scores(reward: RewardModel) -> None:

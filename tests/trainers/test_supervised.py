@@ -9,8 +9,8 @@ import torch
 
 from rlhf_kl.config.schema import SFTSection
 from rlhf_kl.models.lm import TransformersLM
-from rlhf_kl.trainers.sft import TextObjective
 from rlhf_kl.trainers.supervised import SupervisedTrainer
+from rlhf_kl.trainers.tasks import TextTask
 
 Make = Callable[..., Any]
 TEXTS = ["abcd" * 3, "abab", "a", "abcd", "dcba" * 2, "b", "abcdabcd", "cc", "abc", "d" * 9]
@@ -21,7 +21,7 @@ def make(new_model: Make, letters: Any) -> Make:
     def make(texts: list[str] = TEXTS, seed: int = 0, **settings: Any) -> SupervisedTrainer:
         model = new_model(spread=0.1)
         section = SFTSection.model_validate({"batch_size": 4, "microbatch_size": 2} | settings)
-        return SupervisedTrainer(model, TextObjective(TransformersLM(model), letters, texts, 32), section, seed)
+        return SupervisedTrainer(TextTask(TransformersLM(model), letters, texts), section, seed)
 
     return make
 
@@ -71,7 +71,7 @@ def test_a_step_goes_down_the_mean_over_tokens(make: Make) -> None:
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
     rows = trainer.batch(1)
     tokens = sum(len(TEXTS[row]) + 1 for row in rows)  # with the eos
-    loss, _ = trainer.objective.loss(rows)
+    loss, _ = trainer.task.loss(rows)
     grads = torch.autograd.grad(loss / tokens, list(trainer.model.parameters()))
     start = weights(trainer)
     row = trainer.step(1)
@@ -106,27 +106,27 @@ def test_the_rate_rises_and_falls(make: Make) -> None:
 def test_a_gradient_that_is_not_finite_is_left_out(make: Make) -> None:
     trainer = make()
     before = weights(trainer)
-    objective = trainer.objective
-    trainer.objective = _Poisoned(objective)
+    task = trainer.task
+    trainer.task = _Poisoned(task)
     trainer.step(1)
     assert torch.equal(weights(trainer), before)
-    trainer.objective = objective
+    trainer.task = task
     trainer.step(2)
     assert weights(trainer).isfinite().all()
 
 
 class _Poisoned:
-    def __init__(self, objective: TextObjective) -> None:
-        self.objective = objective
+    def __init__(self, task: TextTask) -> None:
+        self.task = task
 
     def __len__(self) -> int:
-        return len(self.objective)
+        return len(self.task)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.objective, name)
+        return getattr(self.task, name)
 
     def loss(self, rows: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
-        total, sums = self.objective.loss(rows)
+        total, sums = self.task.loss(rows)
         return total * torch.nan, sums
 
 
@@ -134,7 +134,7 @@ def test_a_long_row_does_not_stretch_the_short_ones(make: Make, monkeypatch: pyt
     monkeypatch.setattr("rlhf_kl.trainers.supervised.pass_overhead", lambda _device: 5)
     trainer = make(["a", "b" * 20, "c", "ab"], microbatch_size=4)
     passes: list[list[int]] = []
-    learn = trainer.objective.loss
-    monkeypatch.setattr(trainer.objective, "loss", lambda rows: (passes.append(sorted(rows)), learn(rows))[1])
+    learn = trainer.task.loss
+    monkeypatch.setattr(trainer.task, "loss", lambda rows: (passes.append(sorted(rows)), learn(rows))[1])
     trainer.step(1)
     assert passes == [[0, 2, 3], [1]]

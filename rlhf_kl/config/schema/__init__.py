@@ -3,7 +3,6 @@
 from typing import Literal, TypeAlias
 
 from rlhf_kl.config.schema.base import (
-    BUILTIN,
     SEEDS,
     EpochsSection,
     Location,
@@ -42,7 +41,6 @@ MODELS: dict[Kind, type[TrainConfig] | type[SFTConfig] | type[RewardModelConfig]
 }
 
 __all__ = [
-    "BUILTIN",
     "KIND_NAMES",
     "MODELS",
     "SEEDS",

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import template_fields
 
-BUILTIN = "builtin:"  # before the name of a built-in world
-DEFAULT_WORLD = f"{BUILTIN}reviews"
 LARGEST = 10**12  # beyond any run, and still exact as a float
 SEEDS = 2**32  # a seed is below
 
@@ -31,7 +29,13 @@ def _is_template(template: str) -> str:
     return template
 
 
+def _as_count(number: Any) -> Any:
+    """1e4 as a whole number."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Episodes = Annotated[Count, BeforeValidator(_as_count)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Unit = Annotated[float, Field(ge=0, le=1)]
@@ -93,9 +97,14 @@ def require_divides(small: str, small_value: int, large: str, large_value: int) 
         raise InputError(f"{small} must divide {large} ({large_value}): {small_value}")
 
 
-def system_problems(system: str | None, chat: bool) -> list[str]:
-    """Problems of a system message."""
-    return ["data.system is only read where data.chat_template is true"] if system is not None and not chat else []
+def chat_problems(system: str | None, options: Mapping[str, Any], chat: bool) -> list[str]:
+    """Problems of a system message and of options beside a chat template that is not used."""
+    unread = {"system": system is not None, "chat_options": bool(options)}
+    return [
+        f"data.{key} is only read where data.chat_template is true"
+        for key, given in unread.items()
+        if given and not chat
+    ]
 
 
 # ---- sections ----
@@ -112,6 +121,8 @@ class RunSection(Section):
     """auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps (never measured)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Data type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32."""
+    wait_minutes: Positive = 30.0
+    """With several processes: minutes to wait for one that does not answer. The wait for scores has no limit."""
     trust_remote_code: bool = False
     """Run code that comes with a model's weights. Read it first."""
     allow_pickle: bool = False

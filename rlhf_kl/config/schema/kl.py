@@ -97,9 +97,7 @@ def _or_null(schema: dict[str, Any]) -> None:
 
 
 class KLSection(Section):
-    estimator: Literal["k1", "k2", "k3", "abs", "exact", "importance"] = Field(
-        default="exact", json_schema_extra=_or_null
-    )
+    estimator: Literal["k1", "k2", "k3", "exact", "importance"] = Field(default="exact", json_schema_extra=_or_null)
     """Estimator of each token's KL in the penalty; null = exact for rao_blackwell, k1 for the others."""
     placement: Literal["reward", "loss", "rao_blackwell"] = Field(default="rao_blackwell", json_schema_extra=_or_null)
     """Where the KL penalty is added; rao_blackwell needs the exact estimator.

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, model_validator
 
-from rlhf_kl.components import is_reference, nearest
 from rlhf_kl.config.schema.base import (
     Name,
     NonNegative,
@@ -18,6 +17,8 @@ from rlhf_kl.config.schema.base import (
     Section,
     refuse,
 )
+from rlhf_kl.errors import nearest
+from rlhf_kl.plugins import is_reference
 
 SUM = "sum"  # the reward that is made of several
 MODEL = "a local folder, a hub id (owner/name@revision), or builtin:NAME"

@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from rlhf_kl.builtin.world import DEFAULT_WORLD, is_builtin
 from rlhf_kl.config.schema.base import (
-    BUILTIN,
-    DEFAULT_WORLD,
     CheckpointSection,
     Count,
     EpochsSection,
@@ -21,9 +20,9 @@ from rlhf_kl.config.schema.base import (
     Template,
     TrackingSection,
     TunedSection,
+    chat_problems,
     refuse,
     require_divides,
-    system_problems,
 )
 from rlhf_kl.errors import InputError
 
@@ -35,7 +34,7 @@ def with_world(raw: dict[str, Any], key: str) -> dict[str, Any]:
     """
     policy, data = raw.get("policy", {}), raw.get("data", {})
     model = policy.get("model") if isinstance(policy, dict) else None
-    own = isinstance(model, str) and not model.startswith(BUILTIN)
+    own = isinstance(model, str) and not is_builtin(model)
     if isinstance(data, dict) and not own and data.get(key) is None and data.get("labels") is None:
         data = data | {key: model if isinstance(model, str) else DEFAULT_WORLD}
     return raw | {"data": data}
@@ -93,6 +92,8 @@ class SFTDataSection(Section):
     """Format prompt and response as turns with the tokenizer's chat template."""
     system: str | None = None
     """System message before the prompt, if chat_template is true."""
+    chat_options: dict[Name, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}, if chat_template is true."""
     eval_texts: OptionalSource = None
     """Held-out rows with the same columns; null = those that belong to `texts`, else a part that is not trained on."""
     eval_split: Name = "test"
@@ -102,7 +103,7 @@ class SFTDataSection(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        problems = system_problems(self.system, self.chat_template)
+        problems = chat_problems(self.system, self.chat_options, self.chat_template)
         if self.prompt_column is not None and self.response_column is None:
             problems.append("data.prompt_column needs a data.response_column beside it")
         if self.chat_template and self.response_column is None:
@@ -148,7 +149,7 @@ class TrunkSection(TunedSection):
 
 class PairsSection(Section):
     labels: OptionalSource = None
-    """Labelled texts to train on instead of pairs: labels 0 and 1, or numbers to predict."""
+    """Labelled texts to train on instead of pairs, with labels 0 and 1."""
     text_column: Name = "text"
     """Column or key of a labelled text."""
     label_column: Name = "label"

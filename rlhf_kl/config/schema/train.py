@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
+from rlhf_kl.builtin.world import DEFAULT_WORLD, is_builtin
 from rlhf_kl.config.schema.base import (
-    BUILTIN,
-    DEFAULT_WORLD,
     LARGEST,
     CheckpointSection,
     Count,
+    Episodes,
     Name,
     NonNegative,
     OptimiserSection,
@@ -27,9 +27,9 @@ from rlhf_kl.config.schema.base import (
     TrackingSection,
     TunedSection,
     Unit,
+    chat_problems,
     refuse,
     require_divides,
-    system_problems,
 )
 from rlhf_kl.config.schema.kl import KLSection
 from rlhf_kl.config.schema.reward import RewardSection
@@ -73,10 +73,12 @@ class PromptsSection(Section):
     """Format the prompt as a user turn with the tokenizer's chat template."""
     system: str | None = None
     """System message before the prompt, if chat_template is true."""
+    chat_options: dict[Name, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}, if chat_template is true."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        refuse(*system_problems(self.system, self.chat_template))
+        refuse(*chat_problems(self.system, self.chat_options, self.chat_template))
         return self
 
 
@@ -95,6 +97,11 @@ class RolloutSection(Section):
     null = an eighth of ppo.total_episodes, but at least 128 and at most 1024.
     """
 
+    @property
+    def position_width(self) -> int:
+        """Neighbouring positions of a response that share a number in kl/per_position: at most 64 numbers."""
+        return math.ceil(self.max_new_tokens / 64)
+
     @model_validator(mode="after")
     def _divides(self) -> Self:
         require_divides("rollout.samples_per_prompt", self.samples_per_prompt, "rollout.batch_size", self.batch_size)
@@ -102,7 +109,7 @@ class RolloutSection(Section):
 
 
 class PPOSection(OptimiserSection):
-    total_episodes: Count = 3840
+    total_episodes: Episodes = 3840
     """Responses in the whole run, rounded up to whole batches."""
     epochs: Count = 1
     """Passes over each batch."""
@@ -193,10 +200,13 @@ class EvalSection(Section):
 
 
 class TrainCheckpointSection(CheckpointSection):
-    best: Literal["objective/rlhf_reward", "objective/scores", "eval/scores", "eval/gold", "eval/perplexity"] | None = (
-        None
-    )
-    """Also keep the checkpoint with the best value of this metric (lowest perplexity, else highest); null = none."""
+    best: (
+        Literal["objective/scores", "objective/scores_shaped", "eval/scores", "eval/gold", "eval/perplexity"] | None
+    ) = None
+    """Also keep the checkpoint with the best value of this metric (lowest perplexity, else highest); null = none.
+
+    Where beta follows the KL, a policy counts only with a KL of at most 1.25 times the target.
+    """
 
 
 class TrainTrackingSection(TrackingSection):
@@ -212,7 +222,6 @@ def with_world(raw: dict[str, Any]) -> dict[str, Any]:
     raw = copy.deepcopy(raw)
     policy = raw.setdefault("policy", {})
     world = policy.setdefault("model", DEFAULT_WORLD) if isinstance(policy, dict) else DEFAULT_WORLD
-    builtin = isinstance(world, str) and world.startswith(BUILTIN)
     for section, key in (("policy", "model"), ("data", "prompts"), ("eval", "texts"), ("reward", "model")):
         mapping = raw.setdefault(section, {})
         scorers = [mapping, *_terms(mapping)] if section == "reward" else [mapping]
@@ -220,7 +229,7 @@ def with_world(raw: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(one, dict) or one.get(key) is not None:
                 continue
             one.pop(key, None)  # null is the same as not written
-            if builtin and (section != "reward" or one.get("kind", "model") == "model"):
+            if is_builtin(world) and (section != "reward" or one.get("kind", "model") == "model"):
                 one[key] = world
     return raw
 

@@ -1,0 +1,242 @@
+"""The processes ("ranks") that train one policy together; by default only this one. All that they exchange is here.
+
+Each rank samples and scores its rows of a batch. Then every rank gets the global batch, on the CPU, and computes
+targets, KL, metrics and the next beta from the same numbers. A rank trains on the rows that it sampled, since it holds
+the reference's states of these; gradients are summed before each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, RunFailed
+from rlhf_kl.sharding import is_spread, part_of
+
+T = TypeVar("T")
+BUCKET = 1 << 24  # numbers in one transfer: 64 MiB of float32
+PATIENCE = timedelta(days=365)  # with scores: only `reward.time_limit` ends them
+
+
+class Batch(Protocol):
+    """Rows that can be put one below the other."""
+
+    def cpu(self) -> Self: ...
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self: ...
+
+
+B = TypeVar("B", bound=Batch)
+Rows = TypeVar("Rows", bound=Sequence[Any] | Tensor)
+
+
+class Ranks:
+    """One process, alone. All ranks call the same methods in the same order, whatever their samples are."""
+
+    index, count = 0, 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this one writes the run's folder."""
+        return self.index == 0
+
+    def mine(self, rows: Rows) -> Rows:
+        """This rank's part of the rows of a global batch: neighbours, equally many if their number is divisible."""
+        total = len(rows)
+        mine: Rows = rows[total * self.index // self.count : total * (self.index + 1) // self.count]  # type: ignore[assignment]
+        return mine
+
+    def all(self, value: T, *, scores: bool = False) -> list[T]:
+        """The values of all ranks, in their order; anything that pickles. `scores`: wait for them without a limit."""
+        del scores
+        return [value]
+
+    def first(self, value: T) -> T:
+        """The value of the first rank."""
+        return self.all(value)[0]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, on the CPU."""
+        return x.detach().cpu()
+
+    def gather(self, part: B) -> B:
+        """The global batch on the CPU, from the rows of each rank."""
+        return part.concat(self.all(part.cpu()))
+
+    def run(self, work: Callable[[], T], *, scores: bool = False) -> T:
+        """What `work()` returns; if it fails on one rank, all raise. `scores`: it may call a reward, see `all`.
+
+        Errors: that of `work` where it failed; on others InputError with the same text, or OtherProcessFailed.
+        """
+        if self.count == 1:
+            return work()
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        problems = failure.problems if isinstance(failure, InputError) else None
+        words = None if failure is None else f"{type(failure).__name__}: {failure}"
+        for index, (their_problems, their_words) in enumerate(self.all((problems, words), scores=scores)):
+            if failure is None and their_problems is not None:
+                failure = InputError(*their_problems)
+            elif failure is None and their_words is not None:
+                failure = OtherProcessFailed(f"process {index} failed: {their_words}")
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def first_before_others(self, work: Callable[[], T]) -> T:
+        """As `run`; the first rank works before the others, to fill caches for them."""
+        if not self.writes:
+            self.run(lambda: None)
+            return self.run(work)
+        result = self.run(work)
+        self.run(lambda: None)
+        return result
+
+    def parts(self, total: int, work: Callable[[slice], T]) -> list[T]:
+        """The results of `work` on each rank's part of `total` rows, in their order. Errors: as of `run`."""
+        rows = self.mine(range(total))
+        return self.all(self.run(lambda: work(slice(rows.start, rows.stop))))
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], most: float = math.inf
+    ) -> float:
+        """Sum the gradients over all ranks, scale them down to a joint norm of `most`, and take the step.
+
+        Returns the norm before; where it is not finite, the step is left out.
+        """
+        parameters = list(parameters)
+        self._sum_gradients(parameters)
+        norm = self._clip_gradients(parameters, most)
+        if math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def check_weights(self, parameters: Iterable[Tensor]) -> None:
+        """Errors: RunFailed if a tensor that every rank has differs between them in a bit."""
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        whole = [p.detach().contiguous() for p in parameters if not is_spread(p)]
+        sums = self.all([int(p.view(integers[p.element_size()]).sum(dtype=torch.int64)) for p in whole])
+        if any(each != sums[0] for each in sums):
+            raise RunFailed("the weights of the processes differ: --resume goes on from the last checkpoint")
+
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give every parameter the sum of its gradients over all ranks; without any gradient it keeps none."""
+
+    def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> float:
+        """Scale all gradients down if their joint norm is above `most`; returns the norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+
+
+class Group(Ranks):
+    """Several processes, through torch.distributed; gradients use the backend of their device, all else gloo."""
+
+    def __init__(self, wait: timedelta) -> None:
+        """`wait`: after it, an exchange with a rank that does not answer fails."""
+        self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self.control, self.patient = (dist.new_group(backend="gloo", timeout=limit) for limit in (wait, PATIENCE))
+
+    def all(self, value: T, *, scores: bool = False) -> list[T]:
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.patient if scores else self.control)
+        return values
+
+    def sum(self, x: Tensor) -> Tensor:
+        total = x.detach().to("cpu", copy=True)
+        dist.all_reduce(total, group=self.control)
+        return total
+
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if is_spread(parameter) and parameter.grad is not None:
+                parameter.grad.mul_(self.count)  # FSDP took the mean
+        learning = [p for p in parameters if p.requires_grad and not is_spread(p)]
+        if not learning:
+            return
+        # Behind the gradients go flags: which are there. An expert that no token of a rank used has none.
+        flags = torch.tensor([float(p.grad is not None) for p in learning]).to(learning[-1])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in learning]
+        for bucket in _buckets([*gradients, flags]):
+            _sum_in_place(bucket)
+        for parameter, gradient, present in zip(learning, gradients, flags.tolist(), strict=True):
+            parameter.grad = gradient if present else None
+
+    def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> float:
+        if not any(map(is_spread, parameters)):
+            return super()._clip_gradients(parameters, most)
+        shards = whole = torch.zeros((), dtype=torch.float64)
+        gradients = [(is_spread(p), part_of(p.grad)) for p in parameters if p.grad is not None]
+        for spread, gradient in gradients:
+            square = torch.linalg.vector_norm(gradient).double().cpu().square()
+            shards, whole = (shards + square, whole) if spread else (shards, whole + square)
+        norm = float((self.sum(shards) + whole).sqrt())
+        for _, gradient in gradients if norm > most else ():
+            gradient.mul_(most / (norm + 1e-6))
+        return norm
+
+    def is_first_to_fail(self) -> bool:
+        """Whether no other rank has failed before; one that cannot be asked counts as none."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set_timeout(timedelta(seconds=10))
+            return int(store.add(f"rlhf-kl failed {self.control.group_name}", 1)) == 1
+        except RuntimeError:
+            return True
+
+
+@contextlib.contextmanager
+def joined_group(minutes: float) -> Iterator[Group]:
+    """The group that a launcher started; of its failures the first one is told, the others follow from it.
+
+    The launcher ends all ranks when one has failed. `minutes`: the limit of every wait but that for scores.
+    """
+    group = Group(timedelta(minutes=minutes))
+    try:
+        yield group
+    except Exception as error:
+        failure = error if isinstance(error, RlhfKlError) else _lost_rank(error, minutes)
+        if failure is None:
+            raise
+        failure.told = not group.is_first_to_fail()
+        raise failure from error
+
+
+def _lost_rank(error: Exception, minutes: float) -> RlhfKlError | None:
+    """The words for an exchange that failed; None for another error."""
+    if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+        return None
+    late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    what = f"has not answered for {minutes:g} minutes (run.wait_minutes)" if late else "has ended"
+    return OtherProcessFailed(f"another process of the group {what}: --resume goes on from the last checkpoint")
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one type, for one transfer."""
+    buckets: list[list[Tensor]] = []
+    for tensor in tensors:
+        last = buckets[-1] if buckets else []
+        if not last or last[0].dtype != tensor.dtype or sum(map(Tensor.numel, last)) + tensor.numel() > BUCKET:
+            buckets.append([])
+        buckets[-1].append(tensor)
+    return buckets
+
+
+def _sum_in_place(tensors: list[Tensor]) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.all_reduce(tensors[0])
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,229 @@
+"""The laws of the literature and of tutorials, the simplest first. Each moves beta after every rollout."""
+
+from __future__ import annotations
+
+import math
+
+from rlhf_kl.kl_controllers.base import (
+    COEF_SPAN,
+    KLController,
+    clip,
+    require_fraction,
+    require_number,
+    require_positive,
+)
+
+SHAPES = ("constant", "linear", "cosine")
+
+
+class FixedKL(KLController):
+    """beta_k = coef, whatever the KL does (Stiennon et al. 2020, 2009.01325). 0 turns the term off."""
+
+    state_names = ("coef",)
+    adjusts = False
+
+    def __init__(self, *, coef: float = 0.1) -> None:
+        if require_number("coef", coef) < 0.0:
+            raise ValueError(f"coef must not be negative, got {coef!r}")
+        self.coef = float(coef)
+
+    def update(self, kl: float, episodes: int) -> None:
+        """Changes nothing."""
+
+    def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
+        return self.coef, self.coef
+
+
+class ScheduledKL(KLController):
+    """beta_k = coef + (end_coef - coef) * f(p), p = episodes so far / total_episodes in [0, 1].
+
+    f(p) is 0 (`constant`), p (`linear`) or (1 - cos(pi p)) / 2 (`cosine`). By default end_coef is
+    3 * coef: looser early, so that the policy learns, tighter late. Open loop: it holds no target.
+    """
+
+    state_names = ("coef", "episodes_seen")
+    adjusts = False
+
+    def __init__(
+        self,
+        *,
+        total_episodes: int,
+        coef: float = 0.1,
+        end_coef: float | None = None,
+        shape: str = "linear",
+    ) -> None:
+        if shape not in SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+        self.shape = shape
+        self.start_coef = require_positive("coef", coef)
+        self.end_coef = 3.0 * self.start_coef if end_coef is None else require_positive("end_coef", end_coef)
+        if shape == "constant":
+            self.end_coef = self.start_coef
+        self.total_episodes = require_positive("total_episodes", total_episodes)
+        self.episodes_seen = 0
+        self.coef = self.start_coef
+        # Around both ends: the whole schedule is inside the bounds, and a rollback can raise it.
+        low, high = sorted((self.start_coef, self.end_coef))
+        self.min_coef, self.max_coef = COEF_SPAN[0] * low, COEF_SPAN[1] * high
+
+    def update(self, kl: float, episodes: int) -> None:
+        self.episodes_seen += episodes
+        progress = min(1.0, self.episodes_seen / self.total_episodes)
+        share = progress if self.shape == "linear" else (1.0 - math.cos(math.pi * progress)) / 2.0
+        self.coef = self.start_coef + (self.end_coef - self.start_coef) * share
+
+    def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
+        return min(self.start_coef, self.end_coef), max(self.start_coef, self.end_coef)
+
+
+class ZieglerKL(KLController):
+    """beta *= 1 + clip(KL/target - 1, -clip_error, clip_error) * n / horizon, n = episodes of this update.
+
+    Source: Ziegler et al. 2019 (1909.08593), section 2.2, with clip_error 0.2 and horizon 10000. On
+    log(beta) it is a pure integrator: late and overshooting. The horizon must fit the run: 10000 lets a
+    run of 6400 episodes move beta by 1.14x at most. `auto` is total_episodes / 20, at least one batch.
+    One departure: a single update multiplies beta by at least 1/2 and at most 2, since the published
+    rule makes beta negative once n exceeds horizon / clip_error.
+    """
+
+    state_names = ("coef",)
+
+    def __init__(
+        self,
+        *,
+        coef: float = 0.1,
+        target: float = 0.1,
+        horizon: float | str = "auto",
+        clip_error: float = 0.2,
+        total_episodes: int | None = None,
+        batch_size: int = 1,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
+    ) -> None:
+        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
+        self.target = require_positive("target", target)
+        self.clip_error = require_positive("clip_error", clip_error)
+        if horizon != "auto":
+            self.horizon = require_positive("horizon", horizon)
+        elif total_episodes is None:
+            raise ValueError("horizon: auto needs total_episodes")
+        else:
+            self.horizon = max(float(batch_size), require_positive("total_episodes", total_episodes) / 20.0)
+
+    def update(self, kl: float, episodes: int) -> None:
+        error = clip(kl / self.target - 1.0, -self.clip_error, self.clip_error)
+        self._set_coef(self.coef * self._factor(error, episodes))
+
+    def log_steps(self, episodes: int) -> tuple[float, float]:
+        low, high = (self._factor(sign * min(self.clip_error, 1.0), episodes) for sign in (-1.0, 1.0))
+        return -math.log(low), math.log(high)
+
+    def _factor(self, error: float, episodes: int) -> float:
+        return clip(1.0 + error * episodes / self.horizon, 0.5, 2.0)
+
+
+class ThresholdKL(KLController):
+    """KL > high * target: beta *= factor; KL < low * target: beta /= factor; between them no change.
+
+    The rule tutorials use for the KL to the reference, with 1.5, 0.5 and factor 1.5. (The KL penalty of
+    Schulman et al. 2017, section 4, has this form for old policy against new: 1.5, 1/1.5, factor 2.)
+    At a cold start the KL is 0, so it lowers beta until the KL is up, and then reacts late.
+    """
+
+    state_names = ("coef",)
+
+    def __init__(
+        self,
+        *,
+        coef: float = 0.1,
+        target: float = 0.02,
+        high: float = 1.5,
+        low: float = 0.5,
+        factor: float = 1.5,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
+    ) -> None:
+        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
+        self.target = require_positive("target", target)
+        self.high, self.low = require_positive("high", high), require_positive("low", low)
+        self.factor = require_positive("factor", factor)
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
+        if self.factor <= 1.0:
+            raise ValueError(f"factor must be above 1, got {self.factor:g}")
+
+    def update(self, kl: float, episodes: int) -> None:
+        if kl > self.high * self.target:
+            self._set_coef(self.coef * self.factor)
+        elif kl < self.low * self.target:
+            self._set_coef(self.coef / self.factor)
+
+    def log_steps(self, episodes: int) -> tuple[float, float]:
+        return math.log(self.factor), math.log(self.factor) if self.high < 2.0 else 0.0
+
+
+class ExponentialKL(KLController):
+    """beta *= exp(gain * (KL - target)), the KL optionally smoothed: m = s*m + (1-s)*KL, m_1 = KL_1.
+
+    The exponentiated-gradient form of dual ascent, in tutorials with gain 0.1. The error is in
+    nats, so a gain is right for one unit and target only: 0.1 against an error of 0.1 nats moves beta by
+    1 % per update.
+    """
+
+    state_names = ("coef", "mean_kl")
+
+    def __init__(
+        self,
+        *,
+        coef: float = 0.1,
+        target: float = 0.1,
+        gain: float = 0.1,
+        smoothing: float = 0.0,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
+    ) -> None:
+        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
+        self.target = require_positive("target", target)
+        self.gain = require_positive("gain", gain)
+        self.smoothing = require_fraction("smoothing", smoothing)
+        self.mean_kl: float | None = None
+
+    def update(self, kl: float, episodes: int) -> None:
+        old = kl if self.mean_kl is None else self.mean_kl
+        self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * kl
+        self._move(self.gain * (self.mean_kl - self.target))
+
+    def log_steps(self, episodes: int) -> tuple[float, float]:
+        return self.gain * self.target, self.gain * self.target
+
+
+class DualKL(KLController):
+    """beta += lr * (KL/target - 1), projected into the bounds.
+
+    beta is the Lagrange multiplier of max E[score] subject to KL <= target; this is the projected
+    gradient step on the dual (Boyd & Vandenberghe 2004, section 5; for policies Stooke et al. 2020,
+    2007.03964, eq. 4, who show why an integral alone oscillates). The error is relative, so that lr does
+    not depend on the unit; the step is additive, so lr is in units of beta.
+    """
+
+    state_names = ("coef",)
+
+    def __init__(
+        self,
+        *,
+        coef: float = 0.1,
+        target: float = 0.1,
+        lr: float = 0.02,
+        min_coef: float | None = None,
+        max_coef: float | None = None,
+    ) -> None:
+        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
+        self.target = require_positive("target", target)
+        self.lr = require_positive("lr", lr)
+
+    def update(self, kl: float, episodes: int) -> None:
+        self._set_coef(self.coef + self.lr * (kl / self.target - 1.0))
+
+    def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
+        span = self.lr * updates
+        return max(self.min_coef, self.coef - span), min(self.max_coef, self.coef + span)

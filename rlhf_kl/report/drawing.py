@@ -1,0 +1,281 @@
+"""How pictures are drawn: colours, the matplotlib calls that charts share, PNG files, and SVG for a page."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from rlhf_kl.report.control import BAND
+from rlhf_kl.run.figures import format_number
+from rlhf_kl.run.files import write_bytes_atomic
+
+# name: (on light, on dark). Light values are what matplotlib draws; pages replace them by var(--name).
+# No two may be equal within a column. They can be told apart without colour vision.
+COLOURS = {
+    "ink": ("#1b1b1f", "#e8e8ec"),
+    "muted": ("#5f6368", "#a3a7ae"),
+    "grid": ("#dcdfe4", "#33373d"),
+    "band": ("#dcefe2", "#1f3a2b"),
+    "alert": ("#b3261e", "#ff8a80"),
+    # Hues after Okabe and Ito, darkened until they read as text on white.
+    "c1": ("#0072b2", "#5db7f0"),
+    "c2": ("#c1440e", "#ff8d5c"),
+    "c3": ("#007a5a", "#3ecf9f"),
+    "c4": ("#8e4a9e", "#d19be0"),
+    "c5": ("#9a6a00", "#e8b53b"),
+    "c6": ("#6b5b4f", "#c9b8aa"),
+    # An ordered scale, for the values of one quantity.
+    "s1": ("#440154", "#b58bd6"),
+    "s2": ("#414487", "#8d91e0"),
+    "s3": ("#2a788e", "#5bb3cf"),
+    "s4": ("#1f8a6d", "#3fd3a5"),
+    "s5": ("#5c9a1a", "#95e36d"),
+    "s6": ("#a08c00", "#ffe14d"),
+}
+HUES = ("c1", "c2", "c3", "c4", "c5", "c6")
+ORDERED = ("s1", "s2", "s3", "s4", "s5", "s6")
+DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+UPDATE = "update"
+MOST_POINTS = 400  # of a line; a longer line is drawn as means of segments
+FEW_POINTS = 12  # a line with fewer points has marks
+SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
+PNG_WIDTH, PNG_DPI, PNG_TYPE = 6.4, 125, 11.5  # inches
+LEGEND_COLUMNS = 3
+
+Axes = Any  # matplotlib's, which has no annotations
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture that can be drawn in several sizes, and the words around it."""
+
+    slug: str
+    title: str
+    draw: Callable[[Axes], object]
+    caption: str = ""
+    subtitle: str = ""
+
+
+def colour(name: str) -> str:
+    """The colour as it is drawn on white."""
+    return COLOURS[name][0]
+
+
+def css() -> str:
+    """The colours as CSS variables, for light and dark."""
+    light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
+    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+
+
+# ---- what charts call
+
+
+def thin(values: Sequence[float]) -> list[float]:
+    """The values as means of at most 400 segments of equal length."""
+    size = max(1, math.ceil(len(values) / MOST_POINTS))
+    return [fmean(values[i : i + size]) for i in range(0, len(values), size)]
+
+
+def plot_line(
+    axes: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    tint: str,
+    low: Sequence[float] | None = None,
+    high: Sequence[float] | None = None,
+    **style: Any,
+) -> None:
+    """A curve, with the band from `low` to `high` around it. `tint`: a name of `COLOURS`."""
+    x, y = thin(x), thin(y)
+    if axes.get_yscale() == "log":  # which cannot show 0
+        y = [value if value > 0 else math.nan for value in y]
+    if low is not None and high is not None:
+        floor = 0.0 if axes.get_yscale() == "log" else -math.inf
+        low = [bottom if bottom > floor else value for bottom, value in zip(thin(low), y, strict=True)]
+        axes.fill_between(x, low, thin(high), color=colour(tint), alpha=0.13, linewidth=0, zorder=1.5)
+    style = {"marker": "o" if len(x) < FEW_POINTS else "", "markersize": 3.2, "zorder": 2.5} | style
+    axes.plot(x, y, color=colour(tint), **style)
+
+
+def plot_points(axes: Axes, x: Sequence[float], y: Sequence[float], tint: str, **style: Any) -> None:
+    """Single marks."""
+    style = {"marker": "o", "markersize": 5.5, "zorder": 3} | style
+    axes.plot(x, y, color=colour(tint), linestyle="none", **style)
+
+
+def plot_level(axes: Axes, y: float, label: str, tint: str = "muted") -> None:
+    """A horizontal line with its name."""
+    axes.axhline(y, color=colour(tint), linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
+
+
+def plot_target(axes: Axes, target: float, label: str = "target") -> None:
+    """A KL target and the band around it."""
+    axes.axhspan((1 - BAND) * target, (1 + BAND) * target, color=colour("band"), zorder=0.5, linewidth=0)
+    plot_level(axes, target, label, "c3")
+
+
+# ---- files and pages
+
+
+def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "", footer: str = "") -> None:
+    """Charts side by side in one PNG, under a heading; a single one is legible at the width of a phone."""
+    rows = -(-len(charts) // columns)
+    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading) + 0.3 * bool(footer)
+    width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
+    with _picture_style(size):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for panel in panels[len(charts) :]:
+            panel.set_visible(False)
+        if heading:
+            figure.suptitle(heading, x=0.02, ha="left", fontsize=size * 1.12, fontweight="bold")
+        if footer:
+            figure.supxlabel(footer, x=0.02, ha="left", fontsize=size * 0.85, color=colour("muted"))
+        for chart, panel in zip(charts, panels, strict=False):
+            names = _draw(chart, panel)
+            pad = 6 + 1.5 * size * (-(-names // LEGEND_COLUMNS))
+            panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
+            panel.annotate(
+                chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
+                fontsize=size * 0.9, color=colour("muted"), va="bottom",
+            )  # fmt: skip
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=PNG_DPI, facecolor="white")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(path, buffer.getvalue())
+
+
+def svg(chart: Chart) -> str:
+    """The chart as an `<svg>` element without title, with ids of its own and colours as CSS variables."""
+    width, height = SVG_SIZE
+    with _picture_style(SVG_TYPE):
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        figure.patch.set_visible(False)
+        axes = figure.subplots()
+        axes.patch.set_visible(False)
+        _draw(chart, axes)
+        figure.canvas.draw()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        shapes = _hover_shapes(axes, height)
+    body = buffer.getvalue().decode()
+    body = body[body.index("<svg") : body.rindex("</svg>")]
+    body = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
+    # Ids are counted from 1 in every picture; a page holds many.
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{chart.slug}-", body)
+    variables = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
+    body = re.sub(r"#[0-9a-f]{6}\b", lambda match: variables.get(match[0], match[0]), body)
+    opening = (
+        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}" '
+        'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    )
+    return f"{opening}{body[body.index('>') + 1 :]}<g>{shapes}</g></svg>"
+
+
+def _draw(chart: Chart, axes: Axes) -> int:
+    """The chart with plain ticks and a legend above it where it has several names; returns their number."""
+    chart.draw(axes)
+    if axes.get_yscale() == "linear" and axes.get_autoscaley_on():
+        axes.margins(y=0.08)
+    if axes.get_xlabel() == UPDATE:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            _plain_log_ticks(axis)
+    names = len(axes.get_legend_handles_labels()[1])
+    if names < 2:  # the title says it
+        return 0
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(LEGEND_COLUMNS, names), frameon=False,
+        borderaxespad=0.1, handlelength=1.6, columnspacing=1.0, handletextpad=0.5,
+    )  # fmt: skip
+    return names
+
+
+def _plain_log_ticks(axis: Axes) -> None:
+    """1, 2 and 5 of each decade where there are few decades, as plain numbers, unless the chart has set its own."""
+    axis.set_minor_locator(NullLocator())
+    low, high = sorted(axis.get_view_interval())
+    if isinstance(axis.get_major_locator(), FixedLocator) or low <= 0:
+        return
+    decades = math.log10(high / low)
+    subs = (1.0, 2.0, 5.0) if decades < 2.2 else (1.0, 3.0) if decades < 3.5 else (1.0,)
+    axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _hover_shapes(axes: Axes, height: float) -> str:
+    """Shapes that react to the pointer: a circle for each point, and a column for each x of the lines."""
+    box, to_pixels = axes.get_window_extent(), axes.transData.transform
+    columns: dict[float, list[str]] = {}
+    shapes = []
+    for line in axes.get_lines():
+        name, points = line.get_label(), list(zip(*line.get_data(), strict=True))
+        if name.startswith("_") or line.get_transform() != axes.transData:
+            continue
+        for x, y in (point for point in points if not math.isnan(point[1])):
+            if line.get_linestyle() == "None":
+                at, text = to_pixels((x, y)), f"{name}: {axes.get_xlabel()} {format_number(x)}, {format_number(y)}"
+                shapes.append((f'circle cx="{at[0]:.1f}" cy="{height - at[1]:.1f}" r="8"', text))
+            else:
+                columns.setdefault(float(x), []).append(f"{name} {format_number(y)}".strip())
+    edges = [float(to_pixels((x, axes.get_ylim()[0]))[0]) for x in sorted(columns)]
+    for i, x in enumerate(sorted(columns)):
+        left = (edges[i - 1] + edges[i]) / 2 if i else box.x0
+        right = (edges[i] + edges[i + 1]) / 2 if i + 1 < len(edges) else box.x1
+        size = f'width="{max(1.0, right - left):.1f}" height="{box.height:.1f}"'
+        text = f"{axes.get_xlabel()} {x:.4g}: {', '.join(columns[x])}"
+        shapes.insert(i, (f'rect x="{left:.1f}" y="{height - box.y1:.1f}" {size}', text))  # below the circles
+    return "".join(f'<{shape} class="hit" data-tip="{escape(text)}"/>' for shape, text in shapes)
+
+
+@contextmanager
+def _picture_style(size: float) -> Iterator[None]:
+    """matplotlib's settings while a picture is drawn; `size` of the type in points."""
+    settings = {
+        "font.family": "DejaVu Sans",
+        "font.size": size,
+        "axes.titlesize": size * 1.08,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.labelsize": size * 0.95,
+        "axes.labelcolor": colour("muted"),
+        "axes.edgecolor": colour("muted"),
+        "axes.linewidth": 0.7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": colour("grid"),
+        "grid.linewidth": 0.7,
+        "xtick.color": colour("muted"),
+        "ytick.color": colour("muted"),
+        "xtick.labelsize": size * 0.9,
+        "ytick.labelsize": size * 0.9,
+        "xtick.major.size": 3,
+        "ytick.major.size": 0,
+        "text.color": colour("ink"),
+        "text.parse_math": False,  # names are text, whatever they hold
+        "legend.fontsize": size * 0.9,
+        "lines.linewidth": 1.6,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "rlhf-kl",
+    }
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*missing from font.*")  # a run's name may be in any script
+        yield

@@ -1,0 +1,60 @@
+"""Pictures as files and inside a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rlhf_kl.report.drawing import COLOURS, Axes, Chart, plot_line, plot_points, plot_target, save_sheet, svg, thin
+
+NAME = "<script>$x_1$ 字"
+
+
+def draw(axes: Axes) -> None:
+    axes.set(xlabel="update", yscale="log")
+    plot_target(axes, 0.2)
+    plot_line(axes, [1.0, 2.0, 3.0], [0.0, 0.5, 0.2], "c2", [0.0, 0.4, 0.1], [0.1, 0.6, 0.3], label=NAME)
+    plot_line(axes, [1.0, 2.0], [0.1, 0.2], "s3", linestyle=(0, (5, 2)), label="other")
+    plot_points(axes, [3.0], [0.4], "c1", label="end")
+
+
+CHART = Chart("kl", "A $title$ <b>", draw, subtitle="and more")
+
+
+def test_svg_is_xml_that_takes_its_colours_from_the_page() -> None:
+    text = svg(CHART)
+    root = ElementTree.fromstring(text)
+    assert "<script>" not in text
+    texts = "".join("".join(node.itertext()) for node in root.iter() if node.tag.endswith("text"))
+    assert NAME in texts  # names are text: neither markup nor mathematics
+    assert {"var(--c2)", "var(--s3)", "var(--c3)", "var(--band)"} <= set(re.findall(r"var\(--\w+\)", text))
+    assert not {light for light, _ in COLOURS.values()} & set(re.findall(r"#[0-9a-f]{6}\b", text))
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert all(name.startswith("kl-") for name in ids)
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
+    assert [node.get("data-tip") for node in root.iter() if node.get("data-tip")] == [
+        "update 1: other 0.100",
+        f"update 2: {NAME} 0.500, other 0.200",
+        f"update 3: {NAME} 0.200",
+        "end: update 3.00, 0.400",
+    ]
+    assert svg(CHART) == text
+
+
+def test_png_files(tmp_path: Path) -> None:
+    save_sheet([CHART], tmp_path / "new" / "one.png")
+    save_sheet([CHART, CHART, CHART], tmp_path / "sheet.png", columns=2, heading="Heading", footer="note")
+    for name in ("new/one.png", "sheet.png"):
+        data = (tmp_path / name).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert 700 < int.from_bytes(data[16:20], "big") < 1100  # pixels wide
+        assert len(data) < 200_000
+
+
+def test_long_lines_become_means_of_segments() -> None:
+    values = [float(i) for i in range(1000)]
+    assert len(thin(values)) == 334
+    assert thin(values)[:2] == [1.0, 4.0]  # of 0, 1, 2 and of 3, 4, 5
+    assert thin(values[:400]) == values[:400]

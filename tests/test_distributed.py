@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_kl import distributed
+from rlhf_kl.distributed import Group, Ranks
+from rlhf_kl.errors import RunFailed
+
+
+def rank(index: int, count: int) -> Ranks:
+    one = Ranks()
+    one.index, one.count = index, count
+    return one
+
+
+def test_one_process_has_all_rows_and_writes() -> None:
+    alone = Ranks()
+    assert (alone.count, alone.index, alone.writes) == (1, 0, True)
+    assert alone.mine(range(12)) == range(12)
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert torch.equal(alone.sum(x), x)
+    assert alone.all("x") == alone.parts(3, lambda _: "x") == ["x"]
+    assert alone.first("x") == alone.run(lambda: "x") == alone.first_before_others(lambda: "x") == "x"
+
+
+def test_several_share_the_rows_without_gap_or_overlap_and_one_writes() -> None:
+    group = [rank(i, 3) for i in range(3)]
+    assert [list(one.mine(range(12))) for one in group] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    uneven = [one.mine(list("abcdefg")) for one in group]
+    assert "".join(row for share in uneven for row in share) == "abcdefg"
+    assert {len(share) for share in uneven} == {2, 3}
+    assert [one.writes for one in group] == [True, False, False]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_step_is_clipped_and_left_out_where_its_gradient_is_not_finite(bad: bool) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, torch.inf if bad else 4.0])
+    norm = Ranks().step(torch.optim.SGD([weight], lr=1.0), [weight], 1.0)
+    assert norm == (torch.inf if bad else 5.0)
+    torch.testing.assert_close(weight.detach(), torch.zeros(2) if bad else -torch.tensor([0.6, 0.8]))
+    assert weight.grad is None
+
+
+def test_weights_that_differ_in_a_bit_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that came apart; the exchange is stood in for."""
+    ranks, weight = Ranks(), torch.ones(3)
+    ranks.check_weights([weight])
+    monkeypatch.setattr(Ranks, "all", lambda self, sums: [sums, [sum_ + 1 for sum_ in sums]])
+    with pytest.raises(RunFailed, match="the weights of the processes differ"):
+        ranks.check_weights([weight])
+
+
+def test_gradients_travel_in_buckets_and_frozen_weights_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes that have the same gradients; the all-reduce is stood in for."""
+    travelled: list[int] = []
+
+    def doubled(tensor: torch.Tensor) -> None:
+        travelled.append(tensor.numel())
+        tensor.mul_(2.0)
+
+    monkeypatch.setattr(distributed.dist, "all_reduce", doubled)
+    monkeypatch.setattr(distributed, "BUCKET", 8)
+    frozen = nn.Parameter(torch.ones(1000), requires_grad=False)
+    learned, more, unused = (nn.Parameter(torch.ones(size)) for size in (5, 3, 4))
+    learned.grad, more.grad = torch.full((5,), 3.0), torch.full((3,), 0.5)
+    group = Group.__new__(Group)
+    group._sum_gradients([frozen, learned, more, unused])
+    assert torch.equal(learned.grad, torch.full((5,), 6.0))
+    assert torch.equal(more.grad, torch.ones(3))
+    assert unused.grad is None
+    assert frozen.grad is None
+    assert travelled == [8, 7]  # 5 + 3; 4 and three flags
