@@ -7,6 +7,7 @@ the reference's states of these; gradients are summed before each step.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -201,6 +202,7 @@ def joined_group(minutes: float) -> Iterator[Group]:
 
     The launcher ends all ranks when one has failed. `minutes`: the limit of every wait but that for scores.
     """
+    atexit.register(_leave_group)  # else gloo's threads may abort a process that ends
     group = Group(timedelta(minutes=minutes))
     try:
         yield group
@@ -210,6 +212,11 @@ def joined_group(minutes: float) -> Iterator[Group]:
             raise
         failure.told = not group.is_first_to_fail()
         raise failure from error
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _lost_rank(error: Exception, minutes: float) -> RlhfKlError | None:
