@@ -7,10 +7,9 @@ from pathlib import Path
 from rlhf_kl.commands.grid import Failure, Grid, check_folders, check_links
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import compare_charts, held_charts, held_columns
+from rlhf_kl.report.charts import compare_charts, end_charts, held_charts, held_columns
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
-from rlhf_kl.report.frontier import frontier_charts
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import COLUMNS, judge, text_table, variant_rows
 from rlhf_kl.run.contents import link_problems
@@ -49,7 +48,7 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
     lines = judge(comparison)
-    pictures = [*compare_charts(comparison), *frontier_charts(comparison)]
+    pictures = [*compare_charts(comparison), *end_charts(comparison)]
     if problems := link_problems(folder / name for name in (*PAGES, *(f"{chart.slug}.png" for chart in pictures))):
         raise InputError(*problems)
     try:

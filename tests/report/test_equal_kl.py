@@ -52,7 +52,7 @@ def test_straight_lines_favoured_the_family_inside_the_gaps(grid: Grid) -> None:
     straight = saturating(x0) + (saturating(x1) - saturating(x0)) * (x - x0) / (x1 - x0)
     assert saturating(x) - straight == pytest.approx(0.455, abs=0.005)
     assert entry.mean == pytest.approx(0.10, abs=0.01)
-    assert interval_half(list(entry.differences.values())) == pytest.approx(0.0, abs=0.02)
+    assert interval_half([reading.gain for reading in entry.readings.values()]) == pytest.approx(0.0, abs=0.02)
 
 
 def test_runs_that_ended_at_one_kl_are_compared_directly(grid: Grid) -> None:
