@@ -21,7 +21,7 @@ from rlhf_kl.report.drawing import (
     plot_target,
 )  # fmt: skip
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.run.figures import format_number, format_percent, read_number
+from rlhf_kl.text import format_number, format_percent, read_number
 
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
