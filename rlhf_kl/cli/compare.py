@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +12,7 @@ from rlhf_kl import ui
 from rlhf_kl.cli.options import Overwrite, Quiet, Set
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import stdout_width
-
-if TYPE_CHECKING:
-    from rlhf_kl.ui import log
+from rlhf_kl.ui import log
 
 
 def compare(
@@ -45,48 +44,24 @@ def compare(
         raise InputError("--resume and --overwrite exclude each other: choose one")
 
     ui.start(quiet)
-    if config is None:
-        return _read(runs or [], output_dir or Path("runs/compare"))
-    return _train(config, set_ or [], output_dir, seed, jobs, overwrite)
+    failures: Sequence[object] = ()
+    if config is not None:
+        from rlhf_kl.config.compare import check_variants, load_compare
 
+        plan = load_compare(config, set_ or [], output_dir, seed)  # errors of the config come before torch is imported
+        check_variants(plan)
+        from rlhf_kl.commands.grid import train_grid
 
-def _read(runs: list[Path], folder: Path) -> int:
-    from rlhf_kl.commands.compare import write_comparison
+        failures = train_grid(plan, jobs=jobs, overwrite=overwrite)
+    from rlhf_kl.commands.report import planned_comparison, write_comparison
     from rlhf_kl.report.compare import read_comparison
 
     with ui.waiting("reading the runs"):
-        comparison = read_comparison(runs)
-    _show_notes(comparison.notes)
+        comparison = read_comparison(runs or []) if config is None else planned_comparison(plan)
+    for note in comparison.notes:
+        log.info(f"note: {note}")
+    folder = (output_dir or Path("runs/compare")) if config is None else plan.folder
     with ui.waiting("drawing the comparison"):
-        text = write_comparison(comparison, folder, folder.name, stdout_width())
-    print(text)
-    return 0
-
-
-def _train(
-    config: str,
-    sets: list[str],
-    output_dir: Path | None,
-    seed: int | None,
-    jobs: int,
-    overwrite: bool,
-) -> int:
-    from rlhf_kl.config.compare import check_variants, load_compare
-
-    plan = load_compare(config, sets, output_dir, seed)  # errors of the config come before torch is imported
-    check_variants(plan)
-    from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
-
-    failures = train_grid(plan, jobs=jobs, overwrite=overwrite)
-    with ui.waiting("reading the runs"):
-        comparison = planned_comparison(plan)
-    _show_notes(comparison.notes)
-    with ui.waiting("drawing the comparison"):
-        text = write_comparison(comparison, plan.folder, plan.name, stdout_width())
+        text = write_comparison(comparison, folder, folder.name if config is None else plan.name, stdout_width())
     print(text)
     return 1 if failures else 0
-
-
-def _show_notes(notes: list[str]) -> None:
-    for note in notes:
-        log.info(f"note: {note}")

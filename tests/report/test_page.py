@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.commands.compare import write_comparison
+from rlhf_kl.commands.report import write_comparison
 from rlhf_kl.report.compare import read_comparison
 from rlhf_kl.report.page import diverging_tokens, report_page, visible_blanks
 from rlhf_kl.report.run import read_run
