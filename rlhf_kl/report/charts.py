@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_kl.report.compare import BestTarget, Comparison, Variant
@@ -14,18 +14,20 @@ from rlhf_kl.report.drawing import (
     UPDATE,
     Axes,
     Chart,
+    Line,
     colour,
+    over_updates,
     plot_level,
     plot_line,
     plot_points,
     plot_target,
+    use_log,
 )  # fmt: skip
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.text import format_number, format_percent, read_number
 
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 ROOT_KL = "√KL, nats per response"
 LARGEST_BETA = 1.0  # of the total-reward lines
@@ -54,45 +56,6 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
     return styles
 
 
-class Line(NamedTuple):
-    """A curve over the updates, with the band around it."""
-
-    label: str
-    tint: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    dash: Any = "solid"
-
-
-def over_updates(
-    slug: str,
-    title: str,
-    unit: str,
-    lines: Iterable[Line],
-    caption: str = "",
-    prepare: Callable[[Axes], object] | None = None,
-) -> Chart | None:
-    """Curves over the updates; None where none has values. `prepare` sets up the axes before they are drawn."""
-    known = [line for line in lines if line.x]
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=UPDATE, ylabel=unit)
-        if prepare is not None:
-            prepare(axes)
-        for label, tint, x, y, low, high, dash in known:
-            plot_line(axes, x, y, tint, low, high, label=label, ls=dash)
-
-    return Chart(slug, title, draw, caption) if known else None
-
-
-def _use_log(axes: Axes, low: float, high: float) -> None:
-    """A log axis where a quantity spans more than a factor of five."""
-    if 0 < LOG_FROM * low < high:
-        axes.set_yscale("log")
-
-
 # ---- one run
 
 
@@ -105,7 +68,7 @@ def run_charts(run: RunResult) -> list[Chart]:
         _kl(run),
         _score(run),
         over_updates("beta", "Beta, the KL coefficient", "beta", [Line("beta", "c2", *beta)], caption,
-                     lambda axes: _use_log(axes, min(beta[1]), max(beta[1]))),
+                     lambda axes: use_log(axes, min(beta[1]), max(beta[1]))),
         _path(run),
         *((_kl_over_beta(alone, styles), _total_reward(alone, styles)) if run.reference_figures else ()),
         _forgetting(run),
@@ -120,7 +83,7 @@ def _kl(run: RunResult) -> Chart | None:
     alerts = [float(row["step"]) for row in run.updates if row.get("alerts")]
 
     def prepare(axes: Axes) -> None:
-        _use_log(axes, target, max(y))
+        use_log(axes, target, max(y))
         plot_target(axes, target)
         if ceiling is not None:
             plot_level(axes, ceiling, "ceiling", "alert")
@@ -243,7 +206,7 @@ def _over_time(comparison: Comparison, key: str, slug: str, title: str, unit: st
 
     def prepare(axes: Axes) -> None:
         if slug in ("kl", "beta"):
-            _use_log(axes, target or min(values), max(values))
+            use_log(axes, target or min(values), max(values))
         if target is not None:
             plot_target(axes, target)
 

@@ -6,14 +6,14 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -49,6 +49,7 @@ COLOURS = {
 HUES = ("c1", "c2", "c3", "c4", "c5", "c6")
 ORDERED = ("s1", "s2", "s3", "s4", "s5", "s6")
 UPDATE = "update"
+LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
 MOST_POINTS = 400  # of a line; a longer line is drawn as means of segments
 FEW_POINTS = 12  # a line with fewer points has marks
 SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
@@ -123,6 +124,45 @@ def plot_target(axes: Axes, target: float, label: str = "target") -> None:
     """A KL target and the band around it."""
     axes.axhspan((1 - BAND) * target, (1 + BAND) * target, color=colour("band"), zorder=0.5, linewidth=0)
     plot_level(axes, target, label, "c3")
+
+
+class Line(NamedTuple):
+    """A curve over the updates, with the band around it."""
+
+    label: str
+    tint: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    dash: Any = "solid"
+
+
+def over_updates(
+    slug: str,
+    title: str,
+    unit: str,
+    lines: Iterable[Line],
+    caption: str = "",
+    prepare: Callable[[Axes], object] | None = None,
+) -> Chart | None:
+    """Curves over the updates; None where none has values. `prepare` sets up the axes before they are drawn."""
+    known = [line for line in lines if line.x]
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel=UPDATE, ylabel=unit)
+        if prepare is not None:
+            prepare(axes)
+        for label, tint, x, y, low, high, dash in known:
+            plot_line(axes, x, y, tint, low, high, label=label, ls=dash)
+
+    return Chart(slug, title, draw, caption) if known else None
+
+
+def use_log(axes: Axes, low: float, high: float) -> None:
+    """A log axis where a quantity spans more than a factor of five."""
+    if 0 < LOG_FROM * low < high:
+        axes.set_yscale("log")
 
 
 # ---- files and pages

@@ -44,14 +44,6 @@ def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
     assert {entry.curve for entry in comparison.equal_kl} == {"static"}
 
 
-def test_nothing_is_extrapolated(grid: Grid) -> None:
-    apart = {**TWO, "adaptive-0.1x": ("adaptive", 0.02, 0.9), "adaptive-1x": ("adaptive", 0.2, 0.9)}
-    comparison = grid(apart, seeds=2)
-    assert comparison.equal_kl
-    assert all(entry.mean is None for entry in comparison.equal_kl)
-    assert any("is not comparable with that of static: the KLs do not overlap" in line for line in judge(comparison))
-
-
 def test_few_seeds_have_no_interval_and_a_note(grid: Grid) -> None:
     comparison = grid(TWO, seeds=1)
     assert comparison.notes == ["one seed: without a spread over seeds no difference can be judged"]
