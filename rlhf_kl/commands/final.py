@@ -1,4 +1,4 @@
-"""What a finished run leaves: the model in `final/`, and with `--merge` an adapter merged into its model in `merged/`."""
+"""What a finished run leaves: `final/`, and with `--merge` an adapter merged into its model, `merged/`."""
 
 from __future__ import annotations
 
