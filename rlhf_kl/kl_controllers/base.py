@@ -58,7 +58,7 @@ class KLController:
     """Moves `coef` (beta) so that the policy's KL to its reference stays at a target.
 
     A subclass writes `update`; any other class with `coef` and `update(kl, episodes)` is a controller too.
-    Options are keyword arguments; `factory.CONTROLLER_PROVIDED` names those that the run sets.
+    Options are keyword arguments; `CONTROLLER_PROVIDED` names those that the run sets.
     The KL is in nats, in the unit of the target.
     """
 
@@ -125,16 +125,23 @@ def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str
     }
 
 
+def restore(obj: Any, state: dict[str, Any]) -> None:
+    """Give `obj` a saved state: by its own `load_state_dict`, else attribute by attribute."""
+    if hasattr(obj, "load_state_dict"):
+        obj.load_state_dict(copy.deepcopy(state))
+    else:
+        restore_attributes(obj, state)
+
+
 def restore_attributes(obj: Any, state: dict[str, Any]) -> None:
     """Set attributes from `saved_attributes`, in the container type the attribute has now."""
-    for name, value in state.items():
+    for name, value in copy.deepcopy(state).items():
         now = getattr(obj, name, None)
         if isinstance(now, deque) and value is not None:
-            setattr(obj, name, deque(value, maxlen=now.maxlen))
+            value = deque(value, maxlen=now.maxlen)
         elif isinstance(now, tuple) and value is not None:
-            setattr(obj, name, tuple(value))
-        else:
-            setattr(obj, name, copy.deepcopy(value))
+            value = tuple(value)
+        setattr(obj, name, value)
 
 
 def _plain(value: Any) -> Any:

@@ -5,8 +5,15 @@ import math
 
 import pytest
 
-from rlhf_kl.kl_controllers import CONTROLLERS, FixedKL, ThresholdKL, ZieglerKL, build_controller
-from rlhf_kl.kl_controllers.factory import BOUNDS, CONTROLLER_PROVIDED
+from rlhf_kl.kl_controllers import (
+    BOUNDS,
+    CONTROLLER_PROVIDED,
+    CONTROLLERS,
+    FixedKL,
+    ThresholdKL,
+    ZieglerKL,
+    build_controller,
+)
 
 
 class Recorder:

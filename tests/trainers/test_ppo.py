@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.kl_controllers import GuardedController
-from rlhf_kl.kl_controllers.factory import CONTROLLERS
+from rlhf_kl.kl_controllers import CONTROLLERS, GuardedController
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import NonFiniteRollout
