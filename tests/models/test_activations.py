@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.models import activations
-from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
+from rlhf_kl import memory as activations
+from rlhf_kl.memory import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from rlhf_kl.models.cache import reserve
+from rlhf_kl.models.decoding import reserve
 
 ROWS, HEADS, SIZE = 3, 2, 4
 

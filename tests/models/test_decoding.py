@@ -10,7 +10,7 @@ from torch.distributions import Categorical
 
 from rlhf_kl.models import decoding
 from rlhf_kl.models.decoding import pick_tokens
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.rollout.collect import response_layout
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
@@ -28,7 +28,7 @@ def sample(
     temperature: float = 1.0,
     pad: int = PAD,
 ) -> Sampled:
-    return TransformersLM(model).sample(prompts, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
+    return LM(model).sample(prompts, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
 
 
 # ---- one token ----
@@ -164,7 +164,7 @@ def test_the_states_that_sampling_keeps_are_those_of_a_pass(
     new_model: Make, prompts_of: Callable[..., PromptBatch], dtype: torch.dtype
 ) -> None:
     """In float32; in bfloat16, where they differ by rounding, none are kept."""
-    lm, prompts = TransformersLM(new_model(), dtype), prompts_of(*TEXTS)
+    lm, prompts = LM(new_model(), dtype), prompts_of(*TEXTS)
     sampled = lm.sample(prompts, uniforms(4, 10, 0, "x"), Sampling(10, 1.0, [2], 0))
     if dtype == torch.bfloat16:
         assert sampled.states is None

@@ -17,7 +17,7 @@ from transformers import cache_utils
 from rlhf_kl.errors import InputError
 from rlhf_kl.models import decoding
 from rlhf_kl.models.decoding import pick_tokens
-from rlhf_kl.models.lm import TransformersLM, enable_recompute
+from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
@@ -96,7 +96,7 @@ def logits_of(model: Any, text: str = "abcd") -> torch.Tensor:
     return result
 
 
-def read(lm: TransformersLM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
+def read(lm: LM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
     """Logits at all states of a text but the last."""
     with torch.no_grad():
         rows = text_layout([row], [1], torch.device("cpu")).pack([0])
@@ -117,7 +117,7 @@ def test_sampling_and_passes_agree_with_its_own_float64_logits(
     Each prompt has two responses, and a row that has finished leaves the batch.
     """
     monkeypatch.setattr(decoding, "COMPACT_BELOW", 1.0)
-    lm, prompts = TransformersLM(load_causal_lm(str(folder))), batch_of(letters, TEXTS * 2)
+    lm, prompts = LM(load_causal_lm(str(folder))), batch_of(letters, TEXTS * 2)
     noise = uniforms(6, 8, 0, "noise")
     sampled = lm.sample(prompts, noise, Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2, 5], pad_id=0))
     ids, lengths = torch.cat([prompts.ids, sampled.ids], 1), sampled.mask.sum(1)
@@ -140,7 +140,7 @@ def test_what_comes_behind_the_head_is_part_of_the_logits(folders: Folders, name
     model, row = load_causal_lm(str(folders[name])), (1, 3, 4, 5, 6)
     with torch.no_grad():
         bare = model.lm_head(model.base_model(input_ids=torch.tensor([row[:-1]])).last_hidden_state[0])
-    logits, own = read(TransformersLM(model), row), own_logits(model, row[:-1])
+    logits, own = read(LM(model), row), own_logits(model, row[:-1])
     assert float((bare - own).abs().max()) > 0.3
     torch.testing.assert_close(logits.double(), own, rtol=1e-4, atol=1e-4)
 
@@ -152,23 +152,23 @@ def test_it_is_saved_as_it_is(folder: Path, letters: Any, tmp_path: Path) -> Non
 
 
 def test_an_adapter_that_is_off_is_the_start_and_merged_is_close(folder: Path, letters: Any, tmp_path: Path) -> None:
-    start = read(TransformersLM(load_causal_lm(str(folder))))
+    start = read(LM(load_causal_lm(str(folder))))
     base = load_causal_lm(str(folder))
     modules = ["q_proj", "down_proj"] if folder.name == "falcon_h1" else None  # peft refuses its other projections
     policy = add_adapter(base, r=2, alpha=4.0, target_modules=modules, ref=str(folder), what="policy.lora", seed=1)
     reference = AdapterReference(policy, keep_start=False)
-    assert torch.equal(read(TransformersLM(policy)), start)
+    assert torch.equal(read(LM(policy)), start)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    trained = read(TransformersLM(policy))
+    trained = read(LM(policy))
     assert float((trained - start).abs().max()) > 1e-2
     assert torch.equal(read(reference), start)
     save_model(policy, letters, tmp_path)
     again = load_adapter(load_causal_lm(str(folder)), tmp_path, "policy.model")
-    assert torch.equal(read(TransformersLM(again)), trained)
-    torch.testing.assert_close(read(TransformersLM(merge(policy))), trained, rtol=1e-3, atol=1e-3)
+    assert torch.equal(read(LM(again)), trained)
+    torch.testing.assert_close(read(LM(merge(policy))), trained, rtol=1e-3, atol=1e-3)
 
 
 def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> Non
         attention = next(module for name, module in model.named_modules() if name.endswith(("attn", "attention")))
         count = [0]
         attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        TransformersLM(model).states(rows, lambda logits, _: logits(slice(None))).square().sum().backward()
+        LM(model).states(rows, lambda logits, _: logits(slice(None))).square().sum().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         calls.append(count[0])
         assert not model.training
@@ -249,7 +249,7 @@ def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any,
     prompt = PromptBatch(["abc"], torch.tensor([[1, 3, 4, 5]]), torch.ones(1, 4, dtype=torch.bool))
     sampling = Sampling(max_new_tokens=8, temperature=1e-6, eos_ids=[2], pad_id=0)  # all but greedy
     for folder, model in models.items():
-        sampled = TransformersLM(model).sample(prompt, torch.full((1, 8), 0.5), sampling)
+        sampled = LM(model).sample(prompt, torch.full((1, 8), 0.5), sampling)
         ids = sampled.ids[0][sampled.mask[0]].tolist()
         assert result[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tokenizers import processors
 
-from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint, tokenizer_fingerprint
+from rlhf_kl.models.load import model_fingerprint, texts_fingerprint, tokenizer_fingerprint
 
 
 def test_the_smallest_change_of_a_model_is_seen(new_model: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.evaluate import perplexity, policy_figures
 from rlhf_kl.models import logits as module
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -85,7 +85,7 @@ class World:
 
     def __init__(self, new_model: Make, letters: Any, prompts: PromptBatch) -> None:
         self.letters, self.prompts = letters, prompts
-        self.model = ActorCritic(TransformersLM(new_model(seed=3)), HeadValue(16))
+        self.model = ActorCritic(LM(new_model(seed=3)), HeadValue(16))
         self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
 
     @property

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import TransformersLM, enable_recompute, recomputing
+from rlhf_kl.models.lm import LM, enable_recompute, recomputing
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
@@ -42,7 +42,7 @@ def test_sampling_keeps_its_cache(new_model: Any, prompts_of: Any) -> None:
     prompts, noise = prompts_of("ab", "c"), uniforms(2, 6, 0, "x")
     drawn, read = [], []
     for recompute in (False, True):
-        lm = TransformersLM(new_model())
+        lm = LM(new_model())
         if recompute:
             enable_recompute(lm.model, "policy.gradient_checkpointing")
         lm.hidden(pack_last([[1, 3]], lm.device)).sum().backward()

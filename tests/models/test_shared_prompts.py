@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.ops import packing
 from rlhf_kl.ops.packing import Layout, Packed
 from rlhf_kl.types import PromptBatch, Sampling
@@ -49,7 +49,7 @@ def layout() -> Layout:
     return Layout(ids, width, torch.tensor(PROMPTS), torch.tensor(RESPONSES))
 
 
-def states_and_gradient(lm: TransformersLM, passes: list[Packed]) -> tuple[Tensor, Tensor]:
+def states_and_gradient(lm: LM, passes: list[Packed]) -> tuple[Tensor, Tensor]:
     """Hidden states of all response tokens by number, and the gradient of a weighted sum of them."""
     weights = torch.linspace(-1, 1, sum(len(rows.numbers) for rows in passes) * 16).view(-1, 16)
     states = torch.zeros_like(weights)
@@ -78,7 +78,7 @@ def new_model(family: str) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_and_gradients_are_those_of_whole_rows(family: str) -> None:
-    lm, batch = TransformersLM(new_model(family)), layout()
+    lm, batch = LM(new_model(family)), layout()
     states, gradient = states_and_gradient(lm, [batch.pack(range(6))])
     for passes in ([batch.pack_shared([4, 0, 2, 1, 3, 5])], list(batch.passes(range(6), most_rows=2, most_tokens=99))):
         assert all(rows.prompts is not None for rows in passes)
@@ -90,7 +90,7 @@ def test_states_and_gradients_are_those_of_whole_rows(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_all_prompts_begin_with_is_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four prompts that differ at their end: states and gradients, and samples with their log-probs."""
-    lm, width = TransformersLM(new_model(family)), 9
+    lm, width = LM(new_model(family)), 9
     lengths, responses = torch.tensor([9, 8, 7, 9]), torch.tensor([3, 1, 2, 4])
     ids = torch.zeros(4, width + 4, dtype=torch.long)
     for row, (length, response) in enumerate(zip(lengths.tolist(), responses.tolist(), strict=True)):

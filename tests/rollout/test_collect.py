@@ -9,7 +9,7 @@ from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
 from rlhf_kl.rewards.functions import WeightedSum
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
 
 @pytest.fixture
 def parts(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any) -> Parts:
-    policy, value = TransformersLM(new_model(seed=3)), HeadValue(16)
+    policy, value = LM(new_model(seed=3)), HeadValue(16)
     torch.nn.init.ones_(value.head.weight)
     reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
     responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x"), SAMPLING, letters)
@@ -109,7 +109,7 @@ def test_kl_of_the_moved_policy_at_the_old_states(parts: Parts, new_model: Make)
     rollout = parts.assess(lengths)
     policy = parts.model.policy
     torch.testing.assert_close(exact_kl_now(policy, parts.reference, rollout, 0.8), rollout.exact_kl, **CLOSE)
-    moved = TransformersLM(new_model(seed=4))
+    moved = LM(new_model(seed=4))
     now = exact_kl_now(moved, parts.reference, rollout, 0.8)
     torch.testing.assert_close(now, parts._replace(model=ActorCritic(moved)).measure().exact_kl, **CLOSE)
     assert float((now - rollout.exact_kl).abs().max()) > 0.01
@@ -177,7 +177,7 @@ def test_responses_are_drawn_before_they_are_assessed(parts: Parts) -> None:
 def sampler(new_model: Make, letters: Any) -> Callable[..., Sampler]:
     def make(seed: int = 0, rows: range | None = None) -> Sampler:
         stream = PromptStream(TEXTS, letters, 6, seed)
-        return Sampler(TransformersLM(new_model(seed=3)), stream, letters, SAMPLING, seed, rows)
+        return Sampler(LM(new_model(seed=3)), stream, letters, SAMPLING, seed, rows)
 
     return make
 

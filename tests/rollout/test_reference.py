@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, exact_kl_now, respond
@@ -19,7 +19,7 @@ TEXTS = ("ab", "abcdab", "d", "cccc", "ba")
 
 class World:
     def __init__(self, new_model: Make, prompts: PromptBatch, letters: Any) -> None:
-        self.policy, self.prompts, self.letters = TransformersLM(new_model(seed=3)), prompts, letters
+        self.policy, self.prompts, self.letters = LM(new_model(seed=3)), prompts, letters
         self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
 
     def rollout(self, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:

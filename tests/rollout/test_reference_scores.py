@@ -11,7 +11,7 @@ import torch
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
 from rlhf_kl.rollout.reference_scores import (
     ReferenceSamples,
@@ -94,7 +94,7 @@ def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int)
 
 
 def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Callable[..., Any], letters: Any) -> None:
-    lm, groups = TransformersLM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4]
+    lm, groups = LM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4]
     sizes: list[int] = []
 
     def count(prompts: list[str], responses: list[str]) -> list[float]:

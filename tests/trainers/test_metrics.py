@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.logprobs import compare_distributions
 from rlhf_kl.ops.masked import mean_of_groups
 from rlhf_kl.rollout.collect import NonFiniteRollout
@@ -191,7 +191,7 @@ def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: 
 # ---- a sampler that differs from what is computed ----
 
 
-class Altered(TransformersLM):
+class Altered(LM):
     """A policy that samples from other logits than those that the trainer computes."""
 
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -252,7 +252,7 @@ def test_sampling_from_older_weights_is_reported(make_trainer: Make, new_model: 
         for parameter in policy.parameters():
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=noise))
     trainer = make_trainer(policy=policy, reference=reference)
-    trainer.rollouts.sample.policy = TransformersLM(reference)
+    trainer.rollouts.sample.policy = LM(reference)
     alerts, raised = KLAlerts(None), []
     for step in range(1, 61):
         responses = trainer.rollouts.sample(step)

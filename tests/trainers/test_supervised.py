@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_kl.config.schema import SFTSection
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.trainers.supervised import SupervisedTrainer
 from rlhf_kl.trainers.tasks import TextTask
 
@@ -21,7 +21,7 @@ def make(new_model: Make, letters: Any) -> Make:
     def make(texts: list[str] = TEXTS, seed: int = 0, **settings: Any) -> SupervisedTrainer:
         model = new_model(spread=0.1)
         section = SFTSection.model_validate({"batch_size": 4, "microbatch_size": 2} | settings)
-        return SupervisedTrainer(TextTask(TransformersLM(model), letters, texts), section, seed)
+        return SupervisedTrainer(TextTask(LM(model), letters, texts), section, seed)
 
     return make
 
