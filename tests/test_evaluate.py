@@ -63,7 +63,7 @@ def byte_level(**special: str) -> Any:
 @pytest.mark.parametrize("bos", [{}, {"bos_token": "<bos>"}], ids=["no bos", "bos"])
 @pytest.mark.parametrize(
     "texts",
-    [["abcd"], ["hello world", " leading", "  x", "\n"], ["é", "🙂🙂", "naïve"], ["a", "bc"], ["", "ab"]],
+    [["abcd"], ["hello world", " leading", "  x", "\n"], ["naïve"], ["a", "bc"], ["", "ab"]],
     ids=["letters", "spaces", "characters of several bytes", "a single one", "an empty one"],
 )
 def test_a_uniform_model_over_bytes_has_the_bits_of_its_vocabulary(texts: list[str], bos: dict[str, str]) -> None:
@@ -79,35 +79,6 @@ def test_a_uniform_model_over_bytes_has_the_bits_of_its_vocabulary(texts: list[s
     assert result.tokens == result.bytes == sum(max(0, len(text.encode()) - first) for text in texts)
     assert result.bits_per_byte == pytest.approx(math.log2(size), rel=1e-6)
     assert size == 256 + len(bos)
-
-
-def test_bytes_of_a_first_token_of_several_letters() -> None:
-    """Merged tokens with a space in front, which their spans leave out."""
-    from tokenizers import normalizers
-
-    from rlhf_kl.models.text import first_token_bytes
-
-    tokenizer = byte_level()
-    tokenizer.backend_tokenizer.train_from_iterator(["hello world hello world é é"] * 20, trainer())
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer("hello world")["input_ids"])
-    assert pieces == ["hello", "Ġworld"]
-    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    for text, count in (
-        ("Hello world", 5),
-        ("hello world", 5),
-        ("hello", 5),
-        (" world hello", 6),
-        ("é é", 2),
-        ("zz", 1),
-    ):
-        assert first_token_bytes(tokenizer, text) == count, text
-
-
-def trainer() -> Any:
-    from tokenizers import pre_tokenizers, trainers
-
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
 
 
 def test_order_and_batches_change_nothing(new_model: Make, letters: Any) -> None:

@@ -14,8 +14,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
-from rlhf_kl.builtin.world import is_builtin, part_key, world_spec
-from rlhf_kl.cache import cache_folder
+from rlhf_kl.builtin.world import cache_folder, is_builtin, part_key, world_spec
 from rlhf_kl.commands.models import new_language_model
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, Section, SFTConfig

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from rlhf_kl.ops.best_of_n import best_of_n, kl_bound
+from rlhf_kl.kl_controllers.tilt import best_of_n, kl_bound
 
 
 def test_the_mean_over_all_subsets() -> None:
