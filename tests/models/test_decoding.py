@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributions import Categorical
+from transformers.cache_utils import DynamicCache
 
 from rlhf_kl.models import decoding
-from rlhf_kl.models.decoding import pick_tokens
+from rlhf_kl.models.decoding import pick_tokens, reserve
 from rlhf_kl.models.lm import LM
 from rlhf_kl.rollout.collect import response_layout
 from rlhf_kl.seeding import uniforms
@@ -214,3 +215,32 @@ def test_a_prompt_may_hold_the_pad_and_eos_tokens(new_model: Make) -> None:
     )
     noise = uniforms(1, 6, 0, "x")
     assert torch.equal(sample(model, prompts, noise).ids, sample(model, wider, noise).ids)
+
+
+ROWS, HEADS, SIZE = 3, 2, 4
+
+
+def states(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(ROWS, HEADS, length, SIZE, generator=noise) for _ in range(2))
+    return keys, values
+
+
+def test_it_holds_what_the_usual_cache_holds_while_rows_leave() -> None:
+    usual, reserved = DynamicCache(), DynamicCache()
+    for cache in (usual, reserved):
+        for layer in range(2):
+            cache.update(*states(5, layer), layer)
+    reserve(reserved, 8)
+    kept = torch.arange(ROWS)
+    for step, leaving in enumerate([None, [0, 2], [1]]):
+        if leaving is not None:
+            chosen = torch.tensor(leaving)
+            kept = kept[chosen]
+            for cache in (usual, reserved):
+                cache.reorder_cache(chosen)
+        for layer in range(2):
+            new = [x[kept] for x in states(1, 10 * step + layer)]
+            one, other = (cache.update(*new, layer) for cache in (usual, reserved))
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert reserved.get_seq_length() == usual.get_seq_length() == 6 + step

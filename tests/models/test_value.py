@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,6 @@ from rlhf_kl.models.value import (
     FeatureCritic,
     HeadValue,
     SeparateValue,
-    freeze,
-    frozen_lm,
-    shared_trainable,
     value_head_from_reward,
     values_in,
     zero_head,
@@ -73,11 +69,6 @@ def test_neither_neighbours_nor_later_tokens_move_a_value(model: ActorCritic) ->
     assert float((after[1] - alone[1]).abs()) > 1e-3
 
 
-def test_a_new_value_head_is_zero_everywhere(new_model: Make) -> None:
-    model = ActorCritic(LM(new_model()), HeadValue(16))
-    assert values(model, packed()).tolist() == [0.0, 0.0]
-
-
 def test_values_are_float32_where_the_layers_are_not(new_model: Make) -> None:
     """Far from 0, where bfloat16 has steps of 0.5: on the same states a value is the float64 one."""
     lm, value = LM(new_model(), torch.bfloat16), HeadValue(16)
@@ -121,23 +112,6 @@ def test_a_value_head_from_a_reward_model_gives_its_normalised_score(tiny_reward
         hidden = reward.base_model(input_ids=ids).last_hidden_state[0, -1]
         value = value_head_from_reward(reward.score, mean=0.5, std=2.0)(hidden)
     assert float(value) * 2.0 + 0.5 == pytest.approx(float(score), abs=1e-5)
-
-
-def test_tensors_of_both_are_named(new_model: Make) -> None:
-    policy = new_model()
-    assert shared_trainable(policy, copy.deepcopy(policy)) == []
-    assert shared_trainable(policy, policy) != []
-    partly = copy.deepcopy(policy)
-    partly.transformer.ln_f.weight = policy.transformer.ln_f.weight
-    assert shared_trainable(policy, partly) == ["transformer.ln_f.weight"]
-    policy.transformer.ln_f.weight.requires_grad_(False)
-    assert shared_trainable(policy, partly) == []
-
-
-def test_a_frozen_model_has_no_gradients(new_model: Make) -> None:
-    for model in (freeze(new_model().train()), frozen_lm(new_model(), torch.float32, torch.device("cpu")).module):
-        assert not model.training
-        assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_the_values_of_a_reference_are_those_of_the_same_names(new_model: Make) -> None:
