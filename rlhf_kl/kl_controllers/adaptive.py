@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from rlhf_kl.kl_controllers.base import KLController, clip, require_fraction, require_positive
 
@@ -54,6 +55,7 @@ class StepModel(NamedTuple):
     tails: float = 8.0  # degrees of freedom of Student's t: an outlier has little weight
 
 
+@dataclass(kw_only=True, eq=False)
 class AdaptiveKL(KLController):
     """Predictive control of x = sqrt(KL/target), the policy's distance from its reference.
 
@@ -78,24 +80,18 @@ class AdaptiveKL(KLController):
     pace but nothing about b.
     """
 
-    model = StepModel()
+    model: ClassVar = StepModel()
+    target: float = 0.1
+    approach: float = 0.3
+    down: float = 1.2
+    up: float = 1.8
+
     state_names = ("coef", "distance", "variance", "noise", "step", "observed", "unobserved", "updates")
 
-    def __init__(
-        self,
-        *,
-        coef: float = 0.1,
-        target: float = 0.1,
-        approach: float = 0.3,
-        down: float = 1.2,
-        up: float = 1.8,
-        min_coef: float | None = None,
-        max_coef: float | None = None,
-    ) -> None:
-        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
-        self.target = require_positive("target", target)
-        self.approach = require_fraction("approach", require_positive("approach", approach))
-        self.down, self.up = require_positive("down", down), require_positive("up", up)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(require_positive, "target", "approach", "down", "up")
+        self.require(require_fraction, "approach")
         self.start_coef = self.coef
         self.distance: float | None = None  # x of the policy that samples next, as predicted
         self.variance = 0.0  # of that prediction
@@ -108,7 +104,7 @@ class AdaptiveKL(KLController):
     @cached_property
     def _belief(self) -> Belief:
         """Created at its first use: the check of a config needs no numpy."""
-        return Belief(self.model, self.start_coef, self.min_coef, self.max_coef, USUAL_PACE)
+        return Belief(self.model, self.start_coef, *self.bounds, USUAL_PACE)
 
     @property
     def holding_coef(self) -> float:
