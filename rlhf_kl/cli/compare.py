@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -56,36 +57,5 @@ def compare(
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite) if plan else []
     with ui.waiting("reading the runs"):
-        comparison = planned_comparison(plan) if plan else read_comparison(runs or [])
-    for note in comparison.notes:
-        log.info(f"note: {note}")
-    folder = plan.folder if plan else output_dir or Path("runs/compare")
-    with ui.waiting("drawing the comparison"):
-        text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
-    print(text)
-    return 1 if failures else 0
-
-
-def report(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders; default: the newest under runs/.")
-    ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Write it again while the run goes on.")] = False,
-    every: Annotated[int, typer.Option(metavar="SECONDS", min=1, help="With --watch: how often.")] = 10,
-    quiet: Quiet = False,
-) -> None:
-    """Show a finished or running run as one self-contained page: RUN/report.html."""
-    from rlhf_kl.commands.report import watch_reports, write_report
-    from rlhf_kl.run.run_folder import newest_run
-
-    ui.start(quiet)
-    paths = runs or [newest_run()]
-    if watch:
-        log.info(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
-        watch_reports(paths, every)
-    for path in paths:
-        with ui.waiting(f"drawing {path / 'report.html'}"):
-            notes = write_report(path).notes
-        for note in notes:
-            log.info(f"{path}: {note}")
-        print(path / "report.html")
+    from rlhf_kl.commands.grid import train_grid
+    from rlhf_kl.commands.report import planned_comparison, write_comparison
