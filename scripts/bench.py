@@ -42,7 +42,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rlhf_kl.commands.world import World as BuiltIn
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2
-from rlhf_kl.run.display import TrainingDisplay
 
 PARTS = ("phases", "groups", "peer")
 SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights, beside what both have
@@ -137,7 +136,7 @@ def make_world(name: str, args: argparse.Namespace, place: Path) -> World:
         lengths = torch.randint(8, 25, (512,), generator=torch.Generator().manual_seed(0)).tolist()
         world = random_world(place, SHAPES[name], lengths)
     else:
-        parts = BuiltIn("builtin:reviews", TrainingDisplay())
+        parts = BuiltIn("builtin:reviews")
         world = World(parts.policy(), parts.reward_model(), parts.file("prompts"), 64, 48, 4, 2e-4, 1.0)
         world = world if name == "reviews" else endless(world, place)
     return replace(world, batch=args.batch or world.batch, length=args.length or world.length)

@@ -34,13 +34,14 @@ from control.reach import reach_table, read_reach, search
 from control.results import by_beta, by_row, charts, goal_lines, read_results, stress_lines
 from control.rows import Planner, is_stress
 
+from rlhf_kl import ui
 from rlhf_kl.commands.compare import train_grid
 from rlhf_kl.commands.grid import check_folders
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, check_variants
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.report.drawing import save_sheet
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.ui import log
 
 
 def show(rows: dict[str, list[PlannedRun]], planner: Planner) -> bool:
@@ -93,7 +94,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and show the rows; returns the exit code."""
     asked = parse_arguments(arguments)
-    display, out = TrainingDisplay(), asked.out.absolute()
+    ui.start()
+    out = asked.out.absolute()
     planner = Planner(out, asked.sets, asked.seed, asked.real)
 
     def train(runs: list[PlannedRun]) -> None:
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.table_only:
             check_folders(plan)
         else:
-            train_grid(plan, jobs=asked.jobs, overwrite=asked.overwrite, display=display)
+            train_grid(plan, jobs=asked.jobs, overwrite=asked.overwrite)
 
     try:
         if asked.jobs < 1:
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = planner.plan(names)
         left_out = [] if asked.table_only else planner.left_out(rows)
         for name, reason in left_out:
-            display.error(f"{name} is left out: {reason}")
+            log.error(f"{name} is left out: {reason}")
             del rows[name]
         if not rows:
             return 1
@@ -123,10 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if show(rows, planner) and not left_out else 1
     except InputError as error:
         for problem in error.problems:
-            display.error(problem)
+            log.error(problem)
         return 2
     except (KeyboardInterrupt, Interrupted):
-        display.message("interrupted; the same command goes on from the last checkpoints")
+        log.info("interrupted; the same command goes on from the last checkpoints")
         return 130
 
 

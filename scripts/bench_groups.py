@@ -37,7 +37,6 @@ from bench import random_world, run_alone
 from rlhf_kl.commands.world import World
 from rlhf_kl.models.load import load_tokenizer
 from rlhf_kl.report.verdict import text_table
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 PEERS = ("rloo", "grpo")
@@ -211,7 +210,7 @@ def make_models(args: argparse.Namespace) -> None:
             random_world(folder, LLAMA, [16] * 512)
         args.policy, args.reward, args.prompts = folder / "policy", folder / "reward", folder / "prompts.jsonl"
     else:
-        world = World("builtin:reviews", TrainingDisplay())
+        world = World("builtin:reviews")
         args.policy, args.reward, args.prompts = world.policy(), world.reward_model(), world.file("prompts")
 
 

@@ -97,9 +97,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def small_world(cache: Path) -> World:
     """`builtin:reviews-small`, all parts built."""
     from rlhf_kl.commands.world import World
-    from rlhf_kl.run.display import TrainingDisplay
 
-    world = World("builtin:reviews-small", TrainingDisplay(quiet=True))
+    world = World("builtin:reviews-small")
     assert world.folder.is_relative_to(cache)
     world.reward_model()
     return world

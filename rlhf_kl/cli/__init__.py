@@ -15,7 +15,7 @@ from rlhf_kl.cli import compare, config, doctor, evaluate, generate, guide, repo
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import shell_command
-from rlhf_kl.run.text import safe_text
+from rlhf_kl.text import safe_text
 from rlhf_kl.threads import wait_without_spinning
 
 TRAINING = {  # commands that take a config, and one that comes along

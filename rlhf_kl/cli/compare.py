@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhf_kl import ui
 from rlhf_kl.cli.options import Overwrite, Quiet, Set
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.text import stdout_width
+from rlhf_kl.text import stdout_width
 
 if TYPE_CHECKING:
-    from rlhf_kl.run.display import TrainingDisplay
+    from rlhf_kl.ui import log
 
 
 def compare(
@@ -42,22 +43,21 @@ def compare(
         raise InputError("--set, --seed, --jobs, --resume and --overwrite need --config: RUN folders are only read")
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: choose one")
-    from rlhf_kl.run.display import TrainingDisplay
 
-    display = TrainingDisplay(quiet=quiet)
+    ui.start(quiet)
     if config is None:
-        return _read(runs or [], output_dir or Path("runs/compare"), display)
-    return _train(config, set_ or [], output_dir, seed, jobs, overwrite, display)
+        return _read(runs or [], output_dir or Path("runs/compare"))
+    return _train(config, set_ or [], output_dir, seed, jobs, overwrite)
 
 
-def _read(runs: list[Path], folder: Path, display: TrainingDisplay) -> int:
+def _read(runs: list[Path], folder: Path) -> int:
     from rlhf_kl.commands.compare import write_comparison
     from rlhf_kl.report.compare import read_comparison
 
-    with display.waiting("reading the runs"):
+    with ui.waiting("reading the runs"):
         comparison = read_comparison(runs)
-    _show_notes(comparison.notes, display)
-    with display.waiting("drawing the comparison"):
+    _show_notes(comparison.notes)
+    with ui.waiting("drawing the comparison"):
         text = write_comparison(comparison, folder, folder.name, stdout_width())
     print(text)
     return 0
@@ -70,7 +70,6 @@ def _train(
     seed: int | None,
     jobs: int,
     overwrite: bool,
-    display: TrainingDisplay,
 ) -> int:
     from rlhf_kl.config.compare import check_variants, load_compare
 
@@ -78,16 +77,16 @@ def _train(
     check_variants(plan)
     from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
 
-    failures = train_grid(plan, jobs=jobs, overwrite=overwrite, display=display)
-    with display.waiting("reading the runs"):
+    failures = train_grid(plan, jobs=jobs, overwrite=overwrite)
+    with ui.waiting("reading the runs"):
         comparison = planned_comparison(plan)
-    _show_notes(comparison.notes, display)
-    with display.waiting("drawing the comparison"):
+    _show_notes(comparison.notes)
+    with ui.waiting("drawing the comparison"):
         text = write_comparison(comparison, plan.folder, plan.name, stdout_width())
     print(text)
     return 1 if failures else 0
 
 
-def _show_notes(notes: list[str], display: TrainingDisplay) -> None:
+def _show_notes(notes: list[str]) -> None:
     for note in notes:
-        display.message(f"note: {note}")
+        log.info(f"note: {note}")

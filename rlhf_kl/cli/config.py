@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from rlhf_kl.cli.options import Set
-from rlhf_kl.run.text import safe_text
+from rlhf_kl.text import safe_text
 
 app = typer.Typer(help="Show, check or describe a config.")
 

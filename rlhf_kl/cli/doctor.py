@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rlhf_kl import ui
 from rlhf_kl.cli.options import Config, Quiet, Seed, Set, loading, overrides
 
 STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}
@@ -33,16 +34,16 @@ def doctor(
     check_plugins(settings)
     with loading(quiet):
         from rlhf_kl.commands.doctor import run_doctor
-        from rlhf_kl.run.display import TrainingDisplay
 
-    findings = run_doctor(settings, TrainingDisplay(quiet), pairs, processes)
+    ui.start(quiet)
+    findings = run_doctor(settings, pairs, processes)
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         from rich.console import Console
         from rich.text import Text
 
-        from rlhf_kl.run.text import hanging, stdout_width
+        from rlhf_kl.text import hanging, stdout_width
 
         console = Console(soft_wrap=True)
         for level, topic, text, change in findings:

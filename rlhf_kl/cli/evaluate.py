@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_kl import ui
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode, loading
 
 LABELS = {
@@ -46,11 +47,11 @@ def evaluate(
     with loading(quiet):
         from rlhf_kl.commands.evaluate import EvalRequest, run_eval
         from rlhf_kl.commands.trust import Trust
-        from rlhf_kl.run.display import TrainingDisplay
 
     trust = Trust(plugins, trust_remote_code, allow_pickle)
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, trust)
-    figures = run_eval(request, TrainingDisplay(quiet=quiet))
+    ui.start(quiet)
+    figures = run_eval(request)
     print(json.dumps(figures, indent=2) if as_json else _table(figures))
 
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_kl import ui
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode, loading
-from rlhf_kl.run.text import safe_text
+from rlhf_kl.text import safe_text
 
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token
 
@@ -40,7 +41,6 @@ def generate(
     with loading(quiet):
         from rlhf_kl.commands.generate import GenerateRequest, run_generate
         from rlhf_kl.commands.trust import Trust
-        from rlhf_kl.run.display import TrainingDisplay
 
     request = GenerateRequest(
         run=run,
@@ -58,7 +58,8 @@ def generate(
         seed=seed,
         trust=Trust(plugins, trust_remote_code, allow_pickle),
     )
-    results = run_generate(request, TrainingDisplay(quiet=quiet))
+    ui.start(quiet)
+    results = run_generate(request)
     if output is not None:
         return
     if as_json:

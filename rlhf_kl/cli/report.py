@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rlhf_kl import ui
 from rlhf_kl.cli.options import Quiet
 
 
@@ -20,17 +21,17 @@ def report(
 ) -> None:
     """Show a finished or running run as one self-contained page: RUN/report.html."""
     from rlhf_kl.commands.report import watch_reports, write_report
-    from rlhf_kl.run.display import TrainingDisplay
     from rlhf_kl.run.run_folder import newest_run
+    from rlhf_kl.ui import log
 
-    display = TrainingDisplay(quiet=quiet)
+    ui.start(quiet)
     paths = runs or [newest_run()]
     if watch:
-        display.message(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
+        log.info(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
         watch_reports(paths, every)
     for path in paths:
-        with display.waiting(f"drawing {path / 'report.html'}"):
+        with ui.waiting(f"drawing {path / 'report.html'}"):
             notes = write_report(path).notes
         for note in notes:
-            display.message(f"{path}: {note}")
+            log.info(f"{path}: {note}")
         print(path / "report.html")

@@ -92,23 +92,21 @@ def _train(
     if isinstance(settings, TrainConfig):
         check_plugins(settings)
     with loading(quiet):
+        from rlhf_kl import ui
         from rlhf_kl.commands.closing import supervised_closing, train_closing
         from rlhf_kl.commands.merge import merge_final, require_adapter
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
-        from rlhf_kl.run.display import TrainingDisplay
 
-    display = TrainingDisplay(quiet)
-    if isinstance(settings, TrainConfig):
-        display = TrainingDisplay(quiet, settings.updates, settings.kl.target_value, settings.kl.unit)
+    ui.start(quiet)
     if merge:
         require_adapter(settings)
     runs: dict[str, Any] = {"train": run_train, "sft": run_supervised, "reward-model": run_supervised}
-    summary = train_command(runs[kind], settings, resume=resume, overwrite=overwrite, display=display)
+    summary = train_command(runs[kind], settings, resume=resume, overwrite=overwrite)
     if not summary:  # the first process shows it
         return
     if merge:
-        merge_final(settings, display)
+        merge_final(settings)
     closing = train_closing if kind == "train" else supervised_closing
-    display.summary(*closing(summary, settings.run.output_dir))
+    ui.print_summary(*closing(summary, settings.run.output_dir))

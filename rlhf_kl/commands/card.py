@@ -13,7 +13,7 @@ import yaml
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.report.control import end, held, ratios
-from rlhf_kl.run.figures import format_number, read_number
+from rlhf_kl.text import format_number, read_number
 
 CARD = """---
 {front}---

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.program import shell_command, short_path
 from rlhf_kl.run.collapse import collapsed
-from rlhf_kl.run.status import duration
+from rlhf_kl.status import duration
 from rlhf_kl.trainers.reward_figures import sketch
 
 Closing = tuple[dict[str, object], list[str]]

@@ -14,16 +14,15 @@ from rlhf_kl.report.frontier import frontier_charts
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import COLUMNS, judge, text_table, variant_rows
 from rlhf_kl.run.contents import link_problems
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import write_json
 from rlhf_kl.run.signals import ending_on_sigterm
-from rlhf_kl.run.text import hanging
+from rlhf_kl.text import hanging
 
 PAGES = ("compare.json", "compare.html", "compare.png")
 
 
-def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: TrainingDisplay) -> list[Failure]:
+def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[Failure]:
     """Train the missing runs. Errors: InputError if a folder holds another run, or a file to write is a link."""
     check_links(plan, PAGES)
     if not overwrite:
@@ -33,7 +32,7 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool, display: Traini
     except OSError as error:
         raise InputError(f"{plan.folder} cannot be created: {error.strerror}") from None
     with ending_on_sigterm():
-        return Grid(plan, jobs, overwrite, display).work()
+        return Grid(plan, jobs, overwrite).work()
 
 
 def planned_comparison(plan: ComparePlan) -> Comparison:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rlhf_kl import ui
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.resolver import Resolver
@@ -30,7 +31,6 @@ from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.collect import NonFiniteRollout
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import LESS_MEMORY
 from rlhf_kl.run.trackers import check_installed
 from rlhf_kl.trainers.metrics import update_row
@@ -81,9 +81,7 @@ def warned(topic: str, warning: str) -> Finding:
     return judged(topic, False, warning, ADVICE.get(warning.partition(":")[0], ""))
 
 
-def run_doctor(
-    config: TrainConfig, display: TrainingDisplay, pairs: str | None = None, processes: int = 1
-) -> list[Finding]:
+def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1) -> list[Finding]:
     """All findings; a fatal one ends the checks.
 
     `pairs`: held-out preference pairs to test the reward model on. `processes`: the number that will train together;
@@ -92,15 +90,15 @@ def run_doctor(
     findings: list[Finding] = []
     try:
         findings += check_config(config, processes)
-        config = with_files(on_this_machine(config), display)
+        config = with_files(on_this_machine(config))
         accelerator = make_accelerator(config.run)
-        parts = build_parts(config, accelerator, display)
-        resolver = Resolver.for_run(config.run, display, accelerator.device)
+        parts = build_parts(config, accelerator)
+        resolver = Resolver.for_run(config.run, accelerator.device)
         findings += [check_dtype(config, accelerator.device), check_rate(config, parts.policy.module)]
         findings += [check_filters(parts), *check_tokenizers(config, parts, resolver), *check_context(config, parts)]
         findings += check_reward_model(config, parts, resolver, pairs)
         findings.append(check_memory(config, parts, accelerator.device, processes))
-        findings += check_update(unsharded(config), parts, display)
+        findings += check_update(unsharded(config), parts)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -265,23 +263,23 @@ def check_memory(config: TrainConfig, parts: Parts, device: torch.device, proces
 # ---- the update
 
 
-def check_update(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> Iterator[Finding]:
+def check_update(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
     """The start of the run and its first update, measured."""
     began = time.perf_counter()
-    training = prepare_training(config, parts, display)
+    training = prepare_training(config, parts)
     setup = time.perf_counter() - began
     yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
     yield from check_scores(training)
     yield from check_beta(config, training)
     try:
-        with display.waiting("one update"):
+        with ui.waiting("one update"):
             result = training.trainer.update(1)
     except NonFiniteRollout as failure:
         yield Finding("fatal", "update", str(failure))
         return
     row, alerts = update_row(result, config), list(result.alerts)
     update = time.perf_counter() - began - setup
-    with display.waiting("one evaluation"):
+    with ui.waiting("one evaluation"):
         evaluated = evaluate_policy(config, parts, alerts.append)
     evaluation = time.perf_counter() - began - setup - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)

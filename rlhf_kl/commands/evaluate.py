@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_kl import ui
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.models import load_language_model, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.parts import build_prompts, sampling_of
@@ -23,9 +24,9 @@ from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.rewards.functions import GoldScorer
 from rlhf_kl.rewards.trl_interface import begin_scorers
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import RunFolder, newest_run
 from rlhf_kl.types import RewardFn
+from rlhf_kl.ui import log
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class EvalRequest:
     trust: Trust = NO_TRUST
 
 
-def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
+def run_eval(request: EvalRequest) -> dict[str, Any]:
     """The figures of `eval --json`, by their keys."""
     given = [f"--{name}" for name in ("run", "model", "config") if getattr(request, name) is not None]
     if len(given) > 1:
@@ -50,17 +51,17 @@ def run_eval(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
     if request.trust.plugins and (request.model is not None or request.config is not None):
         raise InputError("--plugins belongs to a run: name one with --run")
     if request.model is not None:
-        return _eval_model(request, display)
+        return _eval_model(request)
     if request.config is not None and request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
     if request.config is not None:  # the user chose it, so its own permissions count
         config = request.trust.added_to(load_config("train", request.config))
-        return _eval_run(request, on_this_machine(config), None, display)
+        return _eval_run(request, on_this_machine(config), None)
     folder = RunFolder(request.run or newest_run(finished=True))
-    return _eval_run(request, request.trust.run_config(folder), folder, display)
+    return _eval_run(request, request.trust.run_config(folder), folder)
 
 
-def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any]:
+def _eval_model(request: EvalRequest) -> dict[str, Any]:
     if request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
     if request.texts is None and not is_builtin(request.model):
@@ -68,44 +69,42 @@ def _eval_model(request: EvalRequest, display: TrainingDisplay) -> dict[str, Any
     world = {"policy": {"model": request.model}} if is_builtin(request.model) else {}
     config = request.trust.added_to(TrainConfig.model_validate(world))
     accelerator = make_accelerator(config.run)
-    resolver = Resolver.for_run(config.run, display, accelerator.device)
+    resolver = Resolver.for_run(config.run, accelerator.device)
     assert request.model is not None
     texts = _texts(request, config, resolver)
-    model_folder = world_file(located(request.model), "policy", display)
-    with display.waiting("loading --model"):
+    model_folder = world_file(located(request.model), "policy")
+    with ui.waiting("loading --model"):
         loaded = load_language_model(resolver, model_folder, "--model")
     model = frozen_lm(loaded.model, compute_dtype(config.run.dtype), accelerator.device)
-    figures = _perplexity(model, loaded.tokenizer, texts, display, "model")
+    figures = _perplexity(model, loaded.tokenizer, texts, "model")
     if request.reference is None:
         return asdict(figures)
-    beside = load_language_model(resolver, world_file(located(request.reference), "policy", display), "--reference")
+    beside = load_language_model(resolver, world_file(located(request.reference), "policy"), "--reference")
     reference = frozen_lm(beside.model, compute_dtype(config.run.dtype), accelerator.device)
-    other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
+    other = _perplexity(reference, beside.tokenizer, texts, "reference")
     return asdict(figures) | {"reference": asdict(other)}
 
 
-def _eval_run(
-    request: EvalRequest, config: TrainConfig, folder: RunFolder | None, display: TrainingDisplay
-) -> dict[str, Any]:
+def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | None) -> dict[str, Any]:
     accelerator = make_accelerator(config.run)
-    resolver = Resolver.for_run(config.run, display, accelerator.device)
+    resolver = Resolver.for_run(config.run, accelerator.device)
     dtype = compute_dtype(config.run.dtype)
     for_scores, for_gold = request.trust.refused(config) if folder is not None else ([], [])
-    config = with_files(config, display)
-    with display.waiting("loading the policy and the reference"):
+    config = with_files(config)
+    with ui.waiting("loading the policy and the reference"):
         model, tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
         policy = frozen_lm(model, dtype, accelerator.device)
-        ref = request.reference and world_file(request.reference, "policy", display)
+        ref = request.reference and world_file(request.reference, "policy")
         beside = load_run_reference(resolver, config, ref)
         reference = frozen_lm(beside.model, dtype, accelerator.device)
     texts = _texts(request, config, resolver)
-    figures = _perplexity(policy, tokenizer, texts, display, "policy")
-    other = _perplexity(reference, beside.tokenizer, texts, display, "reference")
+    figures = _perplexity(policy, tokenizer, texts, "policy")
+    other = _perplexity(reference, beside.tokenizer, texts, "reference")
     _, kept = build_prompts(config, resolver, model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
     reward, gold = _scorers(config, for_scores, for_gold, resolver)
     begin_scorers(reward, gold, config.updates + 1, config.updates)
-    with display.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
+    with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         on_prompts = policy_figures(
             policy,
             reference,
@@ -116,12 +115,12 @@ def _eval_run(
             reward,
             gold,
             batch_size=config.rollout.batch_size,
-            report=display.alert,
+            report=log.warning,
             advance=advance,
         )
     found = asdict(on_prompts)
     if unscored := found.pop("unscored"):
-        display.alert(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
+        log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
     return asdict(figures) | {"reference": asdict(other)} | found
 
 
@@ -132,7 +131,7 @@ def _scorers(
     if for_scores or for_gold:
         names = " and ".join(["scores"] * bool(for_scores) + ["gold"] * bool(for_gold))
         plugins = ", ".join(dict.fromkeys(for_scores + for_gold))
-        resolver.display.alert(f"{names} left out: they need code that the run names ({plugins}): --plugins runs it")
+        log.warning(f"{names} left out: they need code that the run names ({plugins}): --plugins runs it")
     return (
         None if for_scores else resolver.reward(config.reward),
         None if for_gold else resolver.gold(config.reward),
@@ -144,10 +143,10 @@ def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> lis
     if request.texts is not None:
         ref, key = located(request.texts), "--texts"
     limit = section.max_documents if request.texts is None else None  # it does not limit a named file
-    file = world_file(ref, "heldout", resolver.display)
+    file = world_file(ref, "heldout")
     return resolver.texts(file, request.column or section.column, key, limit=limit, split=section.split)
 
 
-def _perplexity(lm: LM, tokenizer: Any, texts: list[str], display: TrainingDisplay, name: str) -> Perplexity:
-    with display.progress(f"reading {len(texts)} documents: {name}") as advance:
+def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> Perplexity:
+    with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
         return perplexity(lm, tokenizer, texts, advance=advance)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_kl import ui
 from rlhf_kl.commands.models import Loaded, load_language_model, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.parts import prompt_format
 from rlhf_kl.commands.resolver import Resolver
@@ -27,11 +28,11 @@ from rlhf_kl.rewards.functions import score_responses
 from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import check_writable, write_atomic
 from rlhf_kl.run.run_folder import RunFolder, newest_run
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
+from rlhf_kl.ui import log
 
 ROWS = 32  # responses in a batch, fewer if memory is full
 
@@ -59,7 +60,7 @@ class GenerateRequest:
 Sample = dict[str, Any]
 
 
-def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sample]:
+def run_generate(request: GenerateRequest) -> list[Sample]:
     """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens.
 
     With `output` they are written there as .jsonl too.
@@ -69,19 +70,19 @@ def run_generate(request: GenerateRequest, display: TrainingDisplay) -> list[Sam
     config = chosen
     if request.model is None:
         needed = ("policy", "reference", *["reward"] * request.scores)
-        config = with_files(_run_config(request), display, needed)
+        config = with_files(_run_config(request), needed)
     accelerator = make_accelerator(config.run)
-    resolver = Resolver.for_run(config.run, display, accelerator.device)
-    with display.waiting("loading the models and prompts"):
+    resolver = Resolver.for_run(config.run, accelerator.device)
+    with ui.waiting("loading the models and prompts"):
         writer = _Writer(request, config, resolver)
-    with display.progress("sampling", len(writer.prompts) * request.samples) as advance:
+    with ui.progress("sampling", len(writer.prompts) * request.samples) as advance:
         samples = []
         for batch in writer.batches():
             samples += batch
             advance(len(batch))
     if request.output is not None:
         _write(request.output, samples)
-        display.message(f"{len(samples)} responses in {request.output}")
+        log.info(f"{len(samples)} responses in {request.output}")
     return samples
 
 
@@ -134,11 +135,11 @@ class _Writer:
     """The models and prompts of one command."""
 
     def __init__(self, request: GenerateRequest, config: TrainConfig, resolver: Resolver) -> None:
-        self.request, self.display = request, resolver.display
+        self.request = request
         self.reference: LM | None = None
         dtype = compute_dtype(config.run.dtype)
         if request.model is not None:
-            ref = world_file(located(request.model), "policy", self.display)
+            ref = world_file(located(request.model), "policy")
             loaded = load_language_model(resolver, ref, "--model")
             policy, self.tokenizer, form = loaded.model, loaded.tokenizer, PromptFormat()
         else:
@@ -161,7 +162,7 @@ class _Writer:
         )
         self.prompts = self._prompts(policy, form)
         if self.prompts.note:
-            resolver.display.message(self.prompts.note)
+            log.info(self.prompts.note)
 
     def _prompts(self, policy: Any, form: PromptFormat) -> Prompts:
         request, where = self.request, "--prompt"
@@ -172,7 +173,7 @@ class _Writer:
             column = text_column(ref, request.column or "prompt")
             texts, skipped = read_prompts(rows, column, None, f"{where}: {ref}", chat=form.chat)
             if skipped:
-                self.display.message(f"{where}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
+                log.info(f"{where}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
         context = context_length(policy)
         room = None if context is None else context - self.sampling.max_new_tokens
         prompts = prepare_prompts(texts, self.tokenizer, room, where, form)

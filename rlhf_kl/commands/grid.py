@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf_kl import ui
 from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.run import stored_config
 from rlhf_kl.run.contents import link_problems
-from rlhf_kl.run.display import Advance, TrainingDisplay
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.resume import finished_summary
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.threads import NUMBER, cores
+from rlhf_kl.ui import Advance, log
 
 POLL_S = 0.3
 GUARD = 3  # exit code of a run that a guard stopped: its rows count
@@ -92,8 +93,8 @@ def check_links(plan: ComparePlan, pages: Iterable[str]) -> None:
 class Grid:
     """Trains the unfinished runs, `jobs` at a time. After an interrupt the same command goes on."""
 
-    def __init__(self, plan: ComparePlan, jobs: int, overwrite: bool, display: TrainingDisplay) -> None:
-        self.plan, self.jobs, self.overwrite, self.display = plan, jobs, overwrite, display
+    def __init__(self, plan: ComparePlan, jobs: int, overwrite: bool) -> None:
+        self.plan, self.jobs, self.overwrite = plan, jobs, overwrite
         self.waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
         self.running: list[Job] = []
         self.failures: list[Failure] = []
@@ -101,12 +102,12 @@ class Grid:
     def work(self) -> list[Failure]:
         """Train until all runs have ended; return those that failed."""
         total = len(self.plan.runs)
-        self.display.message(f"{total} runs: {total - len(self.waiting)} finished, {len(self.waiting)} to train")
+        log.info(f"{total} runs: {total - len(self.waiting)} finished, {len(self.waiting)} to train")
         if not self.waiting:
             return []
         updates = sum(run.config.updates for run in self.waiting)
         try:
-            with self.display.progress("training", updates) as advance:
+            with ui.progress("training", updates) as advance:
                 while self.waiting or self.running:
                     self._step(advance)
         finally:
@@ -154,14 +155,14 @@ class Grid:
         ended = len(self.plan.runs) - len(self.waiting) - len(self.running)
         text = f"[{ended}/{len(self.plan.runs)}] {job.run.name}: "
         if code == 0:
-            self.display.message(f"{text}done in {seconds:.0f} s")
+            log.info(f"{text}done in {seconds:.0f} s")
             return
         last = _last_line(job.log)
         if code == GUARD:
-            self.display.alert(f"{text}stopped by a guard: {last}")
+            log.warning(f"{text}stopped by a guard: {last}")
             return
         self.failures.append(Failure(job.run.name, last or f"exit code {code}"))
-        self.display.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
+        log.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
 
     def _stop(self) -> None:
         """Interrupt the runs in progress: each writes a checkpoint and ends."""

@@ -13,10 +13,10 @@ from rlhf_kl.models.load import save_model
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.report.control import is_update
 from rlhf_kl.rewards.model import save_reward_model
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.ui import log
 
 MERGED = "merged"
 
@@ -30,10 +30,10 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
         raise InputError("--merge: the run trains no adapter, so final/ is already the whole model: leave --merge out")
 
 
-def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig, display: TrainingDisplay) -> Path:
+def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig) -> Path:
     """Write `merged/` from `final/`; returns the folder."""
     folder = Path(config.run.output_dir)
-    resolver = Resolver.for_run(config.run, display, "cpu")
+    resolver = Resolver.for_run(config.run, "cpu")
     final = str(folder / "final")
     if isinstance(config, RewardModelConfig):
         reward = resolver.reward_model(final, "--merge", ScorerSection())
@@ -48,7 +48,7 @@ def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig, display: Tr
                 (place / "README.md").write_text(card, encoding="utf-8")
 
         write_folder(folder / MERGED, write)
-    display.message(f"{folder / MERGED} holds the merged model")
+    log.info(f"{folder / MERGED} holds the merged model")
     return folder / MERGED
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rlhf_kl import ui
 from rlhf_kl.commands.models import Loaded, load_language_model, load_trained_model
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.world import with_files
@@ -32,9 +33,9 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import plugin_scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rewards.trl_interface import begin_scorers
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import RewardFn, Sampling
+from rlhf_kl.ui import log
 
 EVAL_PROMPTS = 64
 
@@ -57,13 +58,13 @@ class Parts:
     drawn: Drawn = field(default_factory=dict)  # the reference's responses in evaluations
 
 
-def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay) -> Parts:
+def build_parts(config: TrainConfig, accelerator: Any) -> Parts:
     """Load everything that the config names, and refuse what cannot work."""
-    config = with_files(config, display)
+    config = with_files(config)
     device, dtype = accelerator.device, compute_dtype(config.run.dtype)
-    resolver = Resolver.for_run(config.run, display, device)
+    resolver = Resolver.for_run(config.run, device)
     section = config.policy
-    with display.waiting("loading the policy and the reference"):
+    with ui.waiting("loading the policy and the reference"):
         loaded = load_trained_model(
             resolver,
             section.model,
@@ -82,7 +83,7 @@ def build_parts(config: TrainConfig, accelerator: Any, display: TrainingDisplay)
     begin_scorers(reward, gold, 1, config.updates)
     batch = config.rollout.batch_size
     each = config.rollout.samples_per_prompt
-    with display.waiting("encoding the prompts"):
+    with ui.waiting("encoding the prompts"):
         prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
     heldout = PromptStream(kept.texts, tokenizer, min(EVAL_PROMPTS, len(kept.texts)), config.run.seed, kept.rows)
     texts = resolver.texts(
@@ -136,7 +137,7 @@ def build_prompts(config: TrainConfig, resolver: Resolver, policy: Any, tokenize
     for prompts in (train, kept):
         check_vocabulary(policy, tokenizer, prompts.rows, "data.prompts")
         if prompts.note and prompts.texts is not train_texts:
-            resolver.display.message(prompts.note)
+            log.info(prompts.note)
     return train, kept
 
 

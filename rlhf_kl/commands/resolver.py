@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rlhf_kl import ui
 from rlhf_kl.commands.models import load_classifier_adapter
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema import (
@@ -40,8 +41,8 @@ from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel, text_format
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.trl_interface import TRLReward
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.types import Prompt, RewardFn
+from rlhf_kl.ui import log
 
 T = TypeVar("T")
 
@@ -60,26 +61,25 @@ class Resolver:
 
     def __init__(
         self,
-        display: TrainingDisplay,
         device: Any = "cpu",
         access: Access = SAFE,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """`device` and `dtype`: of the reward models' computation."""
-        self.display, self.device, self.access, self.dtype = display, device, access, dtype
+        self.device, self.access, self.dtype = device, access, dtype
 
     @classmethod
-    def for_run(cls, run: RunSection, display: TrainingDisplay, device: Any) -> Resolver:
+    def for_run(cls, run: RunSection, device: Any) -> Resolver:
         """The resolver of a config with this `run` section."""
-        return cls(display, device, access_of(run), compute_dtype(run.dtype))
+        return cls(device, access_of(run), compute_dtype(run.dtype))
 
     def folder(self, ref: str, key: str) -> str:
         """The local folder of a model."""
-        with self.display.waiting(f"fetching {key}"):
+        with ui.waiting(f"fetching {key}"):
             return model_folder(ref, key, pickled=self.access.pickle)
 
     def _rows(self, ref: str, split: str, key: str) -> list[dict[str, Any]]:
-        with self.display.waiting(f"reading {key}"):
+        with ui.waiting(f"reading {key}"):
             return load_rows(ref, split, key)
 
     # ------------------------------------------------------------------ texts and prompts
@@ -120,7 +120,7 @@ class Resolver:
             rows, text_column(ref, data.column), data.template, where, chat=data.chat_template
         )
         if skipped:
-            self.display.message(f"{key}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
+            log.info(f"{key}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
         return prompts
 
     # ------------------------------------------------------------------ supervised data
@@ -201,12 +201,12 @@ class Resolver:
         rest = without_leaks(train, kept, identity, key)
         if len(rest) < len(train):
             count = len(train) - len(rest)
-            self.display.message(f"{key}: {count} of {len(train)} rows left out: they are among the held-out ones")
+            log.info(f"{key}: {count} of {len(train)} rows left out: they are among the held-out ones")
         return rest
 
     def _report_skipped(self, count: int, total: int, where: str) -> None:
         if count:
-            self.display.message(f"{where}: {count} of {total} rows left out: {UNUSABLE}, or no difference")
+            log.info(f"{where}: {count} of {total} rows left out: {UNUSABLE}, or no difference")
 
     # ------------------------------------------------------------------ scorers
 
@@ -240,7 +240,7 @@ class Resolver:
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
         path = self.folder(ref, key)
-        with self.display.waiting(f"loading {key}"):
+        with ui.waiting(f"loading {key}"):
             if is_adapter(path):
                 model, tokenizer = load_classifier_adapter(self, path, key, section.label)
             else:

@@ -9,19 +9,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rich.console import Console
-
+from rlhf_kl import ui
 from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection
 from rlhf_kl.distributed import Ranks, joined_group
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import shell_command
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import machine_failures
 from rlhf_kl.run.resume import check_resumed
 from rlhf_kl.run.run_folder import RunFolder, open_run_folder
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.run.trackers import check_installed
+from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +31,12 @@ NOT_OURS = {  # features of accelerate, by the variable that requests them
     "MEGATRON_LM": "Megatron-LM is not supported",
     "PARALLELISM_CONFIG": "accelerate's parallelism is not used here: set policy.shard and reference.shard",
 }
-Run = Callable[[Any, RunFolder, TrainingDisplay, Ranks], dict[str, Any]]
+Run = Callable[[Any, RunFolder, Ranks], dict[str, Any]]
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
 
-def train_command(
-    run: Run, config: AnyConfig, *, resume: bool, overwrite: bool, display: TrainingDisplay
-) -> dict[str, Any]:
+def train_command(run: Run, config: AnyConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Open the run folder and run; a finished run with --resume gives its summary.
 
     Of several processes the first one opens and writes the folder; the others give {}.
@@ -56,7 +53,7 @@ def train_command(
                 _check_inputs(config, path)
             folder = open_run_folder(path, resume=resume, overwrite=overwrite)
             try:
-                return folder, check_resumed(folder, config, display) if resume else None
+                return folder, check_resumed(folder, config) if resume else None
             except BaseException:
                 folder.release()
                 raise
@@ -67,10 +64,12 @@ def train_command(
             if summary is not None:
                 return summary if processes.writes else {}
             if processes.writes and not folder.locked:
-                display.alert(
+                log.warning(
                     f"lock: the file system of {path} has no locks: make sure that no other run uses this folder"
                 )
-            summary = run(config, folder, display if processes.writes else silent_display(), processes)
+            if not processes.writes:
+                ui.silence()
+            summary = run(config, folder, processes)
             return summary if processes.writes else {}
 
 
@@ -181,8 +180,3 @@ def joined(section: RunSection) -> Iterator[Ranks]:
     make_accelerator(section, group=True)
     with joined_group(section.wait_minutes) as group:
         yield group
-
-
-def silent_display() -> TrainingDisplay:
-    """A display that shows nothing, for a process that does not write."""
-    return TrainingDisplay(quiet=True, console=Console(file=open(os.devnull, "w", encoding="utf-8")))

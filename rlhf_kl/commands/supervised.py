@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rlhf_kl import ui
 from rlhf_kl.commands.models import adapter_ref, load_language_model, load_trained_model, new_language_model
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator
@@ -17,7 +18,6 @@ from rlhf_kl.models.load import compute_dtype, parameter_count
 from rlhf_kl.models.lora import CLASSIFIER, add_adapter, checkpointed
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.rewards.model import RewardModel, TextFormat
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
@@ -26,25 +26,24 @@ from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.supervised import SupervisedTrainer, Task
 from rlhf_kl.trainers.tasks import LabelTask, PairTask, ResponseTask, TextTask
+from rlhf_kl.ui import log
 
 
-def run_supervised(
-    config: SFTConfig | RewardModelConfig, folder: RunFolder, display: TrainingDisplay, processes: Ranks
-) -> dict[str, Any]:
+def run_supervised(config: SFTConfig | RewardModelConfig, folder: RunFolder, processes: Ranks) -> dict[str, Any]:
     """Train a language model or a reward model; returns the summary."""
     device = make_accelerator(config.run, group=True).device
-    resolver = Resolver.for_run(config.run, display, device)
-    task = processes.first_before_others(lambda: build_task(with_files(config, display), resolver))
+    resolver = Resolver.for_run(config.run, device)
+    task = processes.first_before_others(lambda: build_task(with_files(config), resolver))
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
     trainer = SupervisedTrainer(task, settings, config.run.seed, processes)
     kind: Kind = "sft" if isinstance(config, SFTConfig) else "reward-model"
-    recorder = Recorder(folder, config, kind, display, device, {task.data: task.fingerprint}, processes)
+    recorder = Recorder(folder, config, kind, device, {task.data: task.fingerprint}, processes)
     for note in task.notes:
-        display.message(note)
-    display.message(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
+        log.info(note)
+    log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
     try:
         recorder.begin()
-        last = train_to_the_end(trainer, recorder, display)
+        last = train_to_the_end(trainer, recorder)
         if processes.writes:
             write_folder(folder.final, task.save)
         heldout = {"heldout": figures} if (figures := task.distribution()) else {}
@@ -53,7 +52,7 @@ def run_supervised(
         recorder.close()
 
 
-def train_to_the_end(trainer: SupervisedTrainer, recorder: Recorder, display: TrainingDisplay) -> dict[str, Any]:
+def train_to_the_end(trainer: SupervisedTrainer, recorder: Recorder) -> dict[str, Any]:
     """Train, evaluating before the first step, every `eval.every` steps, and after the last.
 
     Returns the last row, which is that of the final evaluation.
@@ -65,9 +64,9 @@ def train_to_the_end(trainer: SupervisedTrainer, recorder: Recorder, display: Tr
         recorder.checkpoint.load_optimizer(trainer.optimizer)
         trainer.microbatch.halve_to(recorder.state["microbatch"])
         start = recorder.checkpoint.step + 1
-        display.message(f"going on from step {start - 1}")
+        log.info(f"going on from step {start - 1}")
     title = recorder.kind.replace("-", " ")
-    with stopping_on_signals(config.checkpoint.grace) as stop, display.progress(title, trainer.steps) as advance:
+    with stopping_on_signals(config.checkpoint.grace) as stop, ui.progress(title, trainer.steps) as advance:
         advance(start - 1)
         rows, due = trainer.train(start), False
         for step in range(start, trainer.steps + 1):
@@ -78,7 +77,7 @@ def train_to_the_end(trainer: SupervisedTrainer, recorder: Recorder, display: Tr
             recorder.row(row)
             advance(1)
             for alert in row.get("alerts", []):
-                display.alert(f"step {step}: {alert}")
+                log.warning(f"step {step}: {alert}")
             signalled = max(processes.all(stop.signal or 0))
             if trainer.stuck:
                 reason = f"{trainer.skipped} steps in a row were skipped: their gradients were not finite"

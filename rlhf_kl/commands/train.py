@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from rlhf_kl import ui
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.guards import RunGuards, StepResult
@@ -29,27 +30,28 @@ from rlhf_kl.rollout.collect import UNSCORED, NonFiniteRollout
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
 from rlhf_kl.run.collapse import EqualResponses
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
 from rlhf_kl.sharding import held_share, local, unsharded
+from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
+from rlhf_kl.ui import log
 
 
-def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay, ranks: Ranks) -> dict[str, Any]:
+def run_train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> dict[str, Any]:
     """Train a policy; returns the summary."""
     check_sizes(config, ranks.count)
     accelerator = make_accelerator(config.run, group=True)
-    parts = ranks.first_before_others(lambda: build_parts(config, accelerator, display))
-    recorder = Recorder(folder, config, "train", display, accelerator.device, fingerprints(parts), ranks)
+    parts = ranks.first_before_others(lambda: build_parts(config, accelerator))
+    recorder = Recorder(folder, config, "train", accelerator.device, fingerprints(parts), ranks)
     try:
-        training = prepare_training(config, parts, display, recorder.checkpoint, recorder.state or None, ranks)
-        return TrainRun(config, parts, training, recorder, display).run()
+        training = prepare_training(config, parts, recorder.checkpoint, recorder.state or None, ranks)
+        return TrainRun(config, parts, training, recorder).run()
     except InputError:
         recorder.mention_checkpoint()
         raise
@@ -60,12 +62,11 @@ def run_train(config: TrainConfig, folder: RunFolder, display: TrainingDisplay, 
 class TrainRun:
     """The loop of one run, with everything around an update: rows, alerts, guards, evaluations, checkpoints."""
 
-    def __init__(
-        self, config: TrainConfig, parts: Parts, training: Training, recorder: Recorder, display: TrainingDisplay
-    ) -> None:
+    def __init__(self, config: TrainConfig, parts: Parts, training: Training, recorder: Recorder) -> None:
         self.config, self.parts, self.training = config, parts, training
-        self.trainer, self.recorder, self.display = training.trainer, recorder, display
+        self.trainer, self.recorder = training.trainer, recorder
         self.ranks = recorder.processes
+        self.status = RunStatus(config.updates, config.kl.target_value, config.kl.unit)
         self.constant_coef = None if self.trainer.controller.adjusts else training.coef
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
@@ -86,7 +87,7 @@ class TrainRun:
                     self.signs(row)
                     self.equal(row)
                     self.bought(row)
-                    display.remember(row)
+                    self.status.remember(row)
 
     # ---- the loop
 
@@ -94,7 +95,7 @@ class TrainRun:
         """All updates, then the closing evaluation, `final/` and the summary."""
         self.recorder.begin()
         self.announce()
-        with self.display:
+        with ui.live(self.status):
             self.update_all()
             return self.finish()
 
@@ -110,7 +111,7 @@ class TrainRun:
                 looks = (step - 1) % config.eval.every == 0
                 self.begin(step)
                 evaluated = self.look(alerts.append) if looks else {}
-                self.display.now(f"update {step}")
+                ui.show_work(f"update {step}")
                 result = self.step(step)
                 row = result.row
                 row |= evaluated
@@ -118,7 +119,7 @@ class TrainRun:
                 equal, lines = self.equal(row)
                 row["alerts"] += [*self.alerts(row), *self.bought(row), *self.signs(row), *equal]
                 for line in lines:
-                    self.display.message(f"update {step}: {line}")
+                    log.info(f"update {step}: {line}")
                 ended_by = self.guards.watch(result)
                 self.note_best(row)
                 self.note_best_checkpoint(row)
@@ -128,9 +129,9 @@ class TrainRun:
                 row |= speed(row, now - began, config.rollout.batch_size, self.parts.policy.device)
                 began = now
                 self.recorder.row(row)
-                self.display.update(row)
+                ui.show_row(row)
                 for alert in row["alerts"]:
-                    self.display.alert(f"update {step}: {alert}")
+                    log.warning(f"update {step}: {alert}")
                 due = due or step % config.checkpoint.every == 0 or step == total
                 signalled = max(self.ranks.all(stop.signal or 0))
                 if (due or signalled or ended_by) and result.skipped is None and not result.weights_lost:
@@ -142,7 +143,7 @@ class TrainRun:
 
     def look(self, report: Callable[[str], None]) -> dict[str, Any]:
         """The `eval/*` figures of the policy as it is."""
-        self.display.now(f"evaluating on {len(self.parts.texts)} texts and {self.parts.heldout.batch_size} prompts")
+        ui.show_work(f"evaluating on {len(self.parts.texts)} texts and {self.parts.heldout.batch_size} prompts")
         return evaluate_policy(self.config, self.parts, report, self.ranks)
 
     def step(self, step: int) -> StepResult:
@@ -264,7 +265,7 @@ class TrainRun:
         """Show the sizes of the run, its KL target and its warnings, before it starts."""
         config, control = self.config, self.trainer.controller
         updates, batch, kl = config.updates, config.rollout.batch_size, config.kl
-        self.display.counts_table(
+        ui.print_counts(
             {
                 "policy parameters": parameter_count(self.parts.policy.module),
                 "prompts": len(self.parts.prompts),
@@ -278,7 +279,7 @@ class TrainRun:
             }
         )
         low, high = control.reach(config.controlled_updates, batch)
-        self.display.message(
+        log.info(
             f"KL target {kl.target_value:g} nats per {kl.unit}"
             + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
             + f"; {kl.controller.kind} controller: beta starts at {control.coef:.4g}"
@@ -290,7 +291,7 @@ class TrainRun:
             *control.start_warnings(config.controlled_updates, batch),
             *start_notes(config),
         ]:
-            self.display.alert(warning)
+            log.warning(warning)
 
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
         """End the run for a guard: the summary gets the reason, and the last checkpoint stays."""
@@ -303,8 +304,8 @@ class TrainRun:
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.begin(step + 1)
-        evaluated = self.look(self.display.alert)
-        self.display.now("writing final/")
+        evaluated = self.look(log.warning)
+        ui.show_work("writing final/")
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.recorder.row(row)

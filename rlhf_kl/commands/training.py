@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_kl import ui
 from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
 from rlhf_kl.commands.session import LAUNCH
 from rlhf_kl.commands.spread import spread_models
@@ -34,12 +35,12 @@ from rlhf_kl.rollout.reference_scores import (
 )
 from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.clock import Clock
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.trainers.checks import check_start, checked_prompts
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
+from rlhf_kl.ui import log
 
 
 @dataclass
@@ -90,7 +91,6 @@ class Training:
 def prepare_training(
     config: TrainConfig,
     parts: Parts,
-    display: TrainingDisplay,
     checkpoint: Checkpoint | None = None,
     state: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
@@ -98,10 +98,10 @@ def prepare_training(
     """The trainer of a run; `state` is the checkpoint's. Errors: GuardStop, InputError from the checks at the start."""
     ranks = ranks or Ranks()
     if state is None or checkpoint is None:
-        scores, shaping = score_reference(config, parts, display, ranks)
+        scores, shaping = score_reference(config, parts, ranks)
         coef, note = starting_coef(config, scores)
         if note:
-            display.message(note)
+            log.info(note)
     else:
         scores, shaping = ReferenceScores(**state["reference_scores"]), ScoreShaping(**state["shaping"])
         coef = state["starting_coef"]
@@ -109,12 +109,12 @@ def prepare_training(
     trainer = build_trainer(config, parts, scores, shaping, coef, clock, ranks)
     training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
     for name in training.scorers.keys() - states_of(training.scorers):
-        display.alert(f"{name}: its state_dict returns no data that can be saved, so --resume starts it anew")
+        log.warning(f"{name}: its state_dict returns no data that can be saved, so --resume starts it anew")
     if checkpoint is not None:
         training.load(checkpoint, state, ranks.index)
-        display.message(f"going on from update {checkpoint.step}")
+        log.info(f"going on from update {checkpoint.step}")
         for name in training.scorers.keys() - state["scorers"].keys() if state is not None else ():
-            display.alert(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
+            log.warning(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
     return training
 
 
@@ -200,9 +200,7 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
     return usual_learning_rate(parameter_count(policy), adapter=has_adapter(policy))
 
 
-def score_reference(
-    config: TrainConfig, parts: Parts, display: TrainingDisplay, ranks: Ranks
-) -> tuple[ReferenceScores, ScoreShaping]:
+def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[ReferenceScores, ScoreShaping]:
     """Sample the reference, check the start, and fit the score's scale. Equal scores call for more samples."""
     section = config.reward
     shaping = ScoreShaping(
@@ -211,28 +209,26 @@ def score_reference(
         length_penalty=section.length_penalty,
         repetition_penalty=section.repetition_penalty,
     )
-    ranks.run(lambda: check_policy(config, parts, display))
+    ranks.run(lambda: check_policy(config, parts))
     drawn: list[ReferenceSamples] = []
     for number in range(ROUNDS):
-        drawn.append(sample_reference(config, parts, display, ranks, number))
+        drawn.append(sample_reference(config, parts, ranks, number))
         samples = ReferenceSamples.concat(drawn)
         if not len(samples.scores):
             raise InputError(f"reward {section.kind}: returned None for all reference samples")
         if samples.spread:
             break
     if samples.gold_failure is not None:
-        display.alert(f"{samples.gold_failure}: the reference has no gold score")
+        log.warning(f"{samples.gold_failure}: the reference has no gold score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
-def sample_reference(
-    config: TrainConfig, parts: Parts, display: TrainingDisplay, ranks: Ranks, number: int
-) -> ReferenceSamples:
+def sample_reference(config: TrainConfig, parts: Parts, ranks: Ranks, number: int) -> ReferenceSamples:
     """Round `number` of scored reference samples, of all processes."""
     seed = config.run.seed
     groups = sample_prompts(len(parts.prompts), config.reference_samples, seed, number)
     mine = ranks.mine(range(len(groups)))
-    with display.progress("sampling the reference", len(mine)) as advance:
+    with ui.progress("sampling the reference", len(mine)) as advance:
 
         def batches() -> Any:
             for batch in reference_responses(
@@ -249,7 +245,7 @@ def sample_reference(
         return ranks.gather(ranks.run(sample, scores=True))
 
 
-def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) -> None:
+def check_policy(config: TrainConfig, parts: Parts) -> None:
     """The fatal checks, on samples of the starting policy."""
     prompts = checked_prompts(parts.prompts)
     noise = uniforms(len(prompts), parts.sampling.max_new_tokens, config.run.seed, "start")
@@ -264,7 +260,7 @@ def check_policy(config: TrainConfig, parts: Parts, display: TrainingDisplay) ->
         reference_is_initial_policy=parts.reference_is_initial_policy,
         float32=config.run.dtype == "float32",
     )
-    display.message("start checked: " + ", ".join(results))
+    log.info("start checked: " + ", ".join(results))
 
 
 def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from rlhf_kl import ui
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.world import cache_folder, is_builtin, part_key, world_spec
@@ -24,7 +25,6 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, parameter_count
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.failures import FULL, room_words
 from rlhf_kl.run.folders import sweep, write_folder
 from rlhf_kl.run.jsonl import read_jsonl
@@ -32,6 +32,7 @@ from rlhf_kl.run.run_folder import write_json
 from rlhf_kl.seeding import derive_seed, seed_libraries
 from rlhf_kl.trainers.supervised import SupervisedTrainer, Task
 from rlhf_kl.trainers.tasks import PairTask, TextTask
+from rlhf_kl.ui import log
 
 C = TypeVar("C", bound=Section)
 GOLD = "rlhf_kl.builtin.gold:gold_scores"
@@ -56,7 +57,7 @@ COMES_WITH = {  # keys that a world fills where the config leaves them null and 
 }
 
 
-def with_files(config: C, display: TrainingDisplay, sections: Collection[str] | None = None) -> C:
+def with_files(config: C, sections: Collection[str] | None = None) -> C:
     """The config with files, folders and a scorer in place of each `builtin:NAME`; builds what is missing.
 
     A world's own held-out rows and gold scores stand in for those that the config leaves null. `sections`: only these.
@@ -74,17 +75,17 @@ def with_files(config: C, display: TrainingDisplay, sections: Collection[str] | 
             return value
         if value is None:
             value = next((values[k] for k in COMES_WITH.get(key, ()) if is_builtin(values.get(k))), None)
-        return world_file(value, PARTS[key], display) if is_builtin(value) and key in PARTS else value
+        return world_file(value, PARTS[key]) if is_builtin(value) and key in PARTS else value
 
     expanded: C = expand(config, "")
     return expanded
 
 
-def world_file(ref: str, part: str, display: TrainingDisplay) -> str:
+def world_file(ref: str, part: str) -> str:
     """A part of the world that `ref` names, as a path or `module:name`; any other `ref` unchanged."""
     if not is_builtin(ref):
         return ref
-    world = World(ref, display)
+    world = World(ref)
     if part in ("policy", "reward_model"):
         return str(world.policy() if part == "policy" else world.reward_model())
     return GOLD if part == "gold" else str(world.file(part))
@@ -96,9 +97,8 @@ class World:
     It trains with the shipped configs of `sft` and `reward-model` and the world's settings, on the CPU.
     """
 
-    def __init__(self, ref: str, display: TrainingDisplay) -> None:
+    def __init__(self, ref: str) -> None:
         self.spec = world_spec(ref)
-        self.display = display
         self.folder = cache_folder() / self.spec.name
 
     # ------------------------------------------------------------------ parts
@@ -167,12 +167,12 @@ class World:
         seed_libraries(seed)
         trainer = SupervisedTrainer(task, settings, seed)
         title = f"building {self.spec.name}: {part}"
-        self.display.message(f"{len(task)} rows, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
-        with self.display.progress(title, trainer.steps) as advance:
+        log.info(f"{len(task)} rows, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
+        with ui.progress(title, trainer.steps) as advance:
             for row in trainer.train():
                 advance(1)
                 for alert in row.get("alerts", []):
-                    self.display.alert(f"{title}: {alert}")
+                    log.warning(f"{title}: {alert}")
                 if trainer.stuck:
                     raise GuardStop(f"{title}: {trainer.skipped} steps in a row had gradients that were not finite")
         task.save(folder)
@@ -196,7 +196,7 @@ class World:
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            self.display.message(f"another process is building {name}: waiting")
+            log.info(f"another process is building {name}: waiting")
             lock.acquire()
         try:
             yield

@@ -21,7 +21,7 @@ from rlhf_kl.report.drawing import (
     plot_target,
 )
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.run.figures import format_number, format_percent, read_number
+from rlhf_kl.text import format_number, format_percent, read_number
 
 LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak

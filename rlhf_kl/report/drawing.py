@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from rlhf_kl.report.control import BAND
-from rlhf_kl.run.figures import format_number
 from rlhf_kl.run.files import write_bytes_atomic
+from rlhf_kl.text import format_number
 
 # name: (on light, on dark). Light values are what matplotlib draws; pages replace them by var(--name).
 # No two may be equal within a column. They can be told apart without colour vision.

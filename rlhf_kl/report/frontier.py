@@ -9,7 +9,7 @@ from rlhf_kl.report.charts import ROOT_KL, variant_styles
 from rlhf_kl.report.compare import BestTarget, Comparison, Variant, mean_curve
 from rlhf_kl.report.drawing import DASHES, Axes, Chart, colour, plot_line, plot_points
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.run.figures import format_number, read_number
+from rlhf_kl.text import format_number, read_number
 
 LARGEST_BETA = 1.0  # of the total-reward lines
 

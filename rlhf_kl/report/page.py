@@ -24,8 +24,7 @@ from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.frontier import frontier_charts
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.report.verdict import COLUMNS, variant_rows
-from rlhf_kl.run.figures import format_number, format_percent, read_number
-from rlhf_kl.run.text import safe_text
+from rlhf_kl.text import format_number, format_percent, read_number, safe_text
 
 DIVERGING = 15  # tokens in the table
 DIVERGING_STEPS = 3  # sampled updates that they are taken from

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rlhf_kl.report import control
 from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.equal_kl import EqualKL
-from rlhf_kl.run.figures import format_number, format_percent
+from rlhf_kl.text import format_number, format_percent
 
 COLUMNS = ("variant", "seeds", "tail error", "in band", "peak", "KL", "score", "gold", "perplexity", "cost")
 MEASURES = {"scores_shaped": "score", "gold": "gold score"}

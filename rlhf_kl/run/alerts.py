@@ -9,9 +9,9 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from rlhf_kl.run import sampling_gap
-from rlhf_kl.run.figures import read_number
 from rlhf_kl.run.sampling_gap import GapSum
 from rlhf_kl.run.trends import noise, rises, thirds, trend
+from rlhf_kl.text import read_number
 
 _HEALTHY = 0.1  # nats per token, where there is no target
 _DRIFTING = 4 / 3  # times the target: the middle preset (0.075) has 0.1 as the end of its range

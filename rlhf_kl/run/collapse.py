@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_kl.run.figures import read_number
+from rlhf_kl.text import read_number
 
 IN_A_ROW = 5  # updates
 FEW = 0.2  # share of different texts: at or below it nearly all responses are equal

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers.tilt import least_kl
-from rlhf_kl.run.figures import format_number, read_number
+from rlhf_kl.text import format_number, read_number
 
 WINDOW = 8  # updates
 LITTLE = 0.1  # of the KL: by the Gaussian law a third of the score that it could have bought

@@ -21,7 +21,6 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
 from rlhf_kl.run.contents import CHECKPOINT, MODELS, link_problems
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.files import write_atomic, write_bytes_atomic
 from rlhf_kl.run.folders import sweep
 from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl, truncate_after, truncate_at
@@ -33,6 +32,7 @@ from rlhf_kl.run.versions import git_revision, versions
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.sharding import slots_of, tensors_of
 from rlhf_kl.threads import keep_threads
+from rlhf_kl.ui import log
 from rlhf_kl.variables import change_texts, hidden
 
 
@@ -44,7 +44,6 @@ class Recorder:
         folder: RunFolder,
         config: AnyConfig,
         kind: Kind,
-        display: TrainingDisplay,
         device: torch.device,
         fingerprints: Mapping[str, str],
         processes: Ranks | None = None,
@@ -53,7 +52,7 @@ class Recorder:
 
         Errors: InputError if there is a checkpoint, but the run has changed since.
         """
-        self.folder, self.config, self.display = folder, config, display
+        self.folder, self.config = folder, config
         self.kind, self.fingerprints = kind, dict(fingerprints)
         self.processes = processes or Ranks()
         self.checkpoint = None if folder.replaces else self.processes.first(self.processes.run(self._last))
@@ -65,7 +64,7 @@ class Recorder:
             raise InputError("the processes read different configs, models or data")
         if self.checkpoint is not None:
             check_fingerprints(self.state["fingerprints"], self.fingerprints, str(folder.path))
-            report_differences(self.state["environment"], self.environment, display)
+            report_differences(self.state["environment"], self.environment)
         self.started = time.time()
         self.spent = float(self.state.get("seconds", 0.0))
         self.rows: JsonlWriter | None = None
@@ -79,7 +78,7 @@ class Recorder:
         if not self.processes.writes:
             return None
         self._sweep()
-        return last_checkpoint(self.folder, self.config, self.display)
+        return last_checkpoint(self.folder, self.config)
 
     def begin(self) -> None:
         """Open the files. Nothing is written before, so a run that cannot start leaves the folder free.
@@ -118,7 +117,7 @@ class Recorder:
         if config.tracking.trackers:
             values = config.model_dump(mode="json")
             names, run = config.tracking.trackers, config.run.name
-            self.trackers = Trackers(names, folder, run, values, self.display.alert, sent)
+            self.trackers = Trackers(names, folder, run, values, log.warning, sent)
         if self.checkpoint:
             # The process may have died between writing this checkpoint and dropping an older one.
             section = config.checkpoint
@@ -141,7 +140,7 @@ class Recorder:
         if self.checkpoint is None:
             truncate_at(path, 0)
         elif not truncate_at(path, self.state["lengths"].get(path.name, 0)):
-            self.display.alert(
+            log.warning(
                 f"resume: {path} does not fit the checkpoint: rows are missing or were changed; "
                 f"rows up to step {self.checkpoint.step} are kept"
             )
@@ -226,7 +225,7 @@ class Recorder:
             show(self.tensorboard)
         except OSError as error:
             self.tensorboard = None
-            self.display.alert(f"tensorboard: {error.strerror or error}: switched off; --resume rebuilds it")
+            log.warning(f"tensorboard: {error.strerror or error}: switched off; --resume rebuilds it")
 
     def summary(self, **figures: Any) -> dict[str, Any]:
         """Write summary.json: these figures, with config, versions and git revision."""
@@ -250,7 +249,7 @@ class Recorder:
         """Name the checkpoint after an error that the user can fix, as in a reward function."""
         present = checkpoints(self.folder.checkpoints)
         if self.rows is not None and present:
-            self.display.alert(
+            log.warning(
                 f"the checkpoint of step {present[-1].step} is complete: fix the error, then --resume goes on from it"
             )
 

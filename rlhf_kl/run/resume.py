@@ -16,9 +16,9 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS
 from rlhf_kl.plugins import takes
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, set_aside
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.versions import versions
+from rlhf_kl.ui import log
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
 # Free too, but sums are taken in another order.
@@ -34,7 +34,7 @@ def kind_of(config: AnyConfig) -> Kind:
     return kinds[type(config)]
 
 
-def check_resumed(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> dict[str, Any] | None:
+def check_resumed(folder: RunFolder, config: AnyConfig) -> dict[str, Any] | None:
     """Show a message on the state of the folder; return the summary of a finished run, None for one that must run.
 
     Errors: InputError if the folder's run has another config, or another version wrote it.
@@ -47,15 +47,15 @@ def check_resumed(folder: RunFolder, config: AnyConfig, display: TrainingDisplay
     if started or finished is not None:
         check_config(folder, config)
     if finished is not None:
-        display.message(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
+        log.info(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
     elif not folder.config.exists():
-        display.message(f"{folder.path} holds no run yet: starting one")
+        log.info(f"{folder.path} holds no run yet: starting one")
     elif not started:
-        display.message(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
+        log.info(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
     return None if further else finished
 
 
-def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDisplay) -> Checkpoint | None:
+def last_checkpoint(folder: RunFolder, config: AnyConfig) -> Checkpoint | None:
     """The checkpoint to resume from; None if there is none yet.
 
     A damaged one is renamed, with an alert, and the previous one is used.
@@ -64,7 +64,7 @@ def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDispl
     if not checkpoints(folder.checkpoints):
         return None
     for line in check_config(folder, config):
-        display.alert(f"resume: {line}: sums are taken in another order, so figures may differ in their last digits")
+        log.warning(f"resume: {line}: sums are taken in another order, so figures may differ in their last digits")
     newest, problems = newest_whole(folder.checkpoints)
     if newest is None:
         raise InputError(
@@ -75,7 +75,7 @@ def last_checkpoint(folder: RunFolder, config: AnyConfig, display: TrainingDispl
         if checkpoint.step > newest.step:
             set_aside(checkpoint)
     for problem in problems:
-        display.alert(f"resume: damaged checkpoint {problem}; going on from {newest.path.name}")
+        log.warning(f"resume: damaged checkpoint {problem}; going on from {newest.path.name}")
     return newest
 
 
@@ -155,7 +155,7 @@ def environment(device: torch.device, processes: int = 1) -> dict[str, str]:
     }
 
 
-def report_differences(before: Mapping[str, str], now: Mapping[str, str], display: TrainingDisplay) -> None:
+def report_differences(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Show an alert about changes since the checkpoint was written."""
     changed = [
         f"{key} {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
@@ -163,7 +163,7 @@ def report_differences(before: Mapping[str, str], now: Mapping[str, str], displa
         if before.get(key) != now.get(key)
     ]
     if changed:
-        display.alert(
+        log.warning(
             f"resume: {', '.join(changed)} since the checkpoint: figures may differ from those of an uninterrupted run"
         )
 

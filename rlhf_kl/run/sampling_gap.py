@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rlhf_kl.run.figures import read_number
+from rlhf_kl.text import read_number
 
 FALSE_ALARM = 5e-4  # at most, for each of the two sums, in a run of any length
 SETTLING = 100.0  # nats squared: at this variance the bound is tightest, relative to the noise

@@ -10,8 +10,7 @@ from typing import Any
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.run.contents import event_files
-from rlhf_kl.run.figures import read_number
-from rlhf_kl.run.text import safe_text
+from rlhf_kl.text import read_number, safe_text
 
 # The columns beside the config in the HPARAMS tab.
 _RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")

@@ -12,9 +12,9 @@ from typing import Any
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.figures import read_number
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.text import read_number
 
 PROJECT = "rlhf-kl"
 QUIET = {  # variables that are set where the user has not: few lines, and no minutes of waiting for a server

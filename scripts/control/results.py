@@ -14,7 +14,7 @@ from rlhf_kl.report.charts import ratio_chart
 from rlhf_kl.report.drawing import ORDERED, Chart
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.report.verdict import text_table
-from rlhf_kl.run.figures import format_number, format_percent, read_number
+from rlhf_kl.text import format_number, format_percent, read_number
 
 
 class Result(NamedTuple):

@@ -12,10 +12,10 @@ from rich.console import Console
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     """`train(folder, "kl.target=0.2", resume=True)`: a run of the tiny model; returns its summary."""
+    from rlhf_kl import ui
     from rlhf_kl.commands.session import train_command
     from rlhf_kl.commands.train import run_train
     from rlhf_kl.config.load import load_config
-    from rlhf_kl.run.display import TrainingDisplay
 
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))
@@ -24,8 +24,8 @@ def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any
         folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False, console: Console | None = None
     ) -> dict[str, Any]:
         config = load_config("train", file, [*overrides, f"run.output_dir='{folder}'"])
-        display = TrainingDisplay(quiet=console is None, console=console)
-        return train_command(run_train, config, resume=resume, overwrite=overwrite, display=display)
+        ui.start(quiet=console is None, console=console)
+        return train_command(run_train, config, resume=resume, overwrite=overwrite)
 
     return run
 

@@ -17,7 +17,6 @@ import yaml
 
 from rlhf_kl.commands.grid import Grid
 from rlhf_kl.config.compare import load_compare
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 Cli = Callable[..., Any]
@@ -175,7 +174,7 @@ def test_each_run_gets_its_share_of_the_cores(
     if own:
         monkeypatch.setenv("OMP_NUM_THREADS", own)
     plan = load_compare(str(compare_file), [], tmp_path, None)
-    assert not Grid(plan, jobs, False, TrainingDisplay()).work()
+    assert not Grid(plan, jobs, False).work()
     assert [environment.get("OMP_NUM_THREADS") for environment in started] == [threads, threads]
 
 

@@ -93,7 +93,7 @@ def test_lines_fit_a_narrow_terminal(
     rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    monkeypatch.setattr("rlhf_kl.run.text.stdout_width", lambda: 60)
+    monkeypatch.setattr("rlhf_kl.text.stdout_width", lambda: 60)
     outcome = rlhf_kl("doctor", "--config", tmp_path / "tiny.yaml", "--quiet")
     lines = outcome.out.splitlines()
     assert max(map(len, lines)) <= 60
@@ -183,9 +183,8 @@ def test_a_rollout_that_is_not_finite_is_fatal(doctor: Doctor, monkeypatch: pyte
     [(1000, "head", None, 16), (25_000, "head", None, 4), (25_000, "separate", None, 2), (25_000, "head", 8, 8)],
 )
 def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_kl.models.activations.kept_per_token", lambda _policy: model)
-    monkeypatch.setattr("rlhf_kl.models.activations.parameter_count", lambda _policy: 0)
-    monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": 4 * 25_000 * 40})
+    monkeypatch.setattr("rlhf_kl.memory.kept_per_token", lambda _policy: model)
+    monkeypatch.setattr("rlhf_kl.memory.ROOM", {"cpu": 4 * 25_000 * 40})
     config = SimpleNamespace(
         ppo=SimpleNamespace(microbatch_size=size),
         minibatch_size=16,

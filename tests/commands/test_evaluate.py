@@ -17,7 +17,6 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
@@ -27,7 +26,7 @@ POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", 
 def evaluate(**request: Any) -> dict[str, Any]:
     if not request.keys() & {"model", "config"}:
         request.setdefault("trust", Trust(plugins=True))  # the reward function of the tiny run
-    return run_eval(EvalRequest(**request), TrainingDisplay(quiet=True))
+    return run_eval(EvalRequest(**request))
 
 
 def problem(**request: Any) -> str:

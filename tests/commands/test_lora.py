@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
 from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
@@ -90,7 +89,7 @@ def test_a_rollback_with_no_checkpoint_goes_to_the_start(train: Train, tmp_path:
 
 def test_eval_reads_the_adapter_and_its_checkpoints(run: Path) -> None:
     def evaluated(**request: Any) -> dict[str, Any]:
-        return run_eval(EvalRequest(run=run, **request), TrainingDisplay(quiet=True))
+        return run_eval(EvalRequest(run=run, **request))
 
     last, early = evaluated(), evaluated(checkpoint=2)
     summary = json.loads((run / "summary.json").read_text())["final"]

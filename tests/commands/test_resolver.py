@@ -20,7 +20,6 @@ from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.run.display import TrainingDisplay
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
@@ -31,7 +30,7 @@ HELD = EvalSection(texts="t.txt")
 
 @pytest.fixture
 def resolver() -> Resolver:
-    return Resolver(TrainingDisplay(quiet=True))
+    return Resolver()
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -40,7 +39,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def test_a_built_in_world_stands_behind_its_name(resolver: Resolver, small_world: World) -> None:
-    config = with_files(TrainConfig.model_validate({"policy": {"model": SMALL}}), resolver.display)
+    config = with_files(TrainConfig.model_validate({"policy": {"model": SMALL}}))
     assert config.policy.model == str(small_world.policy())
     train, kept = resolver.prompts(config.data, config.eval)
     assert len(train) == 400

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.figures import format_number
 from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.text import format_number
 
 Train = Callable[..., dict[str, Any]]
 

@@ -18,7 +18,6 @@ from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 TEXTS = ["abc", "dd", "a", "bcdabcd"]
@@ -58,7 +57,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def scores(folder: Path) -> torch.Tensor:
-    reward = Resolver(TrainingDisplay(quiet=True)).reward_model(str(folder), "reward.model", ScorerSection())
+    reward = Resolver().reward_model(str(folder), "reward.model", ScorerSection())
     return reward.score([""] * len(TEXTS), TEXTS)
 
 

@@ -8,7 +8,6 @@ import pytest
 from rlhf_kl.commands.session import launched_alone, make_accelerator, pick_device, train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.display import TrainingDisplay
 
 
 def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:
@@ -47,14 +46,13 @@ def test_processes_that_lost_each_other(monkeypatch: pytest.MonkeyPatch, fresh_a
 
 def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run")}})
-    display = TrainingDisplay(quiet=True)
 
     def breaks(*_: Any) -> dict[str, Any]:
         raise InputError("no such thing")
 
     for _ in range(2):
         with pytest.raises(InputError, match="no such thing"):
-            train_command(breaks, config, resume=False, overwrite=False, display=display)
+            train_command(breaks, config, resume=False, overwrite=False)
 
 
 ALONE = [

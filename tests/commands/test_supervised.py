@@ -21,7 +21,6 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 Run = Callable[..., dict[str, Any]]
@@ -56,8 +55,7 @@ def supervised(tiny_folder: Path, tiny_data: Any, tmp_path: Path) -> Run:
             *overrides,
         ]
         config = load_config(kind, FILES[kind], settings)
-        display = TrainingDisplay(quiet=True)
-        return train_command(run_supervised, config, resume=resume, overwrite=False, display=display)
+        return train_command(run_supervised, config, resume=resume, overwrite=False)
 
     return run
 

@@ -23,7 +23,6 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
@@ -110,7 +109,7 @@ def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(train: Train, tmp_path: 
     law.unlink()
     config = load_config("train", tmp_path / "run" / "config.yaml")
     assert config.kl.controller.kind == f"{tmp_path / 'run' / 'law.py'}:Keep"
-    again = train_command(run_train, config, resume=False, overwrite=True, display=TrainingDisplay(quiet=True))
+    again = train_command(run_train, config, resume=False, overwrite=True)
     assert again["steps"] == 6
     assert (tmp_path / "run" / "law.py").is_file()
 

@@ -17,7 +17,6 @@ from rlhf_kl.builtin.world import WORLDS, WorldSpec
 from rlhf_kl.commands.world import GOLD, World, with_files
 from rlhf_kl.config.schema import SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.run.display import TrainingDisplay
 from rlhf_kl.run.jsonl import read_jsonl
 
 SIZES = CorpusSizes(train_texts=300, heldout_texts=20, prompts=20, heldout_prompts=10, pairs=40, heldout_pairs=20)
@@ -40,7 +39,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tiny() -> World:
-    return World("builtin:tiny", TrainingDisplay(quiet=True))
+    return World("builtin:tiny")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -147,11 +146,7 @@ def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.Mo
 
 
 def test_two_builds_at_once_leave_one_whole_part(tmp_path: Path) -> None:
-    code = (
-        "from rlhf_kl.commands.world import World\n"
-        "from rlhf_kl.run.display import TrainingDisplay\n"
-        "print(World('builtin:reviews-small', TrainingDisplay(quiet=True)).corpus())"
-    )
+    code = "from rlhf_kl.commands.world import World\nprint(World('builtin:reviews-small').corpus())"
     environment = os.environ | {"RLHF_KL_CACHE": str(tmp_path / "cache")}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
@@ -166,8 +161,7 @@ def test_two_builds_at_once_leave_one_whole_part(tmp_path: Path) -> None:
 
 
 def test_each_key_gets_its_own_part(own_cache: Path) -> None:
-    quiet = TrainingDisplay(quiet=True)
-    sft = with_files(SFTConfig.model_validate({"data": {"texts": "builtin:tiny"}}), quiet)
+    sft = with_files(SFTConfig.model_validate({"data": {"texts": "builtin:tiny"}}))
     assert [Path(file or "").name for file in (sft.data.texts, sft.data.eval_texts)] == ["train.jsonl", "heldout.jsonl"]
     assert sft.policy.model is None
     own = {"model": "/own", "value": "head"}
@@ -178,17 +172,17 @@ def test_each_key_gets_its_own_part(own_cache: Path) -> None:
         "eval": {"texts": "t.txt"},
     }
     config = TrainConfig.model_validate(written)
-    files = with_files(config, quiet)
+    files = with_files(config)
     assert (files.policy, files.eval.texts) == (config.policy, "t.txt")
     assert Path(files.data.prompts).name == "prompts.jsonl"
     assert Path(files.eval.prompts or "").name == "heldout_prompts.jsonl"
     assert files.reward.gold == GOLD
-    assert with_files(files, quiet) == files
-    assert with_files(config, quiet, ("policy", "reference")) == config  # the others are not built
+    assert with_files(files) == files
+    assert with_files(config, ("policy", "reference")) == config  # the others are not built
     assert [path.name for path in (own_cache / "tiny").iterdir() if path.is_dir()] == [tiny().corpus().name]
     terms = {"a": {"kind": "model", "model": "builtin:tiny"}, "b": {"kind": "mine.py:score"}}
     summed = TrainConfig.model_validate(written | {"reward": {"kind": "sum", "terms": terms, "gold": "mine.py:score"}})
-    reward = with_files(summed, quiet).reward
+    reward = with_files(summed).reward
     assert reward.terms is not None
     assert (reward.terms["a"].model, reward.terms["b"].model) == (str(tiny().reward_model()), None)
     assert reward.gold == "mine.py:score"

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_kl.commands.memory import estimate_memory
 from rlhf_kl.commands.parts import build_parts
-from rlhf_kl.commands.session import joined, make_accelerator, silent_display
+from rlhf_kl.commands.session import joined, make_accelerator
 from rlhf_kl.commands.training import prepare_training
 from rlhf_kl.config.load import load_config
 
@@ -32,13 +32,13 @@ def bytes_of_tensors() -> int:
 
 
 if __name__ == "__main__":
-    config, display = load_config("train", sys.argv[1]), silent_display()
+    config = load_config("train", sys.argv[1])
     with joined(config.run) as processes:
         before = bytes_of_tensors()
-        parts = build_parts(config, make_accelerator(config.run, group=True), display)
+        parts = build_parts(config, make_accelerator(config.run, group=True))
         tokens = max(map(len, parts.prompts.rows)) + config.rollout.max_new_tokens
         estimate = estimate_memory(config, parts, tokens, processes.count)
-        training = prepare_training(config, parts, display, ranks=processes)
+        training = prepare_training(config, parts, ranks=processes)
         training.trainer.update(1)
         found = {"held": bytes_of_tensors() - before, "world": processes.count, **asdict(estimate)}
         Path(f"{sys.argv[2]}.{processes.index}").write_text(json.dumps(found))

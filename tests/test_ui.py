@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rlhf_kl.run.display import TrainingDisplay
+from rlhf_kl import ui
+from rlhf_kl.status import RunStatus
+from rlhf_kl.ui import log
 
 COUNTS = {"rollout batch": 64, "minibatch": 64, "microbatch": 16, "PPO epochs": 4, "updates": 60}
 
@@ -56,13 +60,22 @@ def _row(step: int, **more: Any) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def shown(
+    console: Console | None, total: int = 60, target: float | None = 0.1, unit: Any = "token", quiet: bool = False
+) -> Iterator[None]:
+    """What is shown within the block, of a run too."""
+    ui.start(quiet, console)
+    with ui.live(RunStatus(total, target, unit)):
+        yield
+
+
 def _live(width: int, *rows: dict[str, Any], **options: Any) -> list[str]:
     """The lines of the last frame."""
     console = _terminal(width)
-    options = {"total_updates": 60, "target": 0.1} | options
-    with TrainingDisplay(console=console, **options) as display:
+    with shown(console, **options):
         for row in rows:
-            display.update(row)
+            ui.show_row(row)
     return [line for line in _painted(console)[-1].split("\n") if line]
 
 
@@ -100,7 +113,7 @@ def test_large_figures_do_not_wrap(width: int) -> None:
         "objective/gold": 98765.4,
         "kl/token": 12.3,
     }
-    lines = _live(width, _row(1), _row(99_999, **large), total_updates=100_000)
+    lines = _live(width, _row(1), _row(99_999, **large), total=100_000)
     assert len(lines) == 5
     assert all(cell_len(line) <= width for line in lines)
 
@@ -121,9 +134,9 @@ def test_without_a_target_and_with_missing_figures() -> None:
 
 def test_plain_lines_are_one_per_update_in_fixed_columns() -> None:
     console = _plain()
-    with TrainingDisplay(console=console, total_updates=60, target=0.1) as display:
+    with shown(console, 60):
         for step in range(1, 26):
-            display.update(_row(step, **({"eval/perplexity": 3.62} if step % 10 == 1 else {})))
+            ui.show_row(_row(step, **({"eval/perplexity": 3.62} if step % 10 == 1 else {})))
     written = _written(console)
     assert "\x1b" not in written
     assert "\r" not in written
@@ -138,9 +151,9 @@ def test_plain_lines_are_one_per_update_in_fixed_columns() -> None:
 
 def test_a_long_run_has_about_a_hundred_lines_in_a_log() -> None:
     console = _plain(80)
-    with TrainingDisplay(console=console, total_updates=1000, target=0.1) as display:
+    with shown(console, 1000):
         for step in range(1, 1001):
-            display.update(_row(step, **({"eval/perplexity": 3.62} if step % 50 == 2 else {})))
+            ui.show_row(_row(step, **({"eval/perplexity": 3.62} if step % 50 == 2 else {})))
     rows = [line.split() for line in _written(console).splitlines() if "/1000" in line]
     assert len(rows) == 101
     assert (rows[0][0], rows[-1][0]) == ("1/1000", "1000/1000")
@@ -149,18 +162,18 @@ def test_a_long_run_has_about_a_hundred_lines_in_a_log() -> None:
 
 def test_a_wait_is_told_in_a_log_where_it_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 3.0, 0.0, 12.0])
-    monkeypatch.setattr("rlhf_kl.run.display.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("rlhf_kl.ui.time.monotonic", lambda: next(seconds))
     console = _plain()
-    with TrainingDisplay(console=console) as display:
+    with shown(console):
         for name in ("short", "long"):
-            with display.waiting(name):
+            with ui.waiting(name):
                 pass
     assert _written(console) == "long: done in 12 s\n"
 
 
 def test_a_wait_in_a_terminal_is_shown_and_gone() -> None:
     console = _terminal(60)
-    with TrainingDisplay(console=console) as display, display.waiting("loading the policy"):
+    with shown(console), ui.waiting("loading the policy"):
         time.sleep(0.6)  # frames come every quarter of a second
     assert any("loading the policy" in frame for frame in _painted(console))
     assert "loading" not in _painted(console)[-1]
@@ -168,9 +181,9 @@ def test_a_wait_in_a_terminal_is_shown_and_gone() -> None:
 
 def test_a_long_plain_message_stays_one_line() -> None:
     console = _plain(40)
-    with TrainingDisplay(console=console) as display:
-        display.message("word " * 40)
-        display.alert("kl-spike: " + "word " * 40)
+    with shown(console):
+        log.info("word " * 40)
+        log.warning("kl-spike: " + "word " * 40)
     assert len(_written(console).splitlines()) == 2
 
 
@@ -178,28 +191,28 @@ def test_a_long_plain_message_stays_one_line() -> None:
 def test_outside_text_is_shown_as_text(terminal: bool) -> None:
     console = _terminal(80) if terminal else _plain(80)
     nasty = "a [red]b[/red] [/] \x1b[2J \x07 :smile:"
-    shown = r"a [red]b[/red] [/] \x1b[2J \x07 :smile:"
-    with TrainingDisplay(console=console) as display:
-        display.message(nasty)
-        display.alert(nasty)
-        display.error(nasty)
-        display.counts_table({nasty: nasty})
-        with display.progress(nasty, 2) as advance:
+    safe = r"a [red]b[/red] [/] \x1b[2J \x07 :smile:"
+    with shown(console):
+        log.info(nasty)
+        log.warning(nasty)
+        log.error(nasty)
+        ui.print_counts({nasty: nasty})
+        with ui.progress(nasty, 2) as advance:
             advance(1, nasty)
-        display.summary({"prompt": nasty}, [nasty])
+        ui.print_summary({"prompt": nasty}, [nasty])
     written = _written(console)
     assert "\x1b[2J" not in written
     assert "\x07" not in written
-    assert written.count(shown) >= 7
+    assert written.count(safe) >= 7
 
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_tables_alerts_and_summary_fit(width: int) -> None:
     console = _terminal(width)
-    with TrainingDisplay(console=console) as display:
-        display.counts_table(COUNTS)
-        display.alert("kl-above-target: " + "many words about what happened and what to do " * 3)
-        display.summary({"KL per token": 0.10321, "score": None, "time": "2:04"}, ["rlhf-kl report runs/a"])
+    with shown(console):
+        ui.print_counts(COUNTS)
+        log.warning("kl-above-target: " + "many words about what happened and what to do " * 3)
+        ui.print_summary({"KL per token": 0.10321, "score": None, "time": "2:04"}, ["rlhf-kl report runs/a"])
     lines = console.export_text().splitlines()
     assert all(cell_len(line) <= width for line in lines)
     assert "  rollout batch  64" in [line.rstrip() for line in lines]
@@ -212,28 +225,28 @@ def test_tables_alerts_and_summary_fit(width: int) -> None:
 
 def test_quiet_leaves_alerts_and_errors() -> None:
     console = _plain()
-    with TrainingDisplay(quiet=True, console=console) as display:
-        display.message("no")
-        display.counts_table(COUNTS)
-        with display.progress("no", 3) as advance:
+    with shown(console, quiet=True):
+        log.info("no")
+        ui.print_counts(COUNTS)
+        with ui.progress("no", 3) as advance:
             advance()
-        display.update(_row(1))
-        display.alert("kl-spike: yes")
-        display.error("yes")
-        display.summary({"no": 1}, ["no"])
+        ui.show_row(_row(1))
+        log.warning("kl-spike: yes")
+        log.error("yes")
+        ui.print_summary({"no": 1}, ["no"])
     assert _written(console) == "alert: kl-spike: yes\nerror: yes\n"
 
 
 def test_nested_progress_in_a_terminal() -> None:
     console = _terminal(60)
-    with TrainingDisplay(console=console) as display:
-        with display.progress("built-in world", 2) as outer:
-            with display.progress("pre-training with a name that is too long for a line of sixty", 40) as advance:
+    with shown(console):
+        with ui.progress("built-in world", 2) as outer:
+            with ui.progress("pre-training with a name that is too long for a line of sixty", 40) as advance:
                 for _ in range(40):
                     advance(note="loss 2.31")
             outer()
-        display.update(_row(1))
-        with display.progress("evaluating", 3) as advance:
+        ui.show_row(_row(1))
+        with ui.progress("evaluating", 3) as advance:
             advance(3)
     lines = [line.rstrip() for part in _painted(console) for line in part.splitlines()]
     assert "built-in world: done in 0 s" in lines
@@ -243,11 +256,11 @@ def test_nested_progress_in_a_terminal() -> None:
 
 def test_a_terminal_shows_what_the_run_does_now_and_a_log_does_not() -> None:
     console, plain = _terminal(60), _plain()
-    for shown in (console, plain):
-        with TrainingDisplay(console=shown, total_updates=2) as display:
-            display.now("evaluating")
-            display.now("update 1")
-            display.update(_row(1))
+    for each in (console, plain):
+        with shown(each, 2):
+            ui.show_work("evaluating")
+            ui.show_work("update 1")
+            ui.show_row(_row(1))
     assert any("evaluating, 0 s" in frame for frame in _painted(console))
     assert any("update 1, 0 s" in frame for frame in _painted(console))
     assert "update 1, 0 s" not in _painted(console)[-1]
@@ -256,8 +269,8 @@ def test_a_terminal_shows_what_the_run_does_now_and_a_log_does_not() -> None:
 
 def test_progress_that_fails_is_not_done_and_frees_the_terminal() -> None:
     console = _terminal(60)
-    display = TrainingDisplay(console=console)
-    with pytest.raises(RuntimeError), display, display.progress("building", 3):
+    ui.start(console=console)
+    with pytest.raises(RuntimeError), ui.progress("building", 3):
         raise RuntimeError
     assert "done" not in console.export_text()
     assert _written(console).rstrip().endswith("\x1b[?25h")  # the cursor is back
@@ -265,9 +278,9 @@ def test_progress_that_fails_is_not_done_and_frees_the_terminal() -> None:
 
 def test_slow_progress_in_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 6))
-    monkeypatch.setattr("rlhf_kl.run.display.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("rlhf_kl.ui.time.monotonic", lambda: float(next(clock)))
     console = _plain()
-    with TrainingDisplay(console=console) as display, display.progress("building", 4) as advance:
+    with shown(console), ui.progress("building", 4) as advance:
         for _ in range(4):
             advance(note="loss 1.5")
     lines = _written(console).splitlines()
@@ -283,8 +296,8 @@ def test_no_terminal_on_stderr_means_plain_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with TrainingDisplay(total_updates=2, target=0.1) as display:
-        display.update(_row(1))
+    with shown(None, 2):
+        ui.show_row(_row(1))
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "\x1b" not in captured.err

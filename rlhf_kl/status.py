@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_kl.run.figures import format_number, read_number
+from rlhf_kl.text import format_number, read_number
 
 Unit = Literal["token", "sequence"]
 Pieces = list[tuple[str, str]]  # text and its style
@@ -28,7 +28,7 @@ class RunStatus:
 
     def __init__(self, total: int, target: float | None, unit: Unit) -> None:
         """`total`: updates of the run, 0 where unknown; `target` in nats per `unit`."""
-        self._total, self._target, self._unit = total, target, unit
+        self.total, self._target, self._unit = total, target, unit
         self._row: Mapping[str, Any] = {}
         self._first: dict[str, float] = {}
         self._perplexity: float | None = None
@@ -59,9 +59,9 @@ class RunStatus:
 
     def _seconds_left(self) -> float | None:
         done = self._number("step")
-        if done is None or not self._seconds or not self._total:
+        if done is None or not self._seconds or not self.total:
             return None
-        return max(0.0, self._total - done) * fmean(self._seconds)
+        return max(0.0, self.total - done) * fmean(self._seconds)
 
     def _kl(self) -> tuple[float | None, float | None]:
         """The KL in the target's unit, and as a multiple of the target."""
@@ -84,7 +84,7 @@ class RunStatus:
         step = f"{self._row.get('step', '-')}"
         return _columns(
             (
-                f"{step}/{self._total}" if self._total else step,
+                f"{step}/{self.total}" if self.total else step,
                 f"{self._row.get('episodes', '-')}",
                 format_number(self._number("objective/scores"), 4),
                 format_number(kl, 4),
@@ -118,9 +118,9 @@ class RunStatus:
 
     def _progress(self) -> Pieces:
         step = int(self._number("step") or 0)
-        pieces: Pieces = [(f"{step}/{self._total}  " if self._total else f"{step}  ", "")]
-        if self._total:
-            filled = round(20 * min(1.0, step / self._total))
+        pieces: Pieces = [(f"{step}/{self.total}  " if self.total else f"{step}  ", "")]
+        if self.total:
+            filled = round(20 * min(1.0, step / self.total))
             pieces += [("━" * filled, "cyan"), ("─" * (20 - filled), "dim")]
         if (left := self._seconds_left()) is not None:
             pieces.append((f"  {duration(left)} left" if left > 0 else "  last update done", ""))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rlhf_kl.run.status import RunStatus, duration
+from rlhf_kl.status import RunStatus, duration
 
 ROWS = (
     {"step": 1, "objective/scores": 1.0, "kl/token": 0.05, "kl/coef": 0.1, "kl/coef_next": 0.2, "time/step_s": 3.0},

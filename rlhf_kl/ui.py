@@ -1,4 +1,4 @@
-"""The output of a command for people: messages, progress, the live view of a training run, its summary.
+"""What a person sees of a command: the messages of `log`, progress, the live view of a training run, its summary.
 
 Everything goes to stderr: results on stdout stay clean. Without a terminal plain lines replace the live view.
 """
@@ -6,6 +6,7 @@ Everything goes to stderr: results on stdout stay clean. Without a terminal plai
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 import time
@@ -18,10 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from rlhf_kl.run.figures import format_number
-from rlhf_kl.run.status import RunStatus, Unit, duration
-from rlhf_kl.run.text import safe_text
+from rlhf_kl.status import RunStatus, duration
+from rlhf_kl.text import format_number, safe_text
 
+log = logging.getLogger("rlhf_kl")
 HEADER_EVERY = 20  # lines of a log
 LOG_ROWS = 100  # of a whole run
 LOG_SECONDS = 10.0  # at least, between two lines on the progress of one thing
@@ -34,62 +35,57 @@ class Advance(Protocol):
     def __call__(self, steps: int = 1, note: str | None = None) -> None: ...
 
 
-class TrainingDisplay:
-    """Context manager for the output of a running command.
+class Screen:
+    """What a command writes to stderr: the words of `log`, progress, the live view of a run.
 
     Any text may come from outside (prompts, file names): markup and control characters are shown as text.
     """
 
-    def __init__(
-        self,
-        quiet: bool = False,
-        total_updates: int = 0,
-        target: float | None = None,
-        unit: Unit = "token",
-        console: Console | None = None,
-    ) -> None:
-        """`quiet` shows only alerts and errors. `target`: KL target in nats per `unit`, None without one."""
+    def __init__(self) -> None:
+        self.start(quiet=True)
+
+    def start(self, quiet: bool = False, console: Console | None = None) -> None:
+        """Begin a command. `quiet` shows only alerts and errors."""
         if console is None:
             console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
         self._console = console
         self._terminal = console.is_terminal and not console.is_dumb_terminal
         self._quiet = quiet
-        self._total = total_updates
-        self._status = RunStatus(total_updates, target, unit)
+        self._status: RunStatus | None = None
         self._lines, self._shown = 0, 0  # rows of the log, and the step of the last
         self._live: Live | None = None
         self._bars: Progress | None = None
         self._now: tuple[str, float] | None = None  # what goes on, and since when
+        log.setLevel(logging.WARNING if quiet else logging.INFO)
 
-    def __enter__(self) -> TrainingDisplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop_live()
+    def silence(self) -> None:
+        """Show nothing from now on: another process of the group shows it."""
+        self._quiet = True
+        log.setLevel(logging.CRITICAL)
 
     # ---- words
 
-    def message(self, text: str) -> None:
-        """Show a message."""
-        if not self._quiet:
-            self._print(Text(safe_text(text, keep_newlines=True)), soft_wrap=not self._terminal)
+    def write(self, record: logging.LogRecord) -> None:
+        """Show a message; a warning is an alert, a message that needs action."""
+        words = Text(safe_text(record.getMessage(), keep_newlines=True))
+        if record.levelno < logging.WARNING:
+            self._print(words, soft_wrap=not self._terminal)
+            return
+        mark, style = ("error", "bold red") if record.levelno >= logging.ERROR else ("alert", "yellow")
+        if not self._terminal:
+            self._print(Text(f"{mark}: ") + words)
+            return
+        table = _two_columns(style, padding=1)
+        table.add_row(f"{mark}:", words)
+        self._console.print(table)
 
-    def alert(self, text: str) -> None:
-        """Show an alert, a message that needs action; also with `quiet`."""
-        self._marked("alert", "yellow", text)
-
-    def error(self, text: str) -> None:
-        """Show an error; also with `quiet`."""
-        self._marked("error", "bold red", text)
-
-    def counts_table(self, counts: Mapping[str, object]) -> None:
+    def print_counts(self, counts: Mapping[str, object]) -> None:
         """Show the sizes of the run before it starts."""
         if not self._quiet:
             self._pairs(counts)
 
-    def summary(self, figures: Mapping[str, object], next_steps: Sequence[str] = ()) -> None:
+    def print_summary(self, figures: Mapping[str, object], next_steps: Sequence[str] = ()) -> None:
         """Show the last figures of the run, and next steps (commands or paths)."""
-        self._stop_live()
         if self._quiet:
             return
         if self._terminal:
@@ -115,7 +111,7 @@ class TrainingDisplay:
         else:
             self._print(Text(f"{safe_text(description)} ..."))
             yield self._log_progress(description, total)
-        self.message(f"{description}: done in {duration(time.monotonic() - began)}")
+        log.info(f"{description}: done in {duration(time.monotonic() - began)}")
 
     @contextlib.contextmanager
     def waiting(self, words: str) -> Iterator[None]:
@@ -124,7 +120,7 @@ class TrainingDisplay:
         with self._bar(safe_text(words), None) if self._terminal and not self._quiet else contextlib.nullcontext():
             yield
         if (seconds := time.monotonic() - began) >= LOG_SECONDS:
-            self.message(f"{words}: done in {duration(seconds)}")
+            log.info(f"{words}: done in {duration(seconds)}")
 
     @contextlib.contextmanager
     def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
@@ -141,7 +137,7 @@ class TrainingDisplay:
             yield advance
         finally:
             bars.remove_task(task)
-            if not bars.tasks and not self._status:
+            if not bars.tasks and self._status is None:
                 self._stop_live()
 
     def _log_progress(self, name: str, total: int | None) -> Advance:
@@ -156,31 +152,37 @@ class TrainingDisplay:
             if waited >= 6 * LOG_SECONDS or (waited >= LOG_SECONDS and far):
                 shown, last = done, now
                 share = f"/{total} ({done / total:.0%})" if total else ""
-                self.message(f"{name}: {done}{share}{f', {note}' if note else ''}")
+                log.info(f"{name}: {done}{share}{f', {note}' if note else ''}")
 
         return advance
 
     # ---- the run
 
-    def now(self, words: str) -> None:
+    @contextlib.contextmanager
+    def live(self, status: RunStatus) -> Iterator[None]:
+        """Show the rows of a run while the block runs."""
+        self._status = status
+        try:
+            yield
+        finally:
+            self._stop_live()
+
+    def show_work(self, words: str) -> None:
         """What the run does from now on, shown in a terminal with its seconds until the next call."""
         self._now = safe_text(words), time.monotonic()
         if self._terminal and not self._quiet:
             self._start_live().refresh()
 
-    def remember(self, row: Mapping[str, Any]) -> None:
-        """Take a row of an earlier part of a resumed run."""
-        self._status.remember(row)
-
-    def update(self, row: Mapping[str, Any]) -> None:
+    def show_row(self, row: Mapping[str, Any]) -> None:
         """Show a row of `metrics.jsonl`."""
+        assert self._status is not None, "within live()"
         self._status.update(row)
         if self._quiet:
             return
         if self._terminal:
             self._start_live().refresh()
             return
-        step, total = int(row.get("step") or 0), self._total
+        step, total = int(row.get("step") or 0), self._status.total
         if self._lines and step < total and step - self._shown < total / LOG_ROWS:
             return
         self._shown = step
@@ -235,15 +237,6 @@ class TrainingDisplay:
         """Soft wrap: commands and paths can be copied whole, and a log has one line per message."""
         self._console.print(text, soft_wrap=soft_wrap, highlight=False)
 
-    def _marked(self, mark: str, style: str, text: str) -> None:
-        words = safe_text(text, keep_newlines=True)
-        if not self._terminal:
-            self._print(Text(f"{mark}: {words}"))
-            return
-        table = _two_columns(style, padding=1)
-        table.add_row(f"{mark}:", Text(words))
-        self._console.print(table)
-
     def _pairs(self, pairs: Mapping[str, object]) -> None:
         rows = [(f"  {safe_text(str(name))}", _value(value)) for name, value in pairs.items()]
         width = max((len(name) for name, _ in rows), default=0)
@@ -269,3 +262,16 @@ def _value(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return safe_text("-" if value is None else str(value))
     return f"{value}" if isinstance(value, int) else format_number(value, 4) if math.isfinite(value) else "-"
+
+
+class _Words(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _screen.write(record)
+
+
+log.addHandler(_Words())
+log.propagate = False
+_screen = Screen()
+start, silence, live = _screen.start, _screen.silence, _screen.live
+progress, waiting, show_work, show_row = _screen.progress, _screen.waiting, _screen.show_work, _screen.show_row
+print_counts, print_summary = _screen.print_counts, _screen.print_summary
