@@ -191,7 +191,8 @@ def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, mon
         critic=value,
         run=SimpleNamespace(dtype="float32"),
     )
-    assert microbatch_rows(config, None, torch.device("cpu"), tokens=10) == rows
+    policy = SimpleNamespace(parameters=list)
+    assert microbatch_rows(config, policy, torch.device("cpu"), tokens=10) == rows
 
 
 def test_what_fits_into_memory() -> None:
