@@ -140,7 +140,7 @@ GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a
         (GuardStop("the KL is above its ceiling"), 3, "error: the KL is above its ceiling\n"),
         (RlhfKlError("the disk is full"), 1, "error: the disk is full\n"),
         (MemoryError(), 1, "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt(), 130, ""),
         (Interrupted(2), 130, GO_ON),
         (Interrupted(15), 143, GO_ON),
     ],
