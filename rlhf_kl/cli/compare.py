@@ -51,7 +51,8 @@ def compare(
 
         plan = load_compare(config, set_ or [], output_dir, seed)  # errors of the config come before torch is imported
         check_variants(plan)
-    from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
+    from rlhf_kl.commands.grid import train_grid
+    from rlhf_kl.commands.report import planned_comparison, write_comparison
     from rlhf_kl.report.compare import read_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite) if plan else []

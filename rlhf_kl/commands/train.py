@@ -35,7 +35,7 @@ from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
-from rlhf_kl.sharding import held_share, part_of, whole
+from rlhf_kl.sharding import held_share, local, unsharded
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
@@ -162,10 +162,10 @@ class TrainRun:
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         prompts, responses = self.ranks.mine(rollout.prompts), self.ranks.mine(rollout.responses)
-        with whole(*self.parts.spread):
+        with unsharded(*self.parts.spread):
             scored = self.ranks.run(lambda: gold_scores_of(self.parts.gold, prompts, responses), scores=True)
         gold = joined_gold(self.ranks.all(scored))
-        weights_lost = not all(self.ranks.all(all_finite(map(part_of, trainer.trained))))
+        weights_lost = not all(self.ranks.all(all_finite(map(local, trainer.trained))))
         if skipped is not None:
             why = (
                 "is missing, so nothing was learned"

@@ -118,7 +118,12 @@ def test_the_newest_run_of_the_working_directory(
     assert (done.code, done.out) == (0, "runs/new/report.html\n")
     assert "unfinished: 4 of 60 updates" in done.err
     assert "new: KL report" in (here / "runs/new/report.html").read_text()
+    # A link where the report goes is replaced: nothing is written outside of the folder.
+    (here / "other").write_text("precious")
+    (here / "runs/new/report.html").unlink()
+    (here / "runs/new/report.html").symlink_to(here / "other")
     done = rlhf_kl("report", "runs/new", "runs/old", "--quiet")
+    assert (here / "other").read_text() == "precious"
     assert (done.out, done.err) == ("runs/new/report.html\nruns/old/report.html\n", "")
 
 
