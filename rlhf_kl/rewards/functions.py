@@ -20,7 +20,6 @@ from rlhf_kl.types import RewardFn
 from rlhf_kl.variables import hidden
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
-GOLD_FAILED = "gold-failed"  # keyword of its alert
 
 
 class Scores(NamedTuple):

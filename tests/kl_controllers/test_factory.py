@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_kl.kl_controllers import CONTROLLERS, FixedKL, ThresholdKL, ZieglerKL, build_controller
 from rlhf_kl.kl_controllers.factory import BOUNDS, CONTROLLER_PROVIDED
+from rlhf_kl.monitors import worded
 
 
 class Recorder:
@@ -88,10 +89,10 @@ def test_bounds_are_relative_to_the_start_unless_they_are_written(kind, start):
 
 def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
     for kind in ("adaptive", "fixed"):
-        [note] = build_controller(kind, {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64)
-        assert note.startswith("coef-moved: auto found beta 9, ")
-        assert note.endswith("0.004 to 4: it starts at 4")
-    assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64) == []
+        facts = build_controller(kind, {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_facts(60, 64)
+        assert facts == {"coef-moved": {"wanted": 9.0, "min_coef": 0.004, "max_coef": 4.0, "coef": 4.0}}
+        assert len(worded(facts)) == 1
+    assert not build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_facts(60, 64)
 
 
 def test_a_resumed_beta_has_not_been_moved_by_its_bounds():
@@ -100,7 +101,7 @@ def test_a_resumed_beta_has_not_been_moved_by_its_bounds():
     for _ in range(5):
         guarded.update(0.3, 64)
     assert guarded.coef != 9.0
-    assert guarded.start_warnings(60, 64) == []
+    assert not guarded.start_facts(60, 64)
     guarded.load_state_dict(state)
     assert guarded.coef == 9.0
 

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.monitors import Monitors
 from rlhf_kl.ops.logprobs import compare_distributions
 from rlhf_kl.ops.masked import mean_of_groups
 from rlhf_kl.rollout.collect import NonFiniteRollout
-from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.trainers.metrics import failed_row, rollout_metrics, sampling_gap, update_row
 from rlhf_kl.types import RolloutBatch
 
@@ -155,7 +156,9 @@ def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> Non
     row = rollout_metrics(replace(BATCH, **alone, score_terms={}, penalties={}), 0.5, config())
     assert row["kl/k1"] < 0 < row["kl/exact"]
     assert {row[key] for key in ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")} == {None}
-    assert KLAlerts(None)(row) == []
+    control = SimpleNamespace(adjusts=False)
+    monitors = Monitors(config(), coef=0.0, control=control, scores=None, learning_rate=1e-3)
+    assert monitors({"step": 1} | row) == ([], None)
 
 
 def test_responses_to_one_prompt_are_one_draw() -> None:
@@ -214,15 +217,19 @@ def top_p(logits: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, ids, beyond), -torch.inf)
 
 
+def watching(trainer: Any) -> Monitors:
+    return Monitors(trainer.config, coef=0.1, control=trainer.controller, scores=None, learning_rate=1e-3)
+
+
 def first_alert(trainer: Any, change: Any, updates: int) -> tuple[int | None, str]:
     """The update in which the alert comes, and its words, where the rollouts are sampled from changed logits."""
     sampler = Altered(trainer.model.policy.model)
     sampler.change = change
     trainer.rollouts.sample.policy = sampler
-    alerts = KLAlerts(None)
+    monitors = watching(trainer)
     for step in range(1, updates + 1):
-        row = rollout_metrics(trainer.rollouts(step), 0.1, trainer.config)
-        if texts := [text for text in alerts(row) if text.startswith("sampler-mismatch")]:
+        row = {"step": step} | rollout_metrics(trainer.rollouts(step), 0.1, trainer.config)
+        if texts := [text for text in monitors(row)[0] if text.startswith("sampler-mismatch")]:
             return step, texts[0]
     return None, ""
 
@@ -253,11 +260,11 @@ def test_sampling_from_older_weights_is_reported(make_trainer: Make, new_model: 
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=noise))
     trainer = make_trainer(policy=policy, reference=reference)
     trainer.rollouts.sample.policy = TransformersLM(reference)
-    alerts, raised = KLAlerts(None), []
+    monitors, raised = watching(trainer), []
     for step in range(1, 61):
         responses = trainer.rollouts.sample(step)
         rollout = trainer.rollouts.assess(responses._replace(sampled=responses.sampled._replace(states=None)))
-        raised += alerts(rollout_metrics(rollout, 0.1, trainer.config))
+        raised += monitors({"step": step} | rollout_metrics(rollout, 0.1, trainer.config))[0]
     assert [text for text in raised if "log-ratio to the reference is" in text]
 
 

@@ -89,7 +89,7 @@ def test_every_estimator_works_wherever_it_may_stand(make_trainer: Make, placeme
         update = trainer.update(step)
         assert math.isfinite(update.stats.row["policy/loss"])
         assert update.stats.skipped is None
-        assert not update.alerts
+        assert not update.facts
     row = update_row(update, trainer.config)
     assert row["kl/exact"] > 0
 
@@ -222,7 +222,7 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     update = trainer.update(1)
     tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
     assert moves == [pytest.approx(update.stats.row["policy/approx_kl"] * tokens)]
-    assert any(alert.startswith("learning-rate-changed: ") for alert in update.alerts)
+    assert "learning-rate-changed" in update.facts
     factor = trainer.rate.adaptive.factor
     assert factor < 1.0
     assert told == [pytest.approx(0.9 * factor)]  # the schedule falls by a tenth besides
