@@ -129,6 +129,11 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
         lambda step: {"kl/coef_next": 1.0 if step < 20 else 0.01},
         [(5, "beta-at-max"), (24, "beta-at-min")],
     ),
+    "beta leaves its bound for a moment": (
+        {},
+        lambda step: {"kl/coef_next": 0.9 if step == 20 else 1.0},
+        [(5, "beta-at-max")],
+    ),
     "a constant beta": (
         {"kl": {"controller": {"kind": "fixed", "coef": 1.0}}},
         lambda _: {"kl/coef_next": 1.0},
@@ -420,7 +425,11 @@ def test_a_kl_above_the_ceiling() -> None:
 
 
 def test_the_best_update_and_the_best_checkpoint() -> None:
-    m = monitors(checkpoint={"best": "objective/scores"})
+    m, other = monitors(checkpoint={"best": "objective/scores"}), monitors(checkpoint={"best": "eval/perplexity"})
+    for perplexity, better in ((5.0, True), (6.0, False), (4.0, True)):
+        best = other.better_checkpoint({"step": 9, "kl/error": 0.0, "eval/perplexity": perplexity})
+        assert bool(best) == better
+        other.best_checkpoint = best or other.best_checkpoint
     for step, (score, error) in enumerate([(1.0, 0.0), (3.0, 0.2), (2.0, 0.0), (9.0, 0.5), (math.nan, 0.0)], 1):
         row = {"step": step, "kl/error": error, "objective/scores": score, "objective/scores_shaped": score}
         m(row)
@@ -450,11 +459,12 @@ def test_resumed_monitors_say_what_unbroken_ones_say(cut: int) -> None:
     expected = [whole(row, fact) for row, fact in zip(rows, facts, strict=True)]
     assert len({name for alerts, _ in expected for name in alerts}) >= 8
     assert len({decision.name for _, decision in expected if decision}) == 2
+    whole.rollbacks = first.rollbacks = 2
     found = [first(row, fact) for row, fact in zip(rows[:cut], facts[:cut], strict=True)]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     found += [second(row, fact) for row, fact in zip(rows[cut:], facts[cut:], strict=True)]
     assert found == expected
-    assert second.state_dict() == whole.state_dict()
+    assert vars(second) == vars(whole)
 
 
 def test_the_state_does_not_grow_with_the_run() -> None:
