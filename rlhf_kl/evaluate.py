@@ -18,7 +18,7 @@ from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
-from rlhf_kl.rewards.functions import GOLD_FAILED, GoldScorer, gold_scores_of, score_responses
+from rlhf_kl.rewards.functions import GoldScorer, gold_scores_of, score_responses
 from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
@@ -174,7 +174,7 @@ class PolicySamples:
     scores: list[float] = field(default_factory=list)  # of those that are scored
     unscored: list[bool] = field(default_factory=list)
     gold: list[float] = field(default_factory=list)
-    reports: list[str] = field(default_factory=list)
+    gold_failures: list[str] = field(default_factory=list)
 
 
 def policy_figures(
@@ -187,12 +187,12 @@ def policy_figures(
     reward: RewardFn | None = None,
     gold: GoldScorer | None = None,
     batch_size: int = ROWS,
-    report: Callable[[str], None] = lambda _: None,
+    facts: dict[str, Any] | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> PolicyFigures:
     """Sample one response to each prompt, at most `batch_size` at a time, and measure; `seed` fixes the samples.
 
-    A figure is None if a reward model's score is not finite; `report` gets a line about it. Errors: InputError if a
+    A figure is None if a scorer failed: `facts` gets what happened, for `monitors.worded`. Errors: InputError if a
     reward function raises or returns no scores.
     `advance(n)` is called after every n responses, of the reference and then of the policy.
     """
@@ -200,7 +200,7 @@ def policy_figures(
     samples = policy_samples(
         policy, reference, prompts, every, seed, sampling, tokenizer, reward, gold, batch_size, advance
     )
-    return figures_of([samples], report)
+    return figures_of([samples], {} if facts is None else facts)
 
 
 def policy_samples(
@@ -259,20 +259,20 @@ def policy_samples(
         checked, failure = gold_scores_of(gold, batch.texts, responses)
         made.gold += [score for score in checked or [] if score is not None]
         if failure is not None:
-            made.reports.append(f"{GOLD_FAILED}: {failure}: left out")
+            made.gold_failures.append(failure)
             gold, made.gold = None, []
     return made
 
 
-def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) -> PolicyFigures:
-    """The figures of all samples together; `report` gets a line about each part that is left out."""
-    kl, forward, forward_lengths, lengths, ended, texts, scores, unscored, gold, reports = (
+def figures_of(parts: Sequence[PolicySamples], facts: dict[str, Any]) -> PolicyFigures:
+    """The figures of all samples together; `facts` gets what is left out, and why."""
+    kl, forward, forward_lengths, lengths, ended, texts, scores, unscored, gold, gold_failures = (
         [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
     )
-    for line in dict.fromkeys(reports):
-        report(line)
+    if gold_failures:
+        facts["gold-failed"] = {"failure": gold_failures[0]}
     if not all(map(math.isfinite, scores)):
-        report("eval-scores: a score of the reward model was not finite: left out")
+        facts["eval-scores"] = {}
         scores = []
     return PolicyFigures(
         kl_token=sum(kl) / sum(lengths),
@@ -280,7 +280,7 @@ def figures_of(parts: Sequence[PolicySamples], report: Callable[[str], None]) ->
         forward_kl_token=sum(forward) / sum(forward_lengths),
         scores=fmean(scores) if scores else None,
         unscored=sum(unscored),
-        gold=fmean(gold) if gold and not reports else None,
+        gold=fmean(gold) if gold and not gold_failures else None,
         length=fmean(lengths),
         eos_rate=fmean(ended),
         distinct_2=distinct_n(texts),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.tilt import tilted
+from rlhf_kl.monitors import worded
 from rlhf_kl.report.control import tail_error as tail_error_of
 
 # The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
@@ -141,9 +142,9 @@ def simulate_sequence(
     rows = []
     for step, kl in enumerate(kls, start=1):
         coef = guarded.coef
-        new_alerts = guarded.update(kl, episodes)
+        facts = guarded.update(kl, episodes)
         if alerts is not None:
-            alerts.extend(f"step {step}: {alert}" for alert in new_alerts)
+            alerts.extend(f"step {step}: {alert}" for alert in worded(facts))
         rows.append(SimulatedUpdate(step, kl, coef, guarded.coef))
     return rows
 

@@ -48,6 +48,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw KL and beta.")] = None,
 ) -> None:
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
+    from rlhf_kl.monitors import worded
     from rlhf_kl.simulate import plot as draw
     from rlhf_kl.simulate import simulate_plant, simulate_sequence
 
@@ -58,7 +59,7 @@ def simulate(
     notes: list[str] = []
     if kls is None:
         policy = _plant(plant or "saturating", speed, noise, seed, setup.length)
-        notes += setup.controller.start_warnings(setup.updates, setup.episodes)
+        notes += worded(setup.controller.start_facts(setup.updates, setup.episodes))
         rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
     else:
         rows = simulate_sequence(setup.controller, kls, setup.episodes, alerts=notes)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.monitors import collapsed
 from rlhf_kl.program import shell_command, short_path
-from rlhf_kl.run.collapse import collapsed
 from rlhf_kl.status import duration
 from rlhf_kl.trainers.reward_figures import sketch
 

@@ -29,6 +29,7 @@ from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.load import context_length, load_tokenizer, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
+from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.failures import LESS_MEMORY
@@ -275,16 +276,16 @@ def check_update(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
     except NonFiniteRollout as failure:
         yield Finding("fatal", "update", str(failure))
         return
-    row, alerts = update_row(result, config), list(result.alerts)
+    row, facts = update_row(result, config), dict(result.facts)
     update = time.perf_counter() - began - setup
     with ui.waiting("one evaluation"):
-        evaluated = evaluate_policy(config, parts, alerts.append)
+        evaluated = evaluate_policy(config, parts, facts)
     evaluation = time.perf_counter() - began - setup - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
     yield check_endings(config, parts, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
-    for alert in alerts:
+    for alert in worded(facts):
         yield warned("update", alert)
     yield check_perplexity(evaluated["eval/perplexity"], parts.texts, parts.tokenizer)
     evaluations = 2 + (config.updates - 1) // config.eval.every
@@ -299,7 +300,7 @@ def check_scores(training: Training) -> Iterator[Finding]:
     shaped = torch.tensor(scores.shaped)
     bars = sketch(histogram({"all": shaped})["all"])
     words = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
-    warnings = scores.start_warnings()
+    warnings = worded(scores.start_facts())
     for warning in warnings:
         yield judged("scores", False, f"{words}; {warning}")  # which ends with advice
     different = len(set(scores.shaped))
@@ -314,7 +315,7 @@ def check_scores(training: Training) -> Iterator[Finding]:
 def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     """Where beta starts and how far it can move."""
     control, batch = training.trainer.controller, config.rollout.batch_size
-    warnings = [*control.start_warnings(config.controlled_updates, batch), *gradient_notes(config)]
+    warnings = [*worded(control.start_facts(config.controlled_updates, batch)), *gradient_notes(config)]
     for warning in warnings:
         yield warned("beta", warning)
     if not warnings:

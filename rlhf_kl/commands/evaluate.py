@@ -22,6 +22,7 @@ from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
+from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.functions import GoldScorer
 from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.run.run_folder import RunFolder, newest_run
@@ -104,6 +105,7 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
     reward, gold = _scorers(config, for_scores, for_gold, resolver)
     begin_scorers(reward, gold, config.updates + 1, config.updates)
+    facts: dict[str, Any] = {}
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         on_prompts = policy_figures(
             policy,
@@ -115,9 +117,11 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
             reward,
             gold,
             batch_size=config.rollout.batch_size,
-            report=log.warning,
+            facts=facts,
             advance=advance,
         )
+    for alert in worded(facts):
+        log.warning(alert)
     found = asdict(on_prompts)
     if unscored := found.pop("unscored"):
         log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")

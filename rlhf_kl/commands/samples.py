@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlhf_kl.commands.guards import StepResult
 from rlhf_kl.types import RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest
 TOP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of the run: its row, the data behind it, and what the monitors should know."""
+
+    row: dict[str, Any]
+    rollout: RolloutBatch
+    gold: list[float | None] | None
+    facts: dict[str, Any]
+
+    @property
+    def sound(self) -> bool:
+        """Whether all numbers are finite, so that a checkpoint may be written."""
+        return not {"update-skipped", "weights-lost"} & self.facts.keys()
 
 
 def sample_rows(

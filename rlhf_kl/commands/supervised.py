@@ -17,6 +17,7 @@ from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import compute_dtype, parameter_count
 from rlhf_kl.models.lora import CLASSIFIER, add_adapter, checkpointed
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
+from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.model import RewardModel, TextFormat
 from rlhf_kl.run.folders import write_folder
 from rlhf_kl.run.record import Recorder
@@ -74,9 +75,11 @@ def train_to_the_end(trainer: SupervisedTrainer, recorder: Recorder) -> dict[str
             figures = trainer.task.evaluate(processes) if (step - 1) % config.eval.every == 0 else {}
             row = next(rows) | figures
             row["time/step_s"] = time.perf_counter() - began
+            if alerts := worded(trainer.facts):
+                row["alerts"] = alerts
             recorder.row(row)
             advance(1)
-            for alert in row.get("alerts", []):
+            for alert in alerts:
                 log.warning(f"step {step}: {alert}")
             signalled = max(processes.all(stop.signal or 0))
             if trainer.stuck:

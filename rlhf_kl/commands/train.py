@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rlhf_kl import ui
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.final import write_final
-from rlhf_kl.commands.guards import RunGuards, StepResult
 from rlhf_kl.commands.parts import Parts, build_parts
-from rlhf_kl.commands.samples import sample_rows, top_tokens
+from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training
-from rlhf_kl.commands.watches import kl_alerts, kl_bought
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
-from rlhf_kl.report.control import closing_figures, end, is_update, near_target, worth
-from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
+from rlhf_kl.monitors import Decision, Monitors, worded
+from rlhf_kl.report.control import closing_figures, end, is_update
+from rlhf_kl.rewards.functions import gold_scores_of, joined_gold
 from rlhf_kl.rewards.plugin import columns_read
 from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
-from rlhf_kl.rollout.collect import UNSCORED, NonFiniteRollout
+from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
-from rlhf_kl.run.collapse import EqualResponses
-from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
@@ -41,6 +38,8 @@ from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 from rlhf_kl.ui import log
+
+ROLLBACK_RAISE = 2.0  # of beta
 
 
 def run_train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> dict[str, Any]:
@@ -60,33 +59,26 @@ def run_train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> dict[str,
 
 
 class TrainRun:
-    """The loop of one run, with everything around an update: rows, alerts, guards, evaluations, checkpoints."""
+    """The loop of one run, with everything around an update: rows, alerts, evaluations, checkpoints."""
 
     def __init__(self, config: TrainConfig, parts: Parts, training: Training, recorder: Recorder) -> None:
         self.config, self.parts, self.training = config, parts, training
         self.trainer, self.recorder = training.trainer, recorder
         self.ranks = recorder.processes
         self.status = RunStatus(config.updates, config.kl.target_value, config.kl.unit)
-        self.constant_coef = None if self.trainer.controller.adjusts else training.coef
-        self.best: dict[str, Any] | None = None
-        self.best_checkpoint: dict[str, Any] | None = None
-        self.gold_failing = False  # in the previous row
         self.trl_rewards = begin_scorers(parts.reward, parts.gold, training.next_step, config.updates)
-        self.alerts = kl_alerts(config, training)
-        self.bought = kl_bought(config, parts, training)
-        self.signs = ExploitationSigns()
-        self.equal = EqualResponses()
-        self.guards = RunGuards(config, training, recorder.folder)
+        self.monitors = Monitors(
+            config,
+            coef=training.coef,
+            control=self.trainer.controller,
+            scores=training.reference_scores,
+            learning_rate=self.trainer.rate.peak,
+            from_reference=parts.reference_is_initial_policy,
+        )
         if recorder.checkpoint is not None:
-            self.alerts.load_state_dict(recorder.state["alerts"])
-            self.guards.load_state_dict(recorder.state["guards"])
-            self.best, self.best_checkpoint = recorder.state["best"], recorder.state["best_checkpoint"]
-            self.gold_failing = recorder.state["gold_failing"]
+            self.monitors.load_state_dict(recorder.state["monitors"])
             for row in read_jsonl(recorder.folder.metrics):
                 if row.get("step", training.next_step) < training.next_step:
-                    self.signs(row)
-                    self.equal(row)
-                    self.bought(row)
                     self.status.remember(row)
 
     # ---- the loop
@@ -107,21 +99,16 @@ class TrainRun:
             if self.rolls_back and self.recorder.checkpoint is None:
                 self.save(0)  # so that a rollback can go back to the start
             for step in range(self.training.next_step, total + 1):
-                alerts: list[str] = []
+                facts: dict[str, Any] = {}
                 looks = (step - 1) % config.eval.every == 0
                 self.begin(step)
-                evaluated = self.look(alerts.append) if looks else {}
+                evaluated = self.look(facts) if looks else {}
                 ui.show_work(f"update {step}")
                 result = self.step(step)
                 row = result.row
                 row |= evaluated
-                row["alerts"] = self.gold_told_once([*alerts, *row["alerts"]])
-                equal, lines = self.equal(row)
-                row["alerts"] += [*self.alerts(row), *self.bought(row), *self.signs(row), *equal]
-                for line in lines:
-                    log.info(f"update {step}: {line}")
-                ended_by = self.guards.watch(result)
-                self.note_best(row)
+                row["alerts"], decision = self.monitors(row, facts | result.facts)
+                ended_by = None if decision is None else self.obey(decision, row)
                 self.note_best_checkpoint(row)
                 if step % config.tracking.samples_every == 0 or step in (1, total):
                     self.record_samples(result)
@@ -134,99 +121,94 @@ class TrainRun:
                     log.warning(f"update {step}: {alert}")
                 due = due or step % config.checkpoint.every == 0 or step == total
                 signalled = max(self.ranks.all(stop.signal or 0))
-                if (due or signalled or ended_by) and result.skipped is None and not result.weights_lost:
+                if (due or signalled or ended_by) and result.sound:
                     self.save(step)
                     due = False
                 if ended_by:
                     self.stop(row, ended_by)
                 stop.check(max(self.ranks.all(stop.signal or 0)))
 
-    def look(self, report: Callable[[str], None]) -> dict[str, Any]:
-        """The `eval/*` figures of the policy as it is."""
+    def look(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """The `eval/*` figures of the policy as it is; `facts` gets what is left out."""
         ui.show_work(f"evaluating on {len(self.parts.texts)} texts and {self.parts.heldout.batch_size} prompts")
-        return evaluate_policy(self.config, self.parts, report, self.ranks)
+        return evaluate_policy(self.config, self.parts, facts, self.ranks)
 
     def step(self, step: int) -> StepResult:
         """One update and its row; a rollout that is not finite is reported and left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
-        alerts: list[str] = []
         self.begin(step)  # discards what an evaluation logged
         try:
             update = clock.timed("time/update_s", trainer.update)(step)
         except NonFiniteRollout as failure:
-            skipped: str | None = failure.figure
             rollout, row = failure.rollout, failed_row(failure, trainer.controller.coef, config)
+            facts: dict[str, Any] = {"update-skipped": {"reason": str(failure), "broken": failure.broken}}
         else:
-            skipped, rollout, row = update.stats.skipped, update.rollout, update_row(update, config)
-            alerts += update.alerts
+            rollout, row, facts = update.rollout, update_row(update, config), update.facts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         prompts, responses = self.ranks.mine(rollout.prompts), self.ranks.mine(rollout.responses)
         with unsharded(*self.parts.spread):
             scored = self.ranks.run(lambda: gold_scores_of(self.parts.gold, prompts, responses), scores=True)
         gold = joined_gold(self.ranks.all(scored))
-        weights_lost = not all(self.ranks.all(all_finite(map(local, trainer.trained))))
-        if skipped is not None:
-            why = (
-                "is missing, so nothing was learned"
-                if skipped == UNSCORED
-                else "was not finite, so the steps that need it were left out"
-            )
-            alerts.append(f"update-skipped: {skipped} {why}")
         if gold.failure is not None:
-            alerts.append(f"{GOLD_FAILED}: {gold.failure}: left out")
-        if weights_lost:
-            alerts.append("weights-lost: a weight is not finite any more")
+            facts["gold-failed"] = {"failure": gold.failure}
+        if not all(self.ranks.all(all_finite(map(local, trainer.trained)))):
+            facts["weights-lost"] = {}
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
             **mean_metrics(self.ranks.all([scorer.metrics() for scorer in self.trl_rewards])),
             "objective/gold": gold.mean,
-            "kl/bought": self.bought.share(row),
+            "kl/bought": self.monitors.kl_bought(row),
             "dist/world_size": self.ranks.count,
             "dist/held": held_share(trainer.trained),
-            "alerts": alerts,
         }
         row = self.ranks.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
             check_first(row, float32=config.run.dtype == "float32")
-        return StepResult(row, rollout, gold.scores, skipped, weights_lost)
+        return StepResult(row, rollout, gold.scores, facts)
 
     def begin(self, step: int) -> None:
         """Tell reward functions with TRL's interface the step of the run."""
         for scorer in self.trl_rewards:
             scorer.begin(step, self.config.updates)
 
-    def gold_told_once(self, alerts: list[str]) -> list[str]:
-        """The alerts of a row; a failing gold scorer is reported only when it begins to fail."""
-        failures = [alert for alert in alerts if alert.startswith(GOLD_FAILED)]
-        told = [] if self.gold_failing else failures[:1]
-        self.gold_failing = bool(failures)
-        return [*told, *(alert for alert in alerts if alert not in failures)]
+    # ---- what the monitors decide
 
-    # ---- records and checkpoints
+    def obey(self, decision: Decision, row: dict[str, Any]) -> str | None:
+        """Go back to a checkpoint, with an alert in the row; returns the reason if the run must end.
 
-    def note_best(self, row: dict[str, Any]) -> None:
-        """Remember the best update, by `worth`."""
-        value = worth(row, self.constant_coef)
-        if math.isfinite(value) and (self.best is None or value > worth(self.best, self.constant_coef)):
-            keys = ("scores_shaped", "scores", "gold")
-            kl = ("token", "sequence", "error")
-            self.best = {"step": row["step"]} | {
-                key: row[key] for key in (*(f"objective/{name}" for name in keys), *(f"kl/{name}" for name in kl))
-            }
+        For a KL above the ceiling: to the newest whose policy was below it, with beta doubled once more.
+        """
+        control, reason = self.trainer.controller, decision.reason
+        if decision.action == "stop":
+            return reason
+        # Regular steps only: a checkpoint that a signal made in between would make a resumed run differ.
+        found, every = checkpoints(self.recorder.folder.checkpoints), self.config.checkpoint.every
+        good = [c for c in found if self.ranks.writes and c.step % every == 0 and c.damage() is None]
+        if ceiling := decision.name == "kl-above-ceiling":
+            key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
+            rows = [old for old in read_jsonl(self.recorder.folder.metrics) if old.get(key) is not None]
+            below = {old["step"] - 1 for old in rows if old[key] < limit}  # row k + 1 measures checkpoint k
+            good = [c for c in good if c.step in below]
+        good = self.ranks.first(good)  # only its disk counts
+        if not good:
+            return f"{reason} in update {row['step']}, with no checkpoint to go back to"
+        raised = control.raised
+        self.training.go_back(good[-1])
+        if ceiling and not control.raise_coef(ROLLBACK_RAISE * raised / control.raised):
+            return f"{reason}, and beta {control.coef:.4g} cannot be raised"
+        row["kl/coef_next"] = control.coef
+        row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.coef))
+        return None
 
     def note_best_checkpoint(self, row: dict[str, Any]) -> None:
-        """Remember the best checkpoint by `checkpoint.best`: row k measures the policy after update k - 1."""
-        metric, step = self.config.checkpoint.best, row["step"] - 1
-        value = None if metric is None else row.get(metric)
-        if value is None or not math.isfinite(value) or (self.constant_coef is None and not near_target(row)):
-            return
-        sign = -1.0 if metric == "eval/perplexity" else 1.0
-        if self.best_checkpoint is not None and not sign * value > sign * self.best_checkpoint["value"]:
-            return
-        if any(checkpoint.step == step for checkpoint in checkpoints(self.recorder.folder.checkpoints)):
-            self.best_checkpoint = {"step": step, "metric": metric, "value": value}
+        """Remember the checkpoint that the row measures, if it is the best and still there."""
+        best = self.monitors.better_checkpoint(row)
+        if best and any(c.step == best["step"] for c in checkpoints(self.recorder.folder.checkpoints)):
+            self.monitors.best_checkpoint = best
+
+    # ---- records and checkpoints
 
     def record_samples(self, result: StepResult) -> None:
         """Record some responses of the update token by token, and the tokens of the batch with the largest KL."""
@@ -245,16 +227,12 @@ class TrainRun:
 
     def save(self, step: int) -> None:
         """Write a checkpoint with everything that a resumed run needs."""
-        own = self.training.state_dict()
+        own, best = self.training.state_dict(), self.monitors.best_checkpoint
         state = {
             **own,
             "other_scorers": self.ranks.all(own["scorers"])[1:],
-            "alerts": self.alerts.state_dict(),
-            "guards": self.guards.state_dict(),
-            "best": self.best,
-            "best_checkpoint": self.best_checkpoint,
-            "spared": [0] * self.rolls_back + ([self.best_checkpoint["step"]] if self.best_checkpoint else []),
-            "gold_failing": self.gold_failing,
+            "monitors": self.monitors.state_dict(),
+            "spared": [0] * self.rolls_back + ([best["step"]] if best else []),
         }
         trainer = self.trainer
         self.recorder.save(step, checkpointed(trainer.model.modules), trainer.optimizer, state)
@@ -285,12 +263,8 @@ class TrainRun:
             + f"; {kl.controller.kind} controller: beta starts at {control.coef:.4g}"
             + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
         )
-        scores = self.training.reference_scores
-        for warning in [
-            *scores.start_warnings(),
-            *control.start_warnings(config.controlled_updates, batch),
-            *start_notes(config),
-        ]:
+        facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
+        for warning in [*worded(facts), *start_notes(config)]:
             log.warning(warning)
 
     def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
@@ -304,7 +278,10 @@ class TrainRun:
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.begin(step + 1)
-        evaluated = self.look(log.warning)
+        facts: dict[str, Any] = {}
+        evaluated = self.look(facts)
+        for alert in worded(facts):
+            log.warning(alert)
         ui.show_work("writing final/")
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
@@ -316,8 +293,8 @@ class TrainRun:
             steps=step,
             episodes=step * self.config.rollout.batch_size,
             final=(rows[-1] if rows else {}) | evaluated,
-            best=self.best,
-            best_checkpoint=self.best_checkpoint,
+            best=self.monitors.best,
+            best_checkpoint=self.monitors.best_checkpoint,
             control=closing_figures(rows, self.config.kl.unit),
             tilt_share=self.tilt_share(rows),
             reference=self.training.reference_scores.summary(),

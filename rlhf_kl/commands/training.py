@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,11 +294,11 @@ def _columns_as_text(parts: Parts) -> list[str]:
 
 
 def evaluate_policy(
-    config: TrainConfig, parts: Parts, report: Callable[[str], None], ranks: Ranks | None = None
+    config: TrainConfig, parts: Parts, facts: dict[str, Any], ranks: Ranks | None = None
 ) -> dict[str, Any]:
     """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
 
-    `report` gets a line about scores that are left out. Each of several processes reads its part.
+    `facts` gets what is left out, for the monitors. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
     texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
@@ -322,7 +321,7 @@ def evaluate_policy(
             )
 
     sums, samples = zip(*ranks.all(ranks.run(look, scores=True)), strict=True)
-    text, figures = perplexity_of(sums), figures_of(samples, report)
+    text, figures = perplexity_of(sums), figures_of(samples, facts)
     return {
         "eval/perplexity": text.perplexity,
         "eval/bits_per_byte": text.bits_per_byte,

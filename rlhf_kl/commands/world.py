@@ -24,6 +24,7 @@ from rlhf_kl.errors import GuardStop, InputError, RunFailed
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, parameter_count
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
+from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.failures import FULL, room_words
 from rlhf_kl.run.folders import sweep, write_folder
@@ -169,9 +170,9 @@ class World:
         title = f"building {self.spec.name}: {part}"
         log.info(f"{len(task)} rows, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
         with ui.progress(title, trainer.steps) as advance:
-            for row in trainer.train():
+            for _ in trainer.train():
                 advance(1)
-                for alert in row.get("alerts", []):
+                for alert in worded(trainer.facts):
                     log.warning(f"{title}: {alert}")
                 if trainer.stuck:
                     raise GuardStop(f"{title}: {trainer.skipped} steps in a row had gradients that were not finite")

@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.kl_controllers import GuardedController, build_controller
+from rlhf_kl.monitors import worded
 from rlhf_kl.ops.kl import k3
 from rlhf_kl.plugins import is_reference, load_attribute
 
@@ -152,7 +153,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         beta = self.trainer.beta
         if self.log_only:  # each proposal starts from the beta that was used
             self.controller.load_state_dict(self.controller.state_dict() | {"coef": beta})
-        for alert in self.controller.update(kl, self.trainer.args.generation_batch_size):
+        for alert in worded(self.controller.update(kl, self.trainer.args.generation_batch_size)):
             self._warn(alert)
         rate = float(self.trainer.lr_scheduler.get_last_lr()[0])
         if self.rate:

@@ -61,13 +61,13 @@ class GuardedController:
         """Whether beta depends on the KL: not if it is 0, constant or scheduled."""
         return bool(getattr(self.controller, "adjusts", True)) and self._coef > 0.0
 
-    def update(self, kl: float | None, episodes: int) -> list[str]:
+    def update(self, kl: float | None, episodes: int) -> dict[str, Any]:
         """Move coef after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
 
-        Returns alerts, each `name: what happened`. Errors: InputError if the controller's own code fails.
+        Returns facts for the monitors: where coef had to stay. Errors: InputError if the controller's own code fails.
         """
         if kl is None or not math.isfinite(kl):
-            return [f"kl-not-finite: measured KL is {kl}; coef stays at {self._coef:.6g}"]
+            return {"kl-not-finite": {"kl": kl, "coef": self._coef}}
         before = self._controller_state()
         try:
             with self._own_code("update"):
@@ -80,11 +80,11 @@ class GuardedController:
         if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._starts_at_zero):
             restore(self.controller, before)
             self._write_coef(self._coef)
-            return [f"coef-not-finite: {reason} at KL {kl:.6g}; back to {self._coef:.6g}"]
+            return {"coef-not-finite": {"reason": reason, "kl": kl, "coef": self._coef}}
         self._coef = coef if coef == 0.0 else clip(coef, self.min_coef, self.max_coef)
         if self._coef != coef:
             self._write_coef(self._coef)
-        return []
+        return {}
 
     def raise_coef(self, factor: float) -> bool:
         """Multiply coef by `factor` (a rollback) for the rest of the run, inside the bounds; returns if it changed."""
@@ -134,24 +134,22 @@ class GuardedController:
         low, high = (clip(self.raised * coef, self.min_coef, self.max_coef) for coef in (low, high))
         return low, high
 
-    def start_warnings(self, updates: int, batch_size: int) -> list[str]:
-        """Warnings before the run: a horizon or gain that cannot move beta in it, state that is not saved."""
-        warnings = []
+    def start_facts(self, updates: int, batch_size: int) -> dict[str, Any]:
+        """Facts before the run: a horizon or gain that cannot move beta in it, state that is not saved."""
+        facts: dict[str, Any] = {}
         low, high = self.reach(updates, batch_size)
         if self.wanted is not None and not self.min_coef <= self.wanted <= self.max_coef:
-            warnings.append(
-                f"coef-moved: auto found beta {self.wanted:.4g}, but kl.controller.min_coef and max_coef allow "
-                f"{self.min_coef:.4g} to {self.max_coef:.4g}: it starts at {self._coef:.4g}"
-            )
+            facts["coef-moved"] = {
+                "wanted": self.wanted, "min_coef": self.min_coef, "max_coef": self.max_coef, "coef": self._coef,
+            }  # fmt: skip
         if self.adjusts and low * 2 > self._coef and high < 2 * self._coef:
-            warnings.append(
-                f"controller-too-slow: in {updates} updates of {batch_size} episodes "
-                f"{type(self.controller).__name__} can move beta only from {self._coef:.4g} "
-                f"to between {low:.4g} and {high:.4g}"
-            )
+            kind = type(self.controller).__name__
+            facts["controller-too-slow"] = {
+                "updates": updates, "batch_size": batch_size, "kind": kind, "coef": self._coef, "low": low, "high": high
+            }  # fmt: skip
         if unsaved := self._unsaved():
-            warnings.append(f"controller-state: {', '.join(unsaved)} cannot be saved; define state_dict")
-        return warnings
+            facts["controller-state"] = {"names": ", ".join(unsaved)}
+        return facts
 
     def _unsaved(self) -> list[str]:
         """Attributes of a plugin without `state_dict` that a checkpoint would lose."""

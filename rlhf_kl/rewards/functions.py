@@ -19,7 +19,6 @@ from rlhf_kl.rewards.time_limit import TimeLimitExceeded
 from rlhf_kl.types import RewardFn
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
-GOLD_FAILED = "gold-failed"  # keyword of its alert
 
 
 class Scores(NamedTuple):

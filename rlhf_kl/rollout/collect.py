@@ -122,15 +122,13 @@ class Assessor:
         )
 
 
-UNSCORED = "every score (the reward returned None for all responses)"
-
-
 class NonFiniteRollout(Exception):
-    """A rollout that cannot be trained on: one of its figures is not finite."""
+    """A rollout that cannot be trained on: one of its figures is not finite, or (None) no response has a score."""
 
-    def __init__(self, figure: str, rollout: RolloutBatch) -> None:
-        super().__init__(f"{figure} was not finite")
-        self.figure, self.rollout = figure, rollout
+    def __init__(self, figure: str | None, rollout: RolloutBatch) -> None:
+        self.broken = figure is not None
+        super().__init__(f"{figure} was not finite" if self.broken else "the reward returned None for all responses")
+        self.rollout = rollout
 
 
 class Rollouts:
@@ -155,13 +153,13 @@ class Rollouts:
         rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
         rollout = replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
         figure = non_finite_figure(rollout)
-        if figure is not None:
+        if figure is not None or not bool(rollout.scored.any()):
             raise NonFiniteRollout(figure, rollout)
         return rollout
 
 
 def non_finite_figure(rollout: RolloutBatch) -> str | None:
-    """The name of a figure of the rollout that is not finite or, of the scores, missing; None if there is none."""
+    """The name of a figure of the rollout that is not finite; None if there is none."""
     figures = {
         "a log-prob of the policy": rollout.logprobs,
         "a log-prob of the reference": rollout.ref_logprobs,
@@ -169,8 +167,7 @@ def non_finite_figure(rollout: RolloutBatch) -> str | None:
         "a value": rollout.values,
         "a score": torch.stack([rollout.scores, rollout.shaped_scores]),  # a clip makes an infinite one finite
     }
-    unscored = None if bool(rollout.scored.any()) else UNSCORED
-    return unscored or next((name for name, x in figures.items() if not bool(torch.isfinite(x).all())), None)
+    return next((name for name, x in figures.items() if not bool(torch.isfinite(x).all())), None)
 
 
 def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:

@@ -53,14 +53,9 @@ class ReferenceScores:
     gold: list[float] | None = None
     clipped: float = 0.0  # share that reward.clip cuts off
 
-    def start_warnings(self) -> list[str]:
-        """Warnings about the scores before the run starts."""
-        if self.clipped <= MUCH_CLIPPED:
-            return []
-        return [
-            f"scores-clipped: reward.clip cuts off {self.clipped:.0%} of the reference samples' scores, so the policy "
-            "cannot tell them apart: set reward.normalize=true, or a larger reward.clip"
-        ]
+    def start_facts(self) -> dict[str, Any]:
+        """Facts about the scores for the monitors, before the run starts."""
+        return {"scores-clipped": {"share": self.clipped}} if self.clipped > MUCH_CLIPPED else {}
 
     def solve(self, sequence_kl: float, *, scaled: bool = False) -> tuple[float, str]:
         """The beta at which tilting has this KL, or nearly the most that it can have, and a note for the start.

@@ -28,7 +28,6 @@ class Microbatch:
         self.rows = rows
         self.halved: int | None = None  # rows after halving; None = never halved
         self.largest: int | None = None  # rows in the largest pass of the attempt, if it reports them
-        self.notes: list[str] = []
 
     def tries(self, rows: int) -> None:
         """A pass of the attempt has `rows` rows."""
@@ -58,9 +57,3 @@ class Microbatch:
             undo()
             free_cached_memory()
             self.halve_to(tried // 2)
-            self.notes.append(f"out-of-memory: microbatches now have {self.rows} rows")
-
-    def alerts(self) -> list[str]:
-        """Notes on halvings since the last call."""
-        notes, self.notes = self.notes, []
-        return notes

@@ -32,14 +32,14 @@ from rlhf_kl.types import RolloutBatch
 
 @dataclass(frozen=True)
 class Update:
-    """One update: the row of metrics, the alerts and the samples are made from it."""
+    """One update: the row of metrics, the alarms and the samples are made from it."""
 
     rollout: RolloutBatch
     coef: float  # beta of this update
     coef_next: float
     stats: Stats
     ceiling: CeilingResult
-    alerts: list[str]
+    facts: dict[str, Any]  # what the monitors should know: names of alarms with their figures
 
 
 class PPOTrainer:
@@ -81,18 +81,21 @@ class PPOTrainer:
         rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
         coef, kl = self.controller.coef, rollout.kl(self.config.kl.unit)
         targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
-        before = self.ceiling.snapshot()
+        before, most = self.ceiling.snapshot(), self.microbatch.rows
         stats = self.optimize(rollout, targets, step)  # 4. epochs of clipped steps
-        move, alerts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), []
+        move, facts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), {}
         if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
             move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
             self.controller.observe_update(move.kl_before, move.kl_after, move.kl_uncut)
-            alerts = self.controller.update(kl.mean, len(rollout))  # 5. move beta toward the target
+            facts = self.controller.update(kl.mean, len(rollout))  # 5. move beta toward the target
             growth = self.controller.coef / coef if coef else 1.0
             moved = stats.update_kl * rollout.tokens_per(self.config.kl.unit)
-            alerts += self.rate.update(step, move, moved, growth)  # and, where beta cannot, the learning rate
-        alerts += dict.fromkeys(note for notes in self.ranks.all(self.microbatch.alerts()) for note in notes)
-        return Update(rollout, coef, self.controller.coef, stats, move, alerts)
+            facts |= self.rate.update(step, move, moved, growth)  # and, where beta cannot, the learning rate
+        if stats.skipped is not None:
+            facts["update-skipped"] = {"reason": f"{stats.skipped} was not finite", "broken": True}
+        if self.microbatch.rows < most:
+            facts["out-of-memory"] = {"rows": self.microbatch.rows}
+        return Update(rollout, coef, self.controller.coef, stats, move, facts)
 
     def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> Stats:
         """Several epochs of clipped minibatch steps; then the fit of a critic on features, if there is one."""

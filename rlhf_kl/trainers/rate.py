@@ -41,50 +41,48 @@ class AdaptiveRate:
 
     def observe(
         self, update: int, kl: float, kl_uncut: float, *, moved: float, cut: bool, spent: bool, growth: float
-    ) -> str:
+    ) -> dict[str, Any]:
         """After update number `update`, whose rollout had `kl` and which led to `kl_uncut` at the same states.
 
         `moved`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
         constant KL to the reference; it grows with the square of the rate. `cut`: the ceiling shortened the update.
         `spent`: a lower beta would not move the policy farther. `growth`: beta of the next update over this one's.
 
-        Returns an alert if the factor has changed or, once, if its bound keeps it from changing; else an empty text.
+        Returns a fact for the monitors if the factor has changed or, once, if its bound keeps it from changing.
         """
         if not (math.isfinite(kl) and math.isfinite(kl_uncut)):
-            return ""
+            return {}
         here, there = (math.sqrt(max(0.0, value) / self.target) for value in (kl, kl_uncut))
         self.seen = [*self.seen[1 - PATIENCE :], (here, cut)]
         if abs(there - here) > LARGE_STEP:
-            words = f"an update moved the KL from {kl:.3g} to {kl_uncut:.3g} nats"
-            return self._change(max(LEAST, min(LOWER, LARGE_STEP / abs(there - here))), words)
+            by = max(LEAST, min(LOWER, LARGE_STEP / abs(there - here)))
+            return self._change(by, "jump", kl=kl, after=kl_uncut)
         if update > self.first and moved > LARGE_MOVE * self.target:  # Adam's first steps are the largest at any rate
-            words = f"the policy moved {moved / self.target:.0%} of the target in one update"
-            return self._change(max(LEAST, math.sqrt(USUAL_MOVE * self.target / moved)), words)
+            by = max(LEAST, math.sqrt(USUAL_MOVE * self.target / moved))
+            return self._change(by, "sideways", moved=moved / self.target)
         if len(self.seen) < PATIENCE:
-            return ""
+            return {}
         recent, falls = self.seen, there < self.seen[0][0]
         above = all(x * x > 1.0 + OFF_TARGET for x, _ in recent) and not falls
         if growth < RISING and (above or sum(cut for _, cut in recent) > PATIENCE / 2):
-            return self._change(LOWER, f"for {PATIENCE} updates beta has not held the KL at its target")
+            return self._change(LOWER, "not held", updates=PATIENCE)
         if spent and all(x * x < 1.0 - OFF_TARGET for x, _ in recent):
             way, reach = 1.0 - there, (there - recent[0][0]) / PATIENCE * (self.updates - update) / IN_TIME
             if way > reach:
                 needed = way / max(reach, 1e-9)
-                words = f"at this rate the target takes more than 1/{IN_TIME:.0f} of the remaining updates"
                 # The nearer the target, the smaller the change: by then a slow stretch may be noise.
-                return self._change(min(max(needed, RAISE[0]), max(RAISE[0], RAISE[1] ** way)), words)
-        return ""
+                by = min(max(needed, RAISE[0]), max(RAISE[0], RAISE[1] ** way))
+                return self._change(by, "slow", share=IN_TIME)
+        return {}
 
-    def _change(self, by: float, why: str) -> str:
+    def _change(self, by: float, case: str, **figures: float) -> dict[str, Any]:
         before, self.factor = self.factor, min(max(self.factor * by, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
         self.seen = []
         if self.factor != before:
             self.stuck = False
-            return f"learning-rate-changed: {why}: it is now {self.factor:.3g} times the schedule's rate"
+            return {"learning-rate-changed": {"case": case, "factor": self.factor, **figures}}
         reported, self.stuck = self.stuck, True
-        side, limit = ("raise", "highest") if by > 1.0 else ("lower", "lowest")
-        words = f"learning-rate-at-bound: {why}, with the {limit} factor {self.factor:g}: {side} ppo.learning_rate"
-        return "" if reported else words
+        return {} if reported else {"learning-rate-at-bound": {"case": case, "factor": self.factor, **figures}}
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
@@ -111,19 +109,19 @@ class LearningRate:
         factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
         return self.peak * factor * (1.0 if self.adaptive is None else self.adaptive.factor)
 
-    def update(self, step: int, move: CeilingResult, moved: float, growth: float) -> list[str]:
-        """After update `step`: choose the next rate, and tell it to the controller. Returns alerts.
+    def update(self, step: int, move: CeilingResult, moved: float, growth: float) -> dict[str, Any]:
+        """After update `step`: choose the next rate, and tell it to the controller. Returns facts for the monitors.
 
         `moved` and `growth`: see `AdaptiveRate.observe`.
         """
-        before, alert = self(step), ""
+        before, facts = self(step), {}
         if self.adaptive is not None:
             cut, spent = move.factor < 1.0, self.controller.spent
-            alert = self.adaptive.observe(
+            facts = self.adaptive.observe(
                 step, move.kl_before, move.kl_uncut, moved=moved, cut=cut, spent=spent, growth=growth
             )
         self.controller.observe_rate(self(step + 1) / before)
-        return [alert] if alert else []
+        return facts
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""

@@ -67,6 +67,7 @@ class SupervisedTrainer:
         self.steps = max(1, round(settings.epochs * self.per_epoch))
         self.microbatch = Microbatch(settings.microbatch_size)
         self.skipped = 0  # steps in a row
+        self.facts: dict[str, Any] = {}  # of the last step: names of alarms with their figures
 
     @property
     def stuck(self) -> bool:
@@ -82,7 +83,7 @@ class SupervisedTrainer:
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step."""
-        settings, processes = self.settings, self.processes
+        settings, processes, most = self.settings, self.processes, self.microbatch.rows
         batch = self.batch(step)
         # In the middle of the step, so that the first step of a warm-up does not have rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
@@ -90,16 +91,13 @@ class SupervisedTrainer:
         weight = sum(map(self.task.weight, batch))
         sums = self.backward(processes.mine(batch), weight)
         norm = processes.step(self.optimizer, self.model.parameters(), settings.max_grad_norm)
-        alerts = list(dict.fromkeys(alert for each in processes.all(self.microbatch.alerts()) for alert in each))
-        if math.isfinite(norm):
-            self.skipped = 0
-        else:
-            self.skipped += 1
-            alerts.append("step-skipped: the gradient was not finite, so the step changed nothing")
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        self.facts = {"step-skipped": {}} if self.skipped else {}
+        if self.microbatch.rows < most:
+            self.facts["out-of-memory"] = {"rows": self.microbatch.rows}
         return {name: value / weight for name, value in sums.items()} | {
             "train/grad_norm": norm,
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
-            **({"alerts": alerts} if alerts else {}),
         }
 
     def backward(self, rows: list[int], weight: float) -> dict[str, float]:

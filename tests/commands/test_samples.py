@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.commands.guards import StepResult
-from rlhf_kl.commands.samples import sample_rows, top_tokens
+from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
 from rlhf_kl.types import RolloutBatch
 
 ROWS, WIDTH = 8, 3
@@ -39,7 +38,7 @@ def result() -> StepResult:
         prompts=[f"p{i}" for i in range(ROWS)],
         responses=[f"r{i}" for i in range(ROWS)],
     )
-    return StepResult({"step": 7}, rollout, [float(10 * i) for i in range(ROWS)], None, False)
+    return StepResult({"step": 7}, rollout, [float(10 * i) for i in range(ROWS)], {})
 
 
 def test_the_first_ones_and_those_that_diverge_most(result: StepResult, letters: Any) -> None:

@@ -22,6 +22,7 @@ from rlhf_kl.kl_controllers import (
     ZieglerKL,
     build_controller,
 )
+from rlhf_kl.monitors import worded
 
 ALL = sorted(CONTROLLERS)
 ADJUSTING = [kind for kind in ALL if CONTROLLERS[kind].adjusts]
@@ -47,14 +48,14 @@ def test_coef_never_leaves_its_bounds(kind, steps):
         before = guarded.coef
         if kl is not None and after is not None and uncut is not None:
             guarded.observe_update(kl, after, uncut)
-        alerts = guarded.update(kl, 64)
+        facts = guarded.update(kl, 64)
         assert 0.0 < guarded.min_coef <= guarded.coef <= guarded.max_coef
         assert guarded.controller.coef == guarded.coef
         if kl is None or not math.isfinite(kl):
             assert guarded.coef == before
-            assert [alert.split(":")[0] for alert in alerts] == ["kl-not-finite"]
+            assert facts.keys() == {"kl-not-finite"}
         else:
-            assert alerts == []
+            assert not facts
 
 
 @pytest.mark.parametrize("kind", ADJUSTING)
@@ -112,9 +113,8 @@ class Scripted:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -0.1])
 def test_a_plugin_that_breaks_its_coef_is_put_back(bad):
     guarded = GuardedController(Scripted(0.2, bad, 0.3))
-    assert guarded.update(0.1, 64) == []
-    [alert] = guarded.update(0.7, 64)
-    assert alert.startswith("coef-not-finite: ")
+    assert not guarded.update(0.1, 64)
+    assert guarded.update(0.7, 64).keys() == {"coef-not-finite"}
     assert guarded.coef == guarded.controller.coef == 0.2
     assert 0.7 not in guarded.controller.recent  # all of its state, not only beta
 
@@ -127,8 +127,8 @@ def test_a_plugin_that_overflows_is_put_back():
             self.coef *= math.exp(kl * episodes)
 
     guarded = GuardedController(Explosive())
-    [alert] = guarded.update(1e6, 64)
-    assert "OverflowError" in alert
+    [alert] = worded(guarded.update(1e6, 64))
+    assert alert.startswith("coef-not-finite: OverflowError: ")
     assert guarded.coef == guarded.controller.coef == 0.1
 
 
@@ -144,8 +144,8 @@ def test_state_of_a_plain_plugin_is_saved_and_restored():
 def test_state_that_cannot_be_saved_is_named_at_the_start():
     plugin = Scripted(0.2)
     plugin.lock = object()
-    assert any("lock" in warning for warning in GuardedController(plugin).start_warnings(60, 64))
-    assert GuardedController(Scripted(0.2)).start_warnings(60, 64) == []
+    assert GuardedController(plugin).start_facts(60, 64) == {"controller-state": {"names": "lock"}}
+    assert not GuardedController(Scripted(0.2)).start_facts(60, 64)
 
 
 def test_a_subclass_needs_only_update():
@@ -209,9 +209,9 @@ def test_a_rollback_raises_within_the_bounds():
 
 def test_beta_zero_is_for_constant_controllers():
     guarded = GuardedController(FixedKL(coef=0.0))
-    assert guarded.update(5.0, 64) == []
+    assert not guarded.update(5.0, 64)
     assert guarded.coef == 0.0
-    assert guarded.start_warnings(60, 64) == []
+    assert not guarded.start_facts(60, 64)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,9 @@ def test_an_object_without_update_is_refused():
 )
 def test_a_law_that_cannot_move_beta_in_this_run_is_named_at_the_start(kind, options, slow):
     guarded = built(kind, **options)
-    warned = any(warning.startswith("controller-too-slow: ") for warning in guarded.start_warnings(60, 64))
-    assert warned == slow
+    facts = guarded.start_facts(60, 64)
+    assert ("controller-too-slow" in facts) == slow
+    assert len(worded(facts)) == len(facts)
 
 
 class Recorder:
@@ -330,10 +331,10 @@ def test_bounds_are_relative_to_the_start_unless_they_are_written(kind, start):
 
 def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
     for kind in ("adaptive", "fixed"):
-        [note] = build_controller(kind, {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64)
+        [note] = worded(build_controller(kind, {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_facts(60, 64))
         assert note.startswith("coef-moved: auto found beta 9, ")
         assert note.endswith("0.004 to 4: it starts at 4")
-    assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64) == []
+    assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_facts(60, 64) == {}
 
 
 def test_bounds_of_a_signature_hold_for_a_plugin_that_ignores_them():

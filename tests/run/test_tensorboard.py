@@ -92,7 +92,7 @@ def test_sample_text_is_shown_as_it_is(tmp_path: Path) -> None:
 
 
 def test_what_shows_a_run_does_not_import_torch() -> None:
-    names = ("run.alerts", "run.files", "run.jsonl", "run.kl_bought", "run.run_folder", "run.tensorboard", "ui")
+    names = ("monitors", "run.files", "run.jsonl", "run.run_folder", "run.tensorboard", "ui")
     code = "import sys, importlib\n" + "".join(f"importlib.import_module('rlhf_kl.{name}')\n" for name in names)
     heavy = "sys.exit(bool({'torch', 'transformers', 'numpy', 'tensorboard'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code + heavy], check=False).returncode == 0

@@ -29,8 +29,6 @@ def test_a_microbatch_is_halved_until_it_fits_and_stays_so() -> None:
     assert microbatch.fit(device_of(5, calls), lambda: undone.append(1)) == "done"
     assert calls == [16, 8, 4]
     assert len(undone) == 2
-    assert len(microbatch.alerts()) == 2
-    assert microbatch.alerts() == []
     assert microbatch.fit(device_of(5, calls), lambda: None) == "done"
     assert calls[3:] == [4]
     assert microbatch.halved == 4

@@ -3,16 +3,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.monitors import Monitors
 from rlhf_kl.ops.logprobs import compare_distributions
 from rlhf_kl.ops.masked import mean_of_groups
 from rlhf_kl.rollout.collect import NonFiniteRollout
-from rlhf_kl.run.alerts import KLAlerts
 from rlhf_kl.trainers.metrics import failed_row, rollout_metrics, sampling_gap, update_row
 from rlhf_kl.types import RolloutBatch
 
@@ -136,7 +137,9 @@ def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> Non
     row = rollout_metrics(replace(BATCH, **alone, score_terms={}, penalties={}), 0.5, config())
     assert row["kl/k1"] < 0 < row["kl/exact"]
     assert {row[key] for key in ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")} == {None}
-    assert KLAlerts(None)(row) == []
+    control = SimpleNamespace(adjusts=False)
+    monitors = Monitors(config(), coef=0.0, control=control, scores=None, learning_rate=1e-3)
+    assert monitors({"step": 1} | row) == ([], None)
 
 
 def test_responses_to_one_prompt_are_one_draw() -> None:

@@ -176,7 +176,7 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     update = trainer.update(1)
     tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
     assert moves == [pytest.approx(update.stats.row["policy/approx_kl"] * tokens)]
-    assert any(alert.startswith("learning-rate-changed: ") for alert in update.alerts)
+    assert "learning-rate-changed" in update.facts
     factor = trainer.rate.adaptive.factor
     assert factor < 1.0
     assert told == [pytest.approx(0.9 * factor)]  # the schedule falls by a tenth besides

@@ -2,18 +2,25 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
+from rlhf_kl.monitors import worded
 from rlhf_kl.trainers.rate import AdaptiveRate
 
 TARGET = 0.1
 
 
+def words(facts: dict[str, Any]) -> str:
+    [alert] = worded(facts)
+    return alert
+
+
 def run(
     rule: AdaptiveRate, kls: list[float], *, cut: bool = False, spent: bool = False, growth: float = 1.0
-) -> list[str]:
-    """Reasons for a change, update by update; each update leads to the next KL."""
+) -> list[Any]:
+    """Facts of a change, update by update; each update leads to the next KL."""
     pairs = zip(kls, [*kls[1:], kls[-1]], strict=True)
     return [
         rule.observe(n, kl, after, moved=0.0, cut=cut, spent=spent, growth=growth)
@@ -29,7 +36,9 @@ def test_a_target_that_is_held_changes_nothing() -> None:
 
 def test_an_update_of_more_than_half_the_way_is_too_long_at_once() -> None:
     rule = AdaptiveRate(TARGET, updates=60)
-    assert "0.4" in rule.observe(1, 0.0, 0.4, moved=0.0, cut=False, spent=False, growth=1.0)  # x from 0 to 2
+    assert words(rule.observe(1, 0.0, 0.4, moved=0.0, cut=False, spent=False, growth=1.0)).startswith(
+        "learning-rate-changed: an update moved the KL from 0 to 0.4 nats: it is now 0.25 times "  # x from 0 to 2
+    )
     assert rule.factor == pytest.approx(0.25)  # so that it would have been half the way
     rule = AdaptiveRate(TARGET, updates=60)
     rule.observe(1, 0.0, 40.0, moved=0.0, cut=False, spent=False, growth=1.0)
@@ -39,7 +48,7 @@ def test_an_update_of_more_than_half_the_way_is_too_long_at_once() -> None:
 def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
     rule = AdaptiveRate(TARGET, updates=60)
     assert not rule.observe(1, 0.1, 0.1, moved=0.04 * TARGET, cut=False, spent=False, growth=1.0)
-    assert "10%" in rule.observe(2, 0.1, 0.1, moved=0.1 * TARGET, cut=False, spent=False, growth=1.0)
+    assert "10%" in words(rule.observe(2, 0.1, 0.1, moved=0.1 * TARGET, cut=False, spent=False, growth=1.0))
     assert rule.factor == pytest.approx(0.5)  # half the rate, a quarter of the KL
 
 
@@ -82,9 +91,9 @@ def test_the_factor_is_bounded() -> None:
     low, high = AdaptiveRate(TARGET, updates=400), AdaptiveRate(TARGET, updates=400)
     reasons = [run(low, [0.2] * 60), run(high, [0.001] * 60, spent=True)]
     assert (low.factor, high.factor) == (0.01, 10.0)
-    for alerts, words in zip(reasons, ("lower ppo.learning_rate", "raise ppo.learning_rate"), strict=True):
-        [told] = [alert for alert in alerts if alert.startswith("learning-rate-at-bound: ")]
-        assert told.endswith(words)
+    for facts, side in zip(reasons, ("lowest factor 0.01: lower", "highest factor 10: raise"), strict=True):
+        [told] = [words(fact) for fact in facts if "learning-rate-at-bound" in fact]
+        assert told.endswith(f"{side} ppo.learning_rate")
 
 
 def test_a_kl_that_is_not_finite_counts_for_nothing() -> None:

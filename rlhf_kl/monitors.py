@@ -1,0 +1,623 @@
+"""The alarms of a run in one table: what is measured, when an alarm begins and ends, its words, and what then happens.
+
+`Monitors` reads every row of `metrics.jsonl` before it is written. A condition is told once when it begins, and again
+only after it has cleared with a margin. Events that a trainer, a controller or a scorer reports as facts are told each
+time. To add an alarm, add a line to `ALARMS`, and a measurement where there is none yet.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median, median_low, stdev
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from rlhf_kl.kl_controllers.tilt import least_kl
+from rlhf_kl.report.control import is_update, near_target, worth
+from rlhf_kl.text import read_number
+
+if TYPE_CHECKING:  # what shows a run needs no torch
+    from rlhf_kl.config.schema import TrainConfig
+    from rlhf_kl.rollout.reference_scores import ReferenceScores
+
+Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
+Facts = Mapping[str, Any]  # of an update: the names of alarms, each with its figures
+Action = Literal["warn", "rollback", "stop"]
+
+WINDOW = 100  # rows that are kept
+START = 5  # rows that make a level or a mean
+NO_TARGET = 0.1  # nats per token, where there is no target
+CLIMBS = (12, 30, 90)  # updates
+TRENDS = (10, 25, 60)  # updates
+STUCK = 5  # updates in a row: beta at its bound, or responses that are one text
+FEW, MANY = 0.2, 0.4  # share of different texts: nearly all are equal, or not any more
+BOUGHT = 8  # updates
+SURE = 2.0  # standard errors of the score
+ROLLBACKS = 5  # at most in a run
+PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One line of the table. An alarm that acts is not told itself: its text is the reason."""
+
+    name: str  # the fixed word that an alert begins with
+    text: str | Mapping[str, str]  # with places for figures and for the advice; several by the figure `case`
+    measure: Callable[[Monitors], Figures | None] | None = None  # None: not known; no function: an event
+    begins: Callable[[Figures], bool] = lambda _: True
+    clears: Callable[[Figures], bool] = lambda _: False
+    hold: int = 1  # updates in a row that it has to be clear
+    unless: str = ""  # a worse alarm that covers it
+    part: str = ""  # one of several conditions with this name
+    action: Action = "warn"
+
+    def words(self, figures: Figures) -> str:
+        """The text with its figures."""
+        text = self.text if isinstance(self.text, str) else self.text[figures["case"]]
+        return text.format_map(figures)
+
+
+class Decision(NamedTuple):
+    """What has to be done after an update."""
+
+    action: Action
+    name: str
+    reason: str
+
+
+class Monitors:
+    """Reads the rows of a run in order; `best` and `best_checkpoint` are the best so far."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        coef: float,
+        control: Any,
+        scores: ReferenceScores | None,
+        learning_rate: float,
+        from_reference: bool = True,
+    ) -> None:
+        """`coef`: the starting beta. `control`: the KL controller. `scores`: of the reference's samples.
+
+        `learning_rate`: the peak. `from_reference`: whether the policy starts as its reference, with a KL of 0.
+        """
+        self.config, self.scores, self.from_reference = config, scores, from_reference
+        self.target = config.kl.target_value if coef else None
+        self.unit = config.kl.unit if coef else "token"
+        self.floor = 1.5 * self.target if self.target is not None else NO_TARGET  # a KL below it may move as it likes
+        self.warmup = min(20, max(3, config.updates // 6))  # updates in which a KL that starts at 0 still rises
+        self.bounds = (control.min_coef, control.max_coef) if control.adjusts else (None, None)
+        self.constant_coef = None if control.adjusts else coef
+        self.curve: Sequence[Mapping[str, float]] = scores.tilt_curve() if scores else []
+        self.advice = _advice(config, learning_rate) | {"unit": self.unit, "target": self.target}
+        self.row: Mapping[str, Any] = {}
+        self.now: dict[str, float] = {}  # the figures of this row
+        self.facts: Facts = {}
+        # The state.
+        self.updates = 0
+        self.rows: list[dict[str, float]] = []  # the figures of the last ones
+        self.first: dict[str, list[float]] = {}
+        self.gaps: dict[str, list[float]] = {}  # a `GapSum` of each figure
+        self.gold: list[float] = []  # lowest and highest
+        self.lowest: dict[str, float] = {}  # perplexity, and the score at that evaluation
+        self.skipped = self.rollbacks = 0  # skipped updates are counted in a row
+        self.turned_back = False  # and no update has gone well since
+        self.raised: dict[str, int] = {}  # updates in a row that it has been clear
+        self.best: dict[str, Any] | None = None
+        self.best_checkpoint: dict[str, Any] | None = None
+
+    def __call__(self, row: Mapping[str, Any], facts: Facts | None = None) -> tuple[list[str], Decision | None]:
+        """The alerts that begin with a row, and what has to be done."""
+        self._take(row, facts or {})
+        alerts, decision = [], None
+        for alarm in ALARMS:
+            if (figures := self._beginning(alarm)) is not None:
+                words = alarm.words(self.advice | dict(figures))
+                if alarm.action == "warn":
+                    alerts.append(f"{alarm.name}: {words}")
+                elif decision is None:
+                    decision = Decision(alarm.action, alarm.name, words)
+        return alerts, decision
+
+    def rolled_back(self, decision: Decision, step: int, coef: float) -> str:
+        """The alert after the run went back to checkpoint `step`; beta is `coef` now."""
+        if decision.name == "kl-above-ceiling":
+            self.rollbacks += 1
+        else:
+            self.skipped, self.turned_back = 0, True
+        place = f"update {step}" if step else "the start"
+        return worded({"rolled-back": {"reason": decision.reason, "place": place, "coef": coef}})[0]
+
+    def better_checkpoint(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The checkpoint that a row measures, if it is better by `checkpoint.best` than the best so far.
+
+        Row k measures the policy after update k - 1.
+        """
+        metric, best = self.config.checkpoint.best, self.best_checkpoint
+        value = None if metric is None else read_number(row, metric)
+        if value is None or (self.constant_coef is None and not near_target(row)):
+            return None
+        sign = -1.0 if metric == "eval/perplexity" else 1.0
+        better = best is None or sign * value > sign * best["value"]
+        return {"step": row["step"] - 1, "metric": metric, "value": value} if better else None
+
+    def kl_bought(self, row: Mapping[str, Any]) -> float | None:
+        """Share of an update's KL that its gain in score needs, in [0, 1]; a lower bound beyond the samples.
+
+        A gain needs at least the KL of the tilted reference samples with that gain. None without samples or
+        measurements, and if the noise of the score could explain so small a KL.
+        """
+        kl, score = read_number(row, "kl/sequence"), read_number(row, "objective/scores_shaped")
+        if self.scores is None or kl is None or score is None or not self.curve:
+            return None
+        known = kl > least_kl(self.curve, SURE * self.score_stderr(1))
+        return min(1.0, least_kl(self.curve, score - self.scores.mean) / kl) if known else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later alerts and decisions depend on."""
+        return {name: copy.deepcopy(getattr(self, name)) for name in _STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state."""
+        for name in _STATE:
+            setattr(self, name, copy.deepcopy(state[name]))
+
+    # ---- the history
+
+    def _take(self, row: Mapping[str, Any], facts: Facts) -> None:
+        self.row, self.facts, self.updates = row, facts, self.updates + 1
+        figures = {key: read_number(row, key) for key in _KEYS}
+        figures |= {"kl": read_number(row, f"kl/{self.unit}"), "held": read_number(row, f"kl/{self.config.kl.unit}")}
+        entropy, exact = read_number(row, "policy/entropy"), read_number(row, "kl/exact")
+        if entropy is not None and exact is not None:  # over the whole vocabulary: no noise of single tokens
+            figures["cross perplexity"] = math.exp(min(entropy + exact, 700.0))
+        self.now = now = {name: value for name, value in figures.items() if value is not None}
+        self.rows = [*self.rows, now][-WINDOW:]
+        for name, value in now.items():
+            if len(start := self.first.setdefault(name, [])) < START:
+                start.append(value)
+        for key in SAMPLED:
+            self.gaps[key] = list(GapSum(*self.gaps.get(key, ())).add(row, key))
+        if (gold := now.get("objective/gold")) is not None:
+            self.gold = [min([*self.gold, gold]), max([*self.gold, gold])]
+        perplexity = now.get("eval/perplexity", math.inf)
+        if "objective/scores" in now and perplexity < self.lowest.get("perplexity", math.inf):
+            self.lowest = {"perplexity": perplexity, "score": self.score()}
+        if "weights-lost" in facts or facts.get("update-skipped", {}).get("broken"):
+            self.skipped += 1
+        elif "update-skipped" not in facts:
+            self.skipped, self.turned_back = 0, False
+        value = worth(row, self.constant_coef) if is_update(row) else -math.inf
+        if math.isfinite(value) and (self.best is None or value > worth(self.best, self.constant_coef)):
+            self.best = {key: row.get(key) for key in _BEST}
+
+    def _beginning(self, alarm: Alarm) -> Figures | None:
+        """The figures of an alarm that begins with this row."""
+        figures: Figures | None = self.facts.get(alarm.name) if alarm.measure is None else alarm.measure(self)
+        if figures is None or alarm.measure is None:
+            return figures
+        key = alarm.name + alarm.part
+        if key in self.raised:
+            self.raised[key] = self.raised[key] + 1 if alarm.clears(figures) else 0
+            if self.raised[key] == alarm.hold:
+                del self.raised[key]
+            return None
+        if not alarm.begins(figures):
+            return None
+        if alarm.action == "warn":
+            self.raised[key] = 0
+        return None if alarm.unless in self.raised else figures
+
+    def has(self, *names: str) -> bool:
+        """Whether this row has these figures."""
+        return all(name in self.now for name in names)
+
+    def values(self, name: str, last: int = WINDOW) -> list[float]:
+        """The last values of a figure, as far as rows have it."""
+        return [row[name] for row in self.rows if name in row][-last:]
+
+    def levels(self, name: str, updates: int = START) -> tuple[float, float] | None:
+        """Means over the first updates and over the last; None until there are enough."""
+        start, now = self.first.get(name, [])[:updates], self.values(name, updates)
+        return (fmean(start), fmean(now)) if len(now) == updates else None
+
+    def score(self) -> float:
+        """The smoothed score."""
+        return fmean(self.values("objective/scores", START))
+
+    def score_stderr(self, updates: int) -> float:
+        """Standard error of the gain over some updates: that of their batches, and that of the reference's mean.
+
+        Prompts are the independent draws: several responses to one prompt count once.
+        """
+        assert self.scores is not None
+        rollout = self.config.rollout
+        draws = updates * rollout.batch_size / rollout.samples_per_prompt
+        return math.hypot(self.scores.spread / math.sqrt(draws), self.scores.mean_stderr)
+
+
+def worded(facts: Facts) -> list[str]:
+    """The alerts of events, without a history."""
+    return [f"{alarm.name}: {alarm.words(facts[alarm.name])}" for alarm in ALARMS if alarm.name in facts]
+
+
+def collapsed(row: Mapping[str, Any]) -> bool:
+    """Whether nearly all responses of an update are the same few texts."""
+    distinct = read_number(row, "rollout/distinct_responses")
+    return distinct is not None and distinct <= FEW
+
+
+_KEYS = (
+    *("kl/sequence", "kl/coef_next", "objective/scores", "objective/scores_shaped", "objective/gold"),
+    *("eval/perplexity", "eval/distinct_2", "rollout/distinct_responses", "rollout/response_length"),
+    "rollout/score_length_corr",
+)
+_BEST = (
+    *("step", "objective/scores_shaped", "objective/scores", "objective/gold"),
+    *("kl/token", "kl/sequence", "kl/error"),
+)
+_STATE = (
+    *("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "raised"),
+    *("best", "best_checkpoint"),
+)
+
+
+def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
+    """What to do, by the controller: a written coef is only the start where the controller changes it."""
+    kind, batch, ceiling = config.kl.controller.kind, config.rollout.batch_size, config.kl.ceiling is not None
+    constant = kind in ("fixed", "schedule")
+    limit = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
+    noise = (
+        f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
+        f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
+    )
+    exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise; or l"
+    rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
+    return {
+        "to_rise": rise if constant else "Raise ppo.learning_rate, or lower kl.target",
+        "to_fall": "Raise kl.controller.coef, lower ppo.learning_rate" if constant else "Lower ppo.learning_rate",
+        "to_restrain": "Raise kl.controller.coef" if constant else "Lower kl.target",
+        "less_noise": (exact if (config.kl.placement, config.kl.estimator) == ("reward", "k1") else "L") + noise,
+        "limit_kl": limit,
+        "adapt": limit if kind == "adaptive" else "use kl.controller.kind: adaptive",
+    }
+
+
+# ---- statistics
+
+
+class GapSum(NamedTuple):
+    """Were tokens sampled from the policy that the trainer computes? Sums of one figure over all updates so far.
+
+    A sampled token's log-prob plus the entropy is 0 on average, whatever came before it; so is its log-ratio to the
+    reference minus the exact KL. Their sums over a run are martingales. Sampling at another temperature or from a
+    cut-off distribution (top-k, top-p) shifts the first from the first update on; sampling from other weights, such as
+    an older policy's, shifts the second as the policy leaves its reference.
+    """
+
+    total: float = 0.0  # nats
+    variance: float = 0.0  # nats squared
+    tokens: float = 0.0
+
+    def add(self, row: Mapping[str, Any], key: str) -> GapSum:
+        """The sum with this row's tokens; unchanged if the row lacks a figure."""
+        gap, stderr, tokens = (read_number(row, name) for name in (key, f"{key}_stderr", "rollout/tokens"))
+        if gap is None or stderr is None or tokens is None:
+            return self
+        return GapSum(self.total + gap * tokens, self.variance + (stderr * tokens) ** 2, self.tokens + tokens)
+
+    @property
+    def mean(self) -> float:
+        """Nats per token."""
+        return self.total / self.tokens
+
+    @property
+    def stderr(self) -> float:
+        """Of the mean, nats per token."""
+        return math.sqrt(self.variance) / self.tokens
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the sum is larger than sampling from the policy itself would ever give in a run.
+
+        The normal mixture bound holds for all updates at once (Robbins 1970; Howard et al. 2021, 1810.08240), with a
+        false alarm in at most one of 2,000 runs. It is tightest at a variance of 100 nats squared. Differences of two
+        passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's standard deviation) raise none.
+        """
+        false_alarm, settling, rounding, negligible = 5e-4, 100.0, 1e-3, 0.01
+        variance = self.variance + self.tokens * rounding**2
+        sure = variance + settling
+        bound = math.sqrt(sure * math.log(sure / settling / false_alarm**2))
+        return abs(self.total) > bound + negligible * math.sqrt(variance * self.tokens)
+
+
+def noise(values: Sequence[float], smoothing: int) -> float:
+    """Standard error of a mean of `smoothing` values, from successive differences: a trend adds little to it."""
+    if len(values) < 2:
+        return 0.0
+    return math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(values)) / 2 / smoothing)
+
+
+def trend(values: Sequence[float]) -> tuple[float, float]:
+    """Change over the window along the least-squares line, and the t statistic of its slope."""
+    size = len(values)
+    if size < 3:
+        return 0.0, 0.0
+    middle, mean = (size - 1) / 2, fmean(values)
+    spread = sum((x - middle) ** 2 for x in range(size))
+    slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
+    residual = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
+    error = math.sqrt(residual / (size - 2) / spread)
+    noiseless = 1e-9 * (abs(mean) + abs(slope))  # figures without noise must not give an infinite t
+    return slope * (size - 1), slope / max(error, noiseless, 1e-12)
+
+
+def thirds(values: Sequence[float]) -> tuple[float, float, float]:
+    """Medians of each third, the last one low, so that a spike of one or two updates does not count as a rise."""
+    size = len(values) // 3
+    return median(values[:size]), median(values[size : 2 * size]), median_low(values[2 * size :])
+
+
+def rises(values: Sequence[float], window: int, floor: float, growth: float = 1.3) -> bool:
+    """Each third of the window above the one before; the last over `growth` x the first and `floor`."""
+    if len(values) < window:
+        return False
+    first, second, third = thirds(values[-window:])
+    return first < second < min(third, values[-1]) and third > growth * first and third > floor
+
+
+# ---- measurements
+
+SAMPLED = {  # 0 on average where the tokens were sampled from the policy
+    "policy/logprob_gap": "their log-prob is {gap:+.3g} nats off the policy's distribution",
+    "kl/k1_gap": "their log-ratio to the reference is {gap:+.3g} nats off the exact KL",
+}
+
+
+def sampled_elsewhere(m: Monitors) -> Figures:
+    sums = [(words, GapSum(*m.gaps[key])) for key, words in SAMPLED.items()]
+    found = [f"{words.format(gap=s.mean)} (standard error {s.stderr:.2g})" for words, s in sums if s.shifted]
+    return {"updates": m.updates, "found": " and ".join(found)}
+
+
+def at_bound(side: int) -> Callable[[Monitors], Figures | None]:
+    def measure(m: Monitors) -> Figures | None:
+        if (bound := m.bounds[side]) is None or not m.has("kl/coef_next"):
+            return None
+        recent = [math.isclose(coef, bound, rel_tol=1e-3) for coef in m.values("kl/coef_next", STUCK)]
+        return {"bound": bound, "stuck": len(recent) == STUCK and all(recent), "left": not recent[-1]}
+
+    return measure
+
+
+def usual_kl(m: Monitors) -> Figures | None:
+    before = m.values("kl")[:-1][-20:]
+    if not m.has("kl") or len(before) < START:
+        return None
+    kl = m.now["kl"]
+    jump = kl > 1.75 * max(before[-2:])  # a rise over several updates is no spike
+    return {"kl": kl, "usual": median(before), "count": len(before), "jump": jump, "floor": m.floor}
+
+
+def rising_kl(m: Monitors) -> Figures | None:
+    kls, shortest = m.values("kl"), CLIMBS[0]
+    if not m.has("kl") or len(kls) < shortest:
+        return None
+    window = next((window for window in CLIMBS if rises(kls, window, m.floor)), 0)
+    low, _, high = thirds(kls[-(window or shortest) :])
+    over = not window and not rises(kls, shortest, m.floor / 1.2, growth=1.05)
+    return {"low": low, "high": high, "window": window, "over": over}
+
+
+def mean_kl(m: Monitors) -> Figures | None:
+    """Over the last 100 updates after the warm-up."""
+    kls = [row["kl"] for row in m.rows[max(0, len(m.rows) - m.updates + m.warmup) :] if "kl" in row]
+    if m.target is None or not m.has("kl") or len(kls) < START:
+        return None
+    return {"mean": fmean(kls), "count": len(kls), "ratio": fmean(kls) / m.target}
+
+
+def falling_gold(m: Monitors) -> Figures | None:
+    """Gold's slope clearly below zero while the score's is above it, over one of the windows."""
+    score, gold = "objective/scores", "objective/gold"
+    if not m.has(score, gold):
+        return None
+    pairs = [(row[score], row[gold]) for row in m.rows if {score, gold} <= row.keys()]
+    for window in [window for window in TRENDS if window <= len(pairs)]:
+        scores, golds = zip(*pairs[-window:], strict=True)
+        (rise, rise_t), (fall, fall_t) = trend(scores), trend(golds)
+        # Strict, since every update is one more chance of a false alarm.
+        if rise_t > 2 and fall_t < -5 and -fall > 0.1 * (m.gold[1] - m.gold[0]):
+            return {"window": window, "rise": rise, "fall": -fall, "score": scores[-1], "gold": golds[-1]}
+    return {"window": 0, "over": trend([pair[1] for pair in pairs[-TRENDS[0] :]])[1] > 0}
+
+
+def worse_perplexity(m: Monitors) -> Figures | None:
+    if not m.has("objective/scores", "eval/perplexity"):
+        return None
+    before, perplexity, low, score = m.lowest["perplexity"], m.now["eval/perplexity"], m.lowest["score"], m.score()
+    rose = score - low > noise(m.values("objective/scores", 4 * START), START)
+    times = perplexity / before
+    return {"before": before, "perplexity": perplexity, "times": times, "low": low, "high": score, "rose": rose}
+
+
+def bought(m: Monitors) -> Figures | None:
+    """KL and gain in score of the last updates, once the KL is there."""
+    needs = {"kl", "kl/sequence", "objective/scores_shaped"}
+    recent = [row for row in m.rows if needs <= row.keys()][-BOUGHT:]
+    there = 0.5 * (NO_TARGET if m.target is None else m.target)  # a KL below it may still rise
+    if m.scores is None or not m.curve or not m.from_reference or not m.has(*needs):
+        return None
+    if len(recent) < BOUGHT or min(row["kl"] for row in recent) < there:
+        return None
+    kl = fmean(row["kl/sequence"] for row in recent)
+    gain = fmean(row["objective/scores_shaped"] for row in recent) - m.scores.mean
+    most = gain + SURE * m.score_stderr(BOUGHT)  # noise of the batches is no reason to warn
+    known = most <= m.curve[-1]["gain"]
+    return {"kl": kl, "most": least_kl(m.curve, most) / kl, "share": least_kl(m.curve, gain) / kl, "known": known}
+
+
+def sign(key: str, words: str, size: Callable[[float, float], float], updates: int = START) -> Alarm:
+    """An indirect sign that a policy exploits its reward. `size(start, now)`: 1 where it is reached.
+
+    Alone it is no alarm, since a policy may learn to be brief: it counts while the score is above that of the start
+    by more than its noise. Runs with a gold score have an alarm of their own.
+    """
+
+    def measure(m: Monitors) -> Figures | None:
+        found, scores = m.levels(key, updates), m.levels("objective/scores")
+        if found is None or scores is None or m.gold:
+            return None
+        if scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9:
+            return None
+        return {"low": scores[0], "high": scores[1], "start": found[0], "now": found[1], "size": size(*found)}
+
+    return Alarm(
+        "overoptimised-signs",
+        f"the score rose from {{low:.3g}} to {{high:.3g}} while {words}: the policy may exploit the reward. "
+        "Read its samples. {to_restrain}",
+        measure,
+        begins=lambda f: f["size"] >= 1,
+        clears=lambda f: f["size"] < 0.8,
+        part=key,
+    )
+
+
+def _times(start: float, now: float) -> float:
+    """log(now / start); 0 where one of them is 0."""
+    return math.log(now / start) if min(start, now) > 0 else 0.0
+
+
+def alike(m: Monitors) -> Figures | None:
+    recent = m.values("rollout/distinct_responses", STUCK)
+    equal = len(recent) == STUCK and max(recent) <= FEW
+    return {"share": recent[-1], "equal": equal} if m.has("rollout/distinct_responses") else None
+
+
+def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
+    """A KL above the ceiling, where the config has this action for it."""
+
+    def measure(m: Monitors) -> Figures | None:
+        kl, ceiling, limit = m.now.get("held"), m.config.kl.ceiling, m.config.kl.ceiling_value
+        if ceiling is None or ceiling.action != action or kl is None or limit is None or kl <= limit:
+            return None
+        recent = [row.get("held", 0.0) for row in m.rows[-PATIENCE:]]
+        # While the policy is frozen no update is shortened. A KL that falls is given time.
+        waited = m.updates - m.config.ppo.value_warmup >= PATIENCE and min(recent) > limit and kl >= 0.9 * recent[0]
+        figures = {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"]}
+        return figures | {"rollbacks": m.rollbacks, "waited": waited}
+
+    return measure
+
+
+def broken(m: Monitors) -> Figures | None:
+    """Numbers that are not finite, where going on would not mend them."""
+    limit, skipped = m.config.ppo.max_skipped, m.facts.get("update-skipped", {})
+    if "weights-lost" in m.facts:
+        reason = "a weight is not finite any more"
+    elif skipped.get("broken") and m.skipped >= limit:
+        reason = f"{limit} updates in a row were skipped: {skipped['reason']}"
+    else:
+        return None
+    return {"reason": reason, "step": m.row["step"], "again": m.turned_back}
+
+
+# ---- the table
+
+_RATE = {
+    "jump": "an update moved the KL from {kl:.3g} to {after:.3g} nats",
+    "sideways": "the policy moved {moved:.0%} of the target in one update",
+    "not held": "for {updates} updates beta has not held the KL at its target",
+    "slow": "at this rate the target takes more than 1/{share:.0f} of the remaining updates",
+}
+_MEAN = "KL averages {mean:.3g} nats per {unit} over the last {count} updates"
+_ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
+
+ALARMS = (
+    # Events: what the controller, the rate, the trainer and the scorers report.
+    Alarm("coef-moved", "auto found beta {wanted:.4g}, but kl.controller.min_coef and max_coef allow {min_coef:.4g} "
+          "to {max_coef:.4g}: it starts at {coef:.4g}"),
+    Alarm("controller-too-slow", "in {updates} updates of {batch_size} episodes {kind} can move beta only from "
+          "{coef:.4g} to between {low:.4g} and {high:.4g}"),
+    Alarm("controller-state", "{names} cannot be saved; define state_dict"),
+    Alarm("scores-clipped", "reward.clip cuts off {share:.0%} of the reference samples' scores, so the policy cannot "
+          "tell them apart: set reward.normalize=true, or a larger reward.clip"),
+    Alarm("eval-scores", "a score of the reward model was not finite: left out"),
+    Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
+    Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
+    Alarm("learning-rate-changed",
+          {case: f"{why}: it is now {{factor:.3g}} times the schedule's rate" for case, why in _RATE.items()}),
+    Alarm("learning-rate-at-bound",
+          {case: why + (", with the highest factor {factor:g}: raise" if case == "slow" else
+           ", with the lowest factor {factor:g}: lower") + " ppo.learning_rate" for case, why in _RATE.items()}),
+    Alarm("out-of-memory", "microbatches now have {rows} rows"),
+    Alarm("update-skipped", "{reason}: the steps that need it were left out"),
+    Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
+    Alarm("gold-failed", "{failure}: left out", lambda m: m.facts.get("gold-failed", {}),
+          begins=bool, clears=lambda f: not f),
+    Alarm("weights-lost", "a weight is not finite any more"),
+    Alarm("rolled-back", "{reason}; back to the policy, its optimizer and its controller of {place}, beta is "
+          "{coef:.4g} now"),
+    # Conditions of the KL.
+    Alarm("sampler-mismatch", "over {updates} updates the tokens were not sampled from the policy that is trained: "
+          "{found}. Check temperature, top-k and top-p, dropout, padding and dtype",
+          sampled_elsewhere, lambda f: bool(f["found"])),
+    Alarm("beta-at-min", f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go "
+          "further: lower kl.controller.min_coef or kl.target",
+          at_bound(0), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
+    Alarm("beta-at-max", f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go "
+          "further: raise kl.controller.max_coef or kl.target",
+          at_bound(1), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
+    Alarm("kl-spike", "the KL of this update is {kl:.3g} nats per {unit}, the median of the {count} before it "
+          "{usual:.3g}. Lower ppo.learning_rate, set ppo.max_update_kl, or {limit_kl}",
+          usual_kl, lambda f: f["jump"] and f["kl"] > max(2.5 * f["usual"], f["floor"]),
+          lambda f: f["kl"] < max(1.5 * f["usual"], f["floor"] / 1.5), hold=3),
+    Alarm("kl-climbing", "KL rose from {low:.3g} to {high:.3g} nats per {unit} over the last {window} updates and is "
+          "still rising. {to_fall}, or {adapt}", rising_kl, lambda f: f["window"] > 0, lambda f: f["over"], hold=3),
+    Alarm("kl-hardly-learning", _MEAN + ", under a tenth of the target {target:g}: the policy hardly changes. "
+          "{to_rise}", mean_kl, lambda f: f["ratio"] < 0.1, lambda f: f["ratio"] > 0.12),
+    Alarm("kl-below-target", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy uses little of its KL budget. "
+          "{to_rise}", mean_kl, lambda f: f["ratio"] < 0.5, lambda f: f["ratio"] > 0.55, unless="kl-hardly-learning"),
+    Alarm("kl-above-target", _MEAN + ", {ratio:.1f}x the target {target:g}. {to_fall}, or {limit_kl}",
+          mean_kl, lambda f: f["ratio"] > 2, lambda f: f["ratio"] < 1.8),
+    Alarm("kl-drifting", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy exceeds its KL budget. {to_fall}, "
+          "or {adapt}", mean_kl, lambda f: f["ratio"] > 4 / 3, lambda f: f["ratio"] < 1.2, unless="kl-above-target"),
+    # What the KL is spent on.
+    Alarm("overoptimised-gold", "over the last {window} updates the score rose by {rise:.2g} to {score:.3g} while gold "
+          "fell by {fall:.2g} to {gold:.3g}: the policy exploits the reward model. {to_restrain}, or go back to an "
+          "earlier checkpoint",
+          falling_gold, lambda f: f["window"] > 0, lambda f: not f["window"] and f["over"], hold=5),
+    Alarm("overoptimised-perplexity", "the score rises ({low:.3g} to {high:.3g}) while held-out perplexity gets worse "
+          "({before:.3g} to {perplexity:.3g}): the policy forgets its language. {to_restrain}",
+          worse_perplexity, lambda f: f["rose"] and f["times"] > 1.5, lambda f: f["times"] < 1.35),
+    # By the Gaussian law a tenth of the KL is a third of the score that it could have bought.
+    Alarm("kl-not-bought", f"over the last {BOUGHT} updates the gain in score needs at most {{most:.0%}} of the KL "
+          "({kl:.3g} nats per response); the rest brought no score: the policy follows noise. {less_noise}",
+          bought, lambda f: f["known"] and f["most"] < 0.1, lambda f: f["share"] > 0.15),
+    sign("cross perplexity", "its samples became unlikely under the reference (perplexity {start:.3g} to {now:.3g})",
+         lambda start, now: _times(start, now) / math.log(2)),
+    sign("eval/distinct_2", "responses became alike (distinct-2 {start:.2g} to {now:.2g})",
+         lambda start, now: (1 - now / start) / 0.3 if start else 0.0, updates=1),
+    sign("rollout/response_length", "the length of responses changed from {start:.3g} to {now:.3g} tokens",
+         lambda start, now: abs(_times(start, now)) / math.log(1.5)),
+    sign("rollout/score_length_corr", "the score follows length (correlation {start:.2g} to {now:.2g})",
+         lambda start, now: min(abs(now) / 0.6, (abs(now) - abs(start)) / 0.3)),
+    Alarm("responses-equal", f"for {STUCK} updates nearly all responses have been the same text, whatever the prompt "
+          "(last: {share:.0%} different texts; samples.jsonl has examples). Use a reward whose optimum is not this "
+          "text, a lower kl.target, or prompts that end where the model's training texts go on",
+          alike, lambda f: f["equal"], lambda f: f["share"] > MANY),
+    # What turns a run back or ends it; the first that holds decides.
+    Alarm("kl-above-ceiling", _ABOVE + " in update {step}", above_ceiling("stop"), action="stop"),
+    Alarm("kl-above-ceiling", _ABOVE + f" again, after {ROLLBACKS} rollbacks, each of which doubled beta",
+          above_ceiling("rollback"), lambda f: f["rollbacks"] == ROLLBACKS, action="stop"),
+    Alarm("kl-above-ceiling", _ABOVE, above_ceiling("rollback"), action="rollback"),
+    Alarm("kl-above-ceiling", _ABOVE + f" for {PATIENCE} updates in a row, although each was shortened",
+          above_ceiling("backtrack"), lambda f: f["waited"], action="stop"),
+    Alarm("numbers-broken", "{reason} in update {step}, again after going back to a checkpoint",
+          broken, lambda f: f["again"], action="stop"),
+    Alarm("numbers-broken", "{reason}", broken, action="rollback"),
+)  # fmt: skip
