@@ -40,7 +40,7 @@ from rlhf_kl.commands.grid import check_folders
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, check_variants
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.report.drawing import save_sheet
-from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.run.log import write_json
 from rlhf_kl.ui import log
 
 

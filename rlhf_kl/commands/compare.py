@@ -13,9 +13,8 @@ from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.frontier import frontier_charts
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import COLUMNS, judge, text_table, variant_rows
-from rlhf_kl.run.contents import link_problems
-from rlhf_kl.run.files import write_atomic
-from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.run.folder import check_no_links, write_atomic
+from rlhf_kl.run.log import write_json
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.text import hanging
 
@@ -49,8 +48,7 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
     lines = judge(comparison)
     pictures = [*compare_charts(comparison), *frontier_charts(comparison)]
-    if problems := link_problems(folder / name for name in (*PAGES, *(f"{chart.slug}.png" for chart in pictures))):
-        raise InputError(*problems)
+    check_no_links(folder / name for name in (*PAGES, *(f"{chart.slug}.png" for chart in pictures)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", comparison.to_json(lines))

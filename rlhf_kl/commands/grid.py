@@ -18,10 +18,7 @@ from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.run import stored_config
-from rlhf_kl.run.contents import link_problems
-from rlhf_kl.run.files import write_atomic
-from rlhf_kl.run.resume import finished_summary
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder, check_no_links, write_atomic
 from rlhf_kl.threads import NUMBER, cores
 from rlhf_kl.ui import Advance, log
 
@@ -86,8 +83,7 @@ def check_links(plan: ComparePlan, pages: Iterable[str]) -> None:
     The folder of the plan and those of its runs may be links; each run checks its own files.
     """
     paths = [plan.folder / name for name in (*pages, "configs", "logs")]
-    if problems := link_problems([*paths, *(path for run in plan.runs for path in _places(plan, run))]):
-        raise InputError(*problems)
+    check_no_links([*paths, *(path for run in plan.runs for path in _places(plan, run))])
 
 
 class Grid:
@@ -183,7 +179,7 @@ def _run_folder(run: PlannedRun) -> RunFolder:
 
 
 def _is_finished(run: PlannedRun) -> bool:
-    summary = finished_summary(_run_folder(run))
+    summary = _run_folder(run).finished_summary()
     return summary is not None and summary.get("steps", 0) >= run.config.updates
 
 

@@ -9,8 +9,8 @@ from rlhf_kl.commands.training import Training
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.rollout.collect import UNSCORED
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.run.run import Run
 from rlhf_kl.types import RolloutBatch
 
 ROLLBACK_RAISE = 2.0
@@ -33,8 +33,8 @@ class StepResult:
 class RunGuards:
     """Checks every update before its row is written."""
 
-    def __init__(self, config: TrainConfig, training: Training, folder: RunFolder) -> None:
-        self.config, self.training, self.folder = config, training, folder
+    def __init__(self, config: TrainConfig, training: Training, run: Run) -> None:
+        self.config, self.trainer, self.run = config, training.trainer, run
         # Both are 0 and False whenever a checkpoint is written.
         self.skipped = 0  # in a row
         self.turned_back = False  # and no update has gone well since
@@ -74,7 +74,7 @@ class RunGuards:
         if self.turned_back or not whole:
             since = "again after going back to a checkpoint" if self.turned_back else "with no checkpoint to go back to"
             return f"{what} in update {update.row['step']}, {since}"
-        self.training.go_back(whole[-1])
+        self._go_back(whole[-1])
         self.skipped, self.turned_back = 0, True
         update.row["alerts"].append(f"rolled-back: {what}; back to the policy of update {whole[-1].step}")
         return None
@@ -101,18 +101,18 @@ class RunGuards:
         Each further rollback doubles beta once more. Returns a reason to end the run if beta cannot be raised (it is
         0, or at its bound), or if doubling it has not helped.
         """
-        control = self.training.trainer.controller
+        control = self.trainer.controller
         if self.rollbacks == ROLLBACKS:
             return f"{where} again, after {ROLLBACKS} rollbacks, each of which doubled beta"
         # A checkpoint of update k holds the policy that row k + 1 measured.
         key = f"kl/{self.config.kl.unit}"
-        past = {old["step"]: old[key] for old in read_jsonl(self.folder.metrics) if old.get(key) is not None}
+        past = {old["step"]: old[key] for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None}
         good = [c for c in self._regular_checkpoints() if past.get(c.step + 1, limit) < limit]
-        good = self.training.trainer.ranks.first(good)  # only its disk counts
+        good = self.run.ranks.first(good)  # only its disk counts
         if not good:
             return f"{where}, and so was the policy of every checkpoint: there is nothing to roll back to"
         raised = control.raised
-        self.training.go_back(good[-1])
+        self._go_back(good[-1])
         if not control.raise_coef(ROLLBACK_RAISE * raised / control.raised):
             return f"{where}, and beta {control.coef:.4g} cannot be raised"
         self.rollbacks += 1
@@ -133,10 +133,18 @@ class RunGuards:
 
     # ---- checkpoints
 
+    def _go_back(self, checkpoint: Checkpoint) -> None:
+        """Restore everything that learns from a checkpoint; the count of updates goes on."""
+        adaptive = self.trainer.rate.adaptive
+        factor = 1.0 if adaptive is None else adaptive.factor
+        self.run.restore(checkpoint, ("model", "optimizer", "trainer", "scorers"))
+        if adaptive is not None:  # a rate that was too high stays lower
+            adaptive.factor = min(factor, adaptive.factor)
+
     def _regular_checkpoints(self) -> list[Checkpoint]:
         """Complete ones at regular steps. One that a signal made in between would make a resumed run differ."""
         every = self.config.checkpoint.every
-        ranks, found = self.training.trainer.ranks, []
+        ranks, found = self.run.ranks, []
         if ranks.writes:
-            found = [c for c in checkpoints(self.folder.checkpoints) if c.step % every == 0 and c.damage() is None]
+            found = [c for c in checkpoints(self.run.folder.checkpoints) if c.step % every == 0 and c.damage() is None]
         return ranks.first(found)

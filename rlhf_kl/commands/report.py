@@ -10,23 +10,18 @@ from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import report_page
 from rlhf_kl.report.run import RunResult, read_run
-from rlhf_kl.run.contents import CLAIMS, link_problems
-from rlhf_kl.run.files import write_atomic
-from rlhf_kl.run.run_folder import RunFolder
-
-PICTURE = "report.png"
+from rlhf_kl.run.folder import RunFolder, check_no_links, write_atomic
 
 
 def write_report(path: Path, refresh: int | None = None) -> RunResult:
     """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
     run = read_run(path)
     folder = RunFolder(path)
-    if problems := link_problems(path / name for name in (folder.report.name, PICTURE, CLAIMS)):
-        raise InputError(*problems)
+    check_no_links((folder.report, folder.picture))
     try:
         write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))
         if charts := run_charts(run):
-            save_sheet(charts, folder.claim(PICTURE), columns=2, heading=run.name)
+            save_sheet(charts, folder.picture, columns=2, heading=run.name)
     except OSError as error:
         raise InputError(f"{path}: the report cannot be written: {error.strerror or error}") from None
     return run

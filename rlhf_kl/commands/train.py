@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
 
 from rlhf_kl import ui
 from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.guards import RunGuards, StepResult
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.samples import sample_rows, top_tokens
@@ -18,82 +20,86 @@ from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fi
 from rlhf_kl.commands.watches import kl_alerts, kl_bought
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import Ranks
-from rlhf_kl.errors import GuardStop, InputError
-from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.load import parameter_count, save_model
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.report.control import closing_figures, end, is_update, near_target, worth
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
-from rlhf_kl.rewards.plugin import columns_read
+from rlhf_kl.rewards.plugin import ScorerStates, columns_read
 from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
 from rlhf_kl.rollout.collect import UNSCORED, NonFiniteRollout
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.clock import speed
 from rlhf_kl.run.collapse import EqualResponses
 from rlhf_kl.run.exploitation import ExploitationSigns
-from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.record import Recorder
-from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.run.signals import stopping_on_signals
-from rlhf_kl.sharding import held_share, part_of, whole
+from rlhf_kl.run.folder import write_folder
+from rlhf_kl.run.log import read_jsonl, speed
+from rlhf_kl.run.run import Run
+from rlhf_kl.sharding import held_share, part_of, tensors_of, whole
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 from rlhf_kl.ui import log
 
+LOOP_STATE = ("best", "best_checkpoint", "gold_failing")
 
-def run_train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> dict[str, Any]:
+
+def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """Train a policy; returns the summary."""
-    check_sizes(config, ranks.count)
+    check_sizes(config, run.ranks.count)
     accelerator = make_accelerator(config.run, group=True)
-    parts = ranks.first_before_others(lambda: build_parts(config, accelerator))
-    recorder = Recorder(folder, config, "train", accelerator.device, fingerprints(parts), ranks)
-    try:
-        training = prepare_training(config, parts, recorder.checkpoint, recorder.state or None, ranks)
-        return TrainRun(config, parts, training, recorder).run()
-    except InputError:
-        recorder.mention_checkpoint()
-        raise
-    finally:
-        recorder.close()
+    parts = run.ranks.first_before_others(lambda: build_parts(config, accelerator))
+    run.check(accelerator.device, fingerprints(parts))
+    training = prepare_training(config, parts, run.ranks, run.saved("start"))
+    trainer = training.trainer
+    run.track(
+        start=training,
+        model=checkpointed(trainer.model.modules),
+        optimizer=trainer.optimizer,
+        trainer=trainer,
+        scorers=ScorerStates(training.scorers),
+    )
+    return TrainLoop(config, parts, training, run).work()
 
 
-class TrainRun:
-    """The loop of one run, with everything around an update: rows, alerts, guards, evaluations, checkpoints."""
+class TrainLoop:
+    """The loop of one run, with everything around an update: rows, alerts, guards, evaluations."""
 
-    def __init__(self, config: TrainConfig, parts: Parts, training: Training, recorder: Recorder) -> None:
-        self.config, self.parts, self.training = config, parts, training
-        self.trainer, self.recorder = training.trainer, recorder
-        self.ranks = recorder.processes
+    def __init__(self, config: TrainConfig, parts: Parts, training: Training, run: Run) -> None:
+        self.config, self.parts, self.training, self.run = config, parts, training, run
+        self.trainer, self.ranks = training.trainer, run.ranks
         self.status = RunStatus(config.updates, config.kl.target_value, config.kl.unit)
         self.constant_coef = None if self.trainer.controller.adjusts else training.coef
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
         self.gold_failing = False  # in the previous row
-        self.trl_rewards = begin_scorers(parts.reward, parts.gold, training.next_step, config.updates)
+        self.trl_rewards = begin_scorers(parts.reward, parts.gold, run.next_step, config.updates)
         self.alerts = kl_alerts(config, training)
         self.bought = kl_bought(config, parts, training)
         self.signs = ExploitationSigns()
         self.equal = EqualResponses()
-        self.guards = RunGuards(config, training, recorder.folder)
-        if recorder.checkpoint is not None:
-            self.alerts.load_state_dict(recorder.state["alerts"])
-            self.guards.load_state_dict(recorder.state["guards"])
-            self.best, self.best_checkpoint = recorder.state["best"], recorder.state["best_checkpoint"]
-            self.gold_failing = recorder.state["gold_failing"]
-            for row in read_jsonl(recorder.folder.metrics):
-                if row.get("step", training.next_step) < training.next_step:
-                    self.signs(row)
-                    self.equal(row)
-                    self.bought(row)
-                    self.status.remember(row)
+        self.guards = RunGuards(config, training, run)
+        run.track(alerts=self.alerts, guards=self.guards, loop=self)
+        for row in read_jsonl(run.folder.metrics) if run.checkpoint is not None else ():
+            if row.get("step", run.next_step) < run.next_step:
+                self.signs(row)
+                self.equal(row)
+                self.bought(row)
+                self.status.remember(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a resumed run."""
+        return {name: getattr(self, name) for name in LOOP_STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        for name in LOOP_STATE:
+            setattr(self, name, state[name])
 
     # ---- the loop
 
-    def run(self) -> dict[str, Any]:
+    def work(self) -> dict[str, Any]:
         """All updates, then the closing evaluation, `final/` and the summary."""
-        self.recorder.begin()
+        self.run.begin()
         self.announce()
         with ui.live(self.status):
             self.update_all()
@@ -102,44 +108,38 @@ class TrainRun:
     def update_all(self) -> None:
         """The updates that are left."""
         config, total = self.config, self.config.updates
-        with stopping_on_signals(config.checkpoint.grace) as stop:
-            began, due = time.perf_counter(), False
-            if self.rolls_back and self.recorder.checkpoint is None:
-                self.save(0)  # so that a rollback can go back to the start
-            for step in range(self.training.next_step, total + 1):
-                alerts: list[str] = []
-                looks = (step - 1) % config.eval.every == 0
-                self.begin(step)
-                evaluated = self.look(alerts.append) if looks else {}
-                ui.show_work(f"update {step}")
-                result = self.step(step)
-                row = result.row
-                row |= evaluated
-                row["alerts"] = self.gold_told_once([*alerts, *row["alerts"]])
-                equal, lines = self.equal(row)
-                row["alerts"] += [*self.alerts(row), *self.bought(row), *self.signs(row), *equal]
-                for line in lines:
-                    log.info(f"update {step}: {line}")
-                ended_by = self.guards.watch(result)
-                self.note_best(row)
-                self.note_best_checkpoint(row)
-                if step % config.tracking.samples_every == 0 or step in (1, total):
-                    self.record_samples(result)
-                now = time.perf_counter()
-                row |= speed(row, now - began, config.rollout.batch_size, self.parts.policy.device)
-                began = now
-                self.recorder.row(row)
-                ui.show_row(row)
-                for alert in row["alerts"]:
-                    log.warning(f"update {step}: {alert}")
-                due = due or step % config.checkpoint.every == 0 or step == total
-                signalled = max(self.ranks.all(stop.signal or 0))
-                if (due or signalled or ended_by) and result.skipped is None and not result.weights_lost:
-                    self.save(step)
-                    due = False
-                if ended_by:
-                    self.stop(row, ended_by)
-                stop.check(max(self.ranks.all(stop.signal or 0)))
+        began = time.perf_counter()
+        self.spare()
+        if 0 in self.run.spared and self.run.checkpoint is None:
+            self.run.save(0)
+        for step in self.run.steps(total):
+            alerts: list[str] = []
+            looks = (step - 1) % config.eval.every == 0
+            self.begin(step)
+            evaluated = self.look(alerts.append) if looks else {}
+            ui.show_work(f"update {step}")
+            result = self.step(step)
+            row = result.row
+            row |= evaluated
+            row["alerts"] = self.gold_told_once([*alerts, *row["alerts"]])
+            equal, lines = self.equal(row)
+            row["alerts"] += [*self.alerts(row), *self.bought(row), *self.signs(row), *equal]
+            for line in lines:
+                log.info(f"update {step}: {line}")
+            ended_by = self.guards.watch(result)
+            self.note_best(row)
+            self.note_best_checkpoint(row)
+            if step % config.tracking.samples_every == 0 or step in (1, total):
+                self.record_samples(result)
+            now = time.perf_counter()
+            row |= speed(row, now - began, config.rollout.batch_size, self.parts.policy.device)
+            began = now
+            self.run.log(row, sound=result.skipped is None and not result.weights_lost)
+            ui.show_row(row)
+            for alert in row["alerts"]:
+                log.warning(f"update {step}: {alert}")
+            if ended_by:
+                self.run.stop(row, ended_by, episodes=row["episodes"])
 
     def look(self, report: Callable[[str], None]) -> dict[str, Any]:
         """The `eval/*` figures of the policy as it is."""
@@ -152,7 +152,8 @@ class TrainRun:
         alerts: list[str] = []
         self.begin(step)  # discards what an evaluation logged
         try:
-            update = clock.timed("time/update_s", trainer.update)(step)
+            with clock.timed("time/update_s"):
+                update = trainer.update(step)
         except NonFiniteRollout as failure:
             skipped: str | None = failure.figure
             rollout, row = failure.rollout, failed_row(failure, trainer.controller.coef, config)
@@ -225,8 +226,15 @@ class TrainRun:
         sign = -1.0 if metric == "eval/perplexity" else 1.0
         if self.best_checkpoint is not None and not sign * value > sign * self.best_checkpoint["value"]:
             return
-        if any(checkpoint.step == step for checkpoint in checkpoints(self.recorder.folder.checkpoints)):
+        if any(checkpoint.step == step for checkpoint in checkpoints(self.run.folder.checkpoints)):
             self.best_checkpoint = {"step": step, "metric": metric, "value": value}
+            self.spare()
+
+    def spare(self) -> None:
+        """Keep the checkpoints that are needed beside the newest: the start for a rollback, and the best."""
+        ceiling = self.config.kl.ceiling
+        start = [0] if ceiling is not None and ceiling.action == "rollback" else []
+        self.run.spared = start + ([self.best_checkpoint["step"]] if self.best_checkpoint is not None else [])
 
     def record_samples(self, result: StepResult) -> None:
         """Record some responses of the update token by token, and the tokens of the batch with the largest KL."""
@@ -235,29 +243,8 @@ class TrainRun:
         extra = {name: [value for each in logged for value in each[name]] for name in names}
         columns = columns_read(self.parts.reward, self.parts.gold)
         for row in sample_rows(result, self.parts.tokenizer, columns, extra):
-            self.recorder.sample(row)
+            self.run.sample(row)
         result.row["kl/top_tokens"] = top_tokens(result.rollout, self.parts.tokenizer)
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether a KL above the ceiling rolls the run back."""
-        return self.config.kl.ceiling is not None and self.config.kl.ceiling.action == "rollback"
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint with everything that a resumed run needs."""
-        own = self.training.state_dict()
-        state = {
-            **own,
-            "other_scorers": self.ranks.all(own["scorers"])[1:],
-            "alerts": self.alerts.state_dict(),
-            "guards": self.guards.state_dict(),
-            "best": self.best,
-            "best_checkpoint": self.best_checkpoint,
-            "spared": [0] * self.rolls_back + ([self.best_checkpoint["step"]] if self.best_checkpoint else []),
-            "gold_failing": self.gold_failing,
-        }
-        trainer = self.trainer
-        self.recorder.save(step, checkpointed(trainer.model.modules), trainer.optimizer, state)
 
     # ---- the beginning and the end
 
@@ -293,26 +280,21 @@ class TrainRun:
         ]:
             log.warning(warning)
 
-    def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
-        """End the run for a guard: the summary gets the reason, and the last checkpoint stays."""
-        self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
-        raise GuardStop(reason)
-
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
         # From the file: a resumed run has not seen all rows.
-        rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
+        rows = [row for row in read_jsonl(self.run.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.begin(step + 1)
         evaluated = self.look(log.warning)
         ui.show_work("writing final/")
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
-        self.recorder.row(row)
+        self.run.log(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.parts.policy.module))
-        write_final(self.recorder.folder.final, self.trainer.model, self.parts, card, keep=self.ranks.writes)
-        return self.recorder.summary(
+        self.write_final(card)
+        return self.run.finish(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
             final=(rows[-1] if rows else {}) | evaluated,
@@ -339,3 +321,28 @@ class TrainRun:
         kl = sum(row["kl/sequence"] for row in tail) / len(tail)
         limit = scores.most_gain(kl)
         return gain / limit if limit else None
+
+    def write_final(self, card: str) -> None:
+        """A folder that plain transformers loads, with a model card; the value function in a file of its own.
+
+        All processes call it together, since each may hold a part of the weights; the first one writes.
+        """
+        model, parts, keep = self.trainer.model, self.parts, self.ranks.writes
+        policy: Any = model.policy.module
+        tensors = tensors_of(policy, keep=keep) if parts.spread else None
+        value = {
+            f"{part}.{name}": tensor
+            for part, module in (("value", model.value), ("critic", model.critic))
+            if module is not None
+            for name, tensor in tensors_of(module, keep=keep).items()
+        }
+
+        def write(place: Path) -> None:
+            policy.generation_config.eos_token_id = parts.sampling.eos_ids
+            policy.generation_config.pad_token_id = parts.sampling.pad_id
+            save_model(policy, parts.tokenizer, place, tensors)
+            save_file(value, place / "value.safetensors")
+            (place / "README.md").write_text(card, encoding="utf-8")
+
+        if keep:
+            write_folder(self.run.folder.final, write)

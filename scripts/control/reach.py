@@ -12,7 +12,7 @@ from control.rows import Planner, is_complete, started
 from rlhf_kl.config.compare import PlannedRun
 from rlhf_kl.report.control import BAND, tail
 from rlhf_kl.report.verdict import text_table
-from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.run.log import write_json
 from rlhf_kl.text import format_number
 
 FILE = "reach.json"

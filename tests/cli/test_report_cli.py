@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.run.run_folder import open_run_folder
+from rlhf_kl.run.folder import RunFolder
 
 Cli = Callable[..., Any]
 
@@ -42,12 +42,11 @@ def test_several_runs_and_overwrite_takes_the_report_away(
     done = rlhf_kl("report", *folders, "--quiet")
     assert done.out.splitlines() == [str(folder / "report.html") for folder in folders]
     assert done.err == ""
-    with open_run_folder(folders[0], resume=False, overwrite=True) as folder:
-        folder.clear()
-        assert sorted(path.name for path in folder.path.iterdir()) == [".rlhf-kl.lock"]
+    RunFolder(folders[0]).remove_run()
+    assert list(folders[0].iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.png", ".rlhf-kl.files"])
+@pytest.mark.parametrize("name", ["report.html", "report.png"])
 def test_a_link_where_a_report_goes_is_refused(
     write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_path: Path, rlhf_kl: Cli, name: str
 ) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from rlhf_kl.run import trackers
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run import log
+from rlhf_kl.run.log import read_jsonl
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
@@ -419,7 +419,7 @@ def test_a_guard_that_stops_the_run_is_exit_three(tiny_config: Path, rlhf_kl: Cl
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(log, "find_spec", lambda name: None)
     words = ["--config", "smoke.yaml", "--set", "tracking.trackers=[mlflow]"]
     outcome = rlhf_kl("train", *words, "--output-dir", tmp_path / "run")
     assert (outcome.code, outcome.err) == (2, "error: tracking.trackers: mlflow is not installed: pip install mlflow\n")

@@ -15,7 +15,7 @@ from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
 AUTO = ("ppo.learning_rate=auto", "run.dtype=auto")

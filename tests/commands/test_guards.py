@@ -20,7 +20,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout import collect
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
 from rlhf_kl.trainers.ppo import PPOTrainer
 

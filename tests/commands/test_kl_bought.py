@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Train = Callable[..., Any]
 

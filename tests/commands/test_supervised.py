@@ -21,7 +21,7 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Run = Callable[..., dict[str, Any]]
 FILES = {"sft": "sft_reviews.yaml", "reward-model": "reward_reviews.yaml"}

@@ -23,7 +23,7 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PEER = """
