@@ -33,7 +33,7 @@ from rlhf_kl.run.exploitation import ExploitationSigns
 from rlhf_kl.run.folder import write_folder
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
-from rlhf_kl.sharding import held_share, part_of, tensors_of, whole
+from rlhf_kl.sharding import held_share, local, tensors_of, unsharded
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
@@ -163,10 +163,10 @@ class TrainLoop:
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         prompts, responses = self.ranks.mine(rollout.prompts), self.ranks.mine(rollout.responses)
-        with whole(*self.parts.spread):
+        with unsharded(*self.parts.spread):
             scored = self.ranks.run(lambda: gold_scores_of(self.parts.gold, prompts, responses), scores=True)
         gold = joined_gold(self.ranks.all(scored))
-        weights_lost = not all(self.ranks.all(all_finite(map(part_of, trainer.trained))))
+        weights_lost = not all(self.ranks.all(all_finite(map(local, trainer.trained))))
         if skipped is not None:
             why = (
                 "is missing, so nothing was learned"

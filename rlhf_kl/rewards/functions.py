@@ -13,11 +13,10 @@ from torch import Tensor
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.plugins import users_code
+from rlhf_kl.plugins import hidden, users_code
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.time_limit import TimeLimitExceeded
 from rlhf_kl.types import RewardFn
-from rlhf_kl.variables import hidden
 
 GoldScorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 GOLD_FAILED = "gold-failed"  # keyword of its alert
@@ -84,9 +83,8 @@ def checked_scores(
     fault of the function.
     """
     batch = f"{len(responses)} responses, the first of them {responses[0][:60]!r}"
-    secrets = getattr(reward, "secrets", {})
     try:
-        with users_code(f"reward {name}: raised", secrets):
+        with users_code(f"reward {name}: raised"):
             answer = reward(prompts, responses)
             returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs once, here
     except TimeLimitExceeded as error:
@@ -99,7 +97,7 @@ def checked_scores(
         raise InputError(f"reward {name}: returned {len(scores)} scores for {batch}")
     for score, raw, response in zip(scores, returned, responses, strict=True):
         if raw is not None and (score is None or not math.isfinite(score)):
-            shown = hidden(repr(raw), secrets)
+            shown = hidden(repr(raw))
             raise InputError(f"reward {name}: the score of {response[:60]!r} is {shown}, not a finite number")
     return torch.tensor(scores, dtype=torch.float32)
 

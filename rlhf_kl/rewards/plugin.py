@@ -22,18 +22,8 @@ class PluginReward:
     It runs in the main thread; with a time limit, all its calls run in one separate thread.
     """
 
-    def __init__(
-        self,
-        attribute: Any,
-        options: Mapping[str, Any],
-        time_limit: float | None = None,
-        secrets: Mapping[str, str] | None = None,
-    ) -> None:
-        """`time_limit`: seconds that a call may take. `secrets`: values that no message may show -> their replacements.
-
-        Errors: InputError if the instance cannot be made.
-        """
-        self.secrets = dict(secrets or {})
+    def __init__(self, attribute: Any, options: Mapping[str, Any], time_limit: float | None = None) -> None:
+        """`time_limit`: seconds that a call may take. Errors: InputError if the instance cannot be made."""
         self.name = str(getattr(attribute, "__name__", attribute))
         self.columns = self.named = column_parameters(attribute, options)
         self._thread = OwnThread() if time_limit is not None else None
@@ -81,14 +71,14 @@ class PluginReward:
         self._apart("load_state_dict", copy.deepcopy(state))
 
     def _apart(self, method: str, *arguments: Any) -> Any:
-        with users_code(f"reward {type(self._object).__name__}: {method} raised", self.secrets):
+        with users_code(f"reward {type(self._object).__name__}: {method} raised"):
             return self._in_its_thread(getattr(self._object, method), *arguments)
 
     def _in_its_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments) if self._thread is None else self._thread.call(None, function, *arguments)
 
     def _made(self, cls: type, options: Mapping[str, Any]) -> Any:
-        with users_code(f"reward {cls.__name__}: cannot be created: raised", self.secrets):
+        with users_code(f"reward {cls.__name__}: cannot be created: raised"):
             return self._in_its_thread(partial(cls, **options))
 
 

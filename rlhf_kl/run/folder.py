@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -142,7 +142,10 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
         if not (path / LOCK).exists() and not (folder.config.exists() and records):
             raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
     names = (path / LOCK, *folder.files, *folder.folders, folder.checkpoints, folder.tensorboard)
-    check_no_links([*names, *checkpoint_folders(folder.checkpoints), *folder.event_files()])
+    links = [p for p in (*names, *checkpoint_folders(folder.checkpoints), *folder.event_files()) if p.is_symlink()]
+    if links:  # writing would change a file elsewhere
+        words = "is a link: the program writes only inside its folder (the folder itself may be a link)"
+        raise InputError(*(f"{link} {words}" for link in links))
 
 
 def _take(lock: IO[str], path: Path) -> None:
@@ -155,17 +158,6 @@ def _take(lock: IO[str], path: Path) -> None:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
-
-
-def check_no_links(paths: Iterable[Path]) -> None:
-    """Errors: InputError with a line for each symbolic link: writing to it would change a file elsewhere."""
-    problems = [
-        f"{path} is a link: the program writes only inside its folder (the folder itself may be a link)"
-        for path in paths
-        if path.is_symlink()
-    ]
-    if problems:
-        raise InputError(*problems)
 
 
 # ---- files ----

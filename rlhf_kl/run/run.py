@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.load import dump_config, flat
-from rlhf_kl.config.plugins import config_secrets, plugin_files
+from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
@@ -25,7 +24,6 @@ from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune,
 from rlhf_kl.run.folder import (
     FULL,
     RunFolder,
-    check_no_links,
     lock_run_folder,
     remove_folder,
     room_words,
@@ -46,7 +44,6 @@ from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed
 from rlhf_kl.sharding import slots_of, tensors_of
 from rlhf_kl.threads import keep_threads
 from rlhf_kl.ui import log
-from rlhf_kl.variables import change_texts, hidden, restored
 
 LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
 BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
@@ -98,7 +95,7 @@ class Run:
         self.ranks.run(first if self.ranks.writes else lambda: None)
         self.finished, self.checkpoint = self.ranks.first((self.finished, self.checkpoint))
         if self.checkpoint is not None and self.finished is None:
-            self._state = self._read_state(self.checkpoint)
+            self._state = self.checkpoint.state()
             self.spared = list(self._state["spared"])
 
     def _check_outside(self) -> None:
@@ -172,7 +169,7 @@ class Run:
 
     def restore(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Load what is tracked under these names from a checkpoint."""
-        states = self._tracked_states(self._state if checkpoint == self.checkpoint else self._read_state(checkpoint))
+        states = self._tracked_states(self._state if checkpoint == self.checkpoint else checkpoint.state())
         for name in names:
             if name == "model":
                 checkpoint.load_model(self.tracked[name])
@@ -180,11 +177,6 @@ class Run:
                 checkpoint.load_optimizer(self.tracked[name])
             elif hasattr(self.tracked[name], "load_state_dict"):
                 self.tracked[name].load_state_dict(states[name])
-
-    def _read_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        secrets = config_secrets(self.config)
-        state: dict[str, Any] = change_texts(checkpoint.state(), partial(restored, secrets=secrets))
-        return state
 
     def _tracked_states(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Of the first rank, with what is different on this one."""
@@ -195,7 +187,6 @@ class Run:
         """Open the files, and handle signals from now on.
 
         Nothing is written before, so a run that cannot start leaves the folder free, or the run that it replaces.
-        Errors: InputError if the path of a plugin's copy is a link.
         """
         self.ranks.run(self._open_files if self.ranks.writes else lambda: None)
         self._stop = self._exits.enter_context(stopping_on_signals(self.config.checkpoint.grace))
@@ -207,7 +198,6 @@ class Run:
     def _open_files(self) -> None:
         folder, config = self.folder, self.config
         plugins = self._plugins()
-        check_no_links(folder.path / name for name in plugins)
         if self._overwrites:
             folder.remove_run()
         sent = max((row["step"] for row in read_jsonl(folder.metrics)), default=0) if self.checkpoint else 0
@@ -317,9 +307,8 @@ class Run:
         for file in self._files():
             file.sync()  # a checkpoint never counts rows that are not on the disk
             lengths[file.path.name] = file.size
-        secrets = config_secrets(self.config)
         state = {
-            "tracked": change_texts(states, partial(hidden, secrets=secrets)),
+            "tracked": states,
             "spared": self.spared,
             "seconds": self.seconds,
             "lengths": lengths,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.plugins import filled
 from rlhf_kl.rewards.functions import WeightedSum, checked_scores
 from rlhf_kl.rewards.plugin import PluginReward, scorers_with_state, state_kept, states_of
 
@@ -93,8 +94,9 @@ def test_a_state_that_a_file_would_not_give_back_is_refused(value: Any) -> None:
     assert PluginReward(Holds, {"start": {"a": [1, 2.5, None, True, "x"]}}).state_dict()
 
 
-def test_what_it_raises_does_not_tell_a_secret() -> None:
-    secrets = {"sk-123456": "${MY_KEY}"}
+def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-123456")
+    options = filled({"key": "${MY_KEY}"})
 
     def refused(prompts: Sequence[str], responses: Sequence[str], key: str) -> list[float]:
         raise PermissionError(f"401: {key}")
@@ -107,12 +109,12 @@ def test_what_it_raises_does_not_tell_a_secret() -> None:
             raise PermissionError(f"401: {key}")
 
     for function in (refused, odd):
-        reward = PluginReward(function, {"key": "sk-123456"}, None, secrets)
+        reward = PluginReward(function, options)
         with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
             checked_scores(reward, PROMPTS, RESPONSES, "x")
         assert "sk-" not in str(caught.value)
     with pytest.raises(InputError, match=r"cannot be created: raised PermissionError: 401: \$\{MY_KEY\}"):
-        PluginReward(NotMade, {"key": "sk-123456"}, None, secrets)
+        PluginReward(NotMade, options)
 
 
 class Live(Counts):
@@ -155,16 +157,16 @@ def test_the_weights_of_a_torch_module_are_no_state() -> None:
 
 class Fails(Counts):
     def state_dict(self) -> dict[str, Any]:
-        raise ValueError("no disk for sk-123")
+        raise ValueError("no disk")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise ValueError("no disk for sk-123")
+        raise ValueError("no disk")
 
 
-def test_a_state_that_fails_is_told_without_a_secret_and_costs_gold_nothing() -> None:
-    reward = PluginReward(Fails, {}, secrets={"sk-123": "${KEY}"})
+def test_a_state_that_fails_is_told_and_costs_gold_nothing() -> None:
+    reward = PluginReward(Fails, {})
     for attempt in (reward.state_dict, lambda: reward.load_state_dict({})):
-        with pytest.raises(InputError, match=r"reward Fails: .*state_dict raised ValueError: no disk for \$\{KEY\}"):
+        with pytest.raises(InputError, match=r"reward Fails: .*state_dict raised ValueError: no disk"):
             attempt()
     with pytest.raises(InputError):
         states_of({"reward": reward})

@@ -377,12 +377,10 @@ def test_a_run_that_cannot_start_removes_nothing(work: Work, crashed: Path) -> N
     assert read_jsonl(crashed / "metrics.jsonl")[0]["step"] == 1
 
 
-def test_a_link_in_the_place_of_a_plugin_s_copy_is_refused(work: Work, crashed: Path, tmp_path: Path) -> None:
-    """One that the run has not made: it is no file of its list yet."""
+def test_a_link_in_the_place_of_a_plugin_s_copy_is_replaced(work: Work, crashed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def count(prompts, responses): return [0.0 for _ in prompts]")
     (tmp_path / "precious.py").write_text("mine")
     (crashed / "mine.py").symlink_to(tmp_path / "precious.py")
-    with pytest.raises(InputError, match=r"crashed/mine\.py is a link"):
-        work("crashed", f"reward={{kind: '{tmp_path / 'mine.py'}:count'}}", overwrite=True)
+    work("crashed", f"reward={{kind: '{tmp_path / 'mine.py'}:count'}}", overwrite=True)
     assert (tmp_path / "precious.py").read_text() == "mine"
-    assert (crashed / "metrics.jsonl").exists()  # the run of before is still there
+    assert (crashed / "mine.py").read_text().startswith("def count")

@@ -85,6 +85,14 @@ def subsections(model: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[
                     yield from ((f"{name}.{key}", item, v) for key, v in value.items() if isinstance(v, dict))
 
 
+def inner(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The mapping below these keys of a mapping that may be wrong; empty if there is none."""
+    value: Any = raw
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, dict) else {}
+
+
 def refuse(*problems: str) -> None:
     """Raise InputError where there are problems."""
     if problems:

@@ -1,0 +1,64 @@
+"""One small run of each script that a make target starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from rlhf_kl.commands.world import World
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def script(name: str, *words: Any) -> subprocess.CompletedProcess[str]:
+    """A script's outcome; it must end well."""
+    command = [sys.executable, str(SCRIPTS / name), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+@pytest.mark.slow
+def test_killed_runs_end_as_if_nothing_had_been(small_world: World) -> None:
+    assert script("crash_test.py", "--kills", 3, "--seed", 1).stdout.splitlines()[-1] == "all 3 3"
+
+
+@pytest.mark.slow
+def test_speed_by_phase(small_world: World, tmp_path: Path) -> None:
+    sizes = ["--models", "reviews", "--values", "features", "--dtypes", "float32", "--updates", 3, "--batch", 8]
+    script("bench.py", "phases", *sizes, "--out", tmp_path / "bench.json")
+    (run,) = json.loads((tmp_path / "bench.json").read_text())["phases"]
+    assert run["samples_per_s"] == pytest.approx(8 / run["step_s"])
+    assert 0 < run["share_of_update_s"] < 1.5
+    assert run["share_of_update_s"] == pytest.approx(run["floor_of_update_s"] / run["update_s"])
+
+
+@pytest.mark.slow
+def test_the_report_of_a_machine(small_world: World, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    script("gpu_report.py", "--device", "cpu", "--models", "reviews", "--updates", 2, "--processes", 1, "--out", out)
+    runs = json.loads(out.read_text())["runs"]
+    assert [run["dtype"] for run in runs] == ["float32", "bfloat16"]
+    assert all(run["updates"] == 2 for run in runs)
+
+
+@pytest.mark.slow
+def test_laws_on_plants() -> None:
+    line = script("bench_plant.py", "fixed").stdout.splitlines()[-1]
+    assert line.split()[0] == "fixed"
+    assert line.count("%") == 6
+
+
+@pytest.mark.slow
+def test_the_memory_table() -> None:
+    assert "7B" in script("memory_table.py").stdout
+
+
+def test_this_environment_is_complete() -> None:
+    script("environment.py", "--check-dev")
