@@ -169,7 +169,7 @@ class Run:
 
     def restore(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Load what is tracked under these names from a checkpoint."""
-        states = self._tracked_states(self._state if checkpoint == self.checkpoint else checkpoint.state())
+        states = self._tracked_states(checkpoint.state())  # read anew: objects may change what they got
         for name in names:
             if name == "model":
                 checkpoint.load_model(self.tracked[name])
