@@ -223,6 +223,14 @@ def test_a_horizon_that_cannot_move_beta_is_said(run, tmp_path):
     assert "ZieglerKL can move beta only from 0.2 " in run("--config", str(file), "--json").err
 
 
+def test_the_updates_of_a_config_are_those_in_which_the_controller_moves(run, tmp_path):
+    file = tmp_path / "mine.yaml"
+    sizes = "rollout: {batch_size: 64}\nppo: {total_episodes: 640, value_warmup: 2}\n"
+    file.write_text(sizes + "kl: {controller: {kind: schedule, coef: 0.1, end_coef: 0.9}}\n")
+    rows = rows_of(run("--config", str(file), "--json"))
+    assert [row["coef_next"] for row in rows] == pytest.approx([0.1 * (2 + i) for i in range(8)])
+
+
 def test_a_plugin_from_a_file(run, tmp_path):
     (tmp_path / "mine.py").write_text(
         "class Halving:\n"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-from safetensors.torch import save_file
 
 from rlhf_kl import ui
 from rlhf_kl.commands.card import model_card
+from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.guards import RunGuards, StepResult
 from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.samples import sample_rows, top_tokens
@@ -20,7 +18,7 @@ from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fi
 from rlhf_kl.commands.watches import kl_alerts, kl_bought
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.models.load import parameter_count, save_model
+from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.report.control import closing_figures, end, is_update, near_target, worth
 from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
@@ -30,10 +28,9 @@ from rlhf_kl.rollout.collect import UNSCORED, NonFiniteRollout
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.collapse import EqualResponses
 from rlhf_kl.run.exploitation import ExploitationSigns
-from rlhf_kl.run.folder import write_folder
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
-from rlhf_kl.sharding import held_share, local, tensors_of, unsharded
+from rlhf_kl.sharding import held_share, local, unsharded
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
@@ -293,7 +290,7 @@ class TrainLoop:
         self.run.log(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.parts.policy.module))
-        self.write_final(card)
+        write_final(self.run.folder.final, self.trainer.model, self.parts, card, keep=self.ranks.writes)
         return self.run.finish(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
@@ -321,28 +318,3 @@ class TrainLoop:
         kl = sum(row["kl/sequence"] for row in tail) / len(tail)
         limit = scores.most_gain(kl)
         return gain / limit if limit else None
-
-    def write_final(self, card: str) -> None:
-        """A folder that plain transformers loads, with a model card; the value function in a file of its own.
-
-        All processes call it together, since each may hold a part of the weights; the first one writes.
-        """
-        model, parts, keep = self.trainer.model, self.parts, self.ranks.writes
-        policy: Any = model.policy.module
-        tensors = tensors_of(policy, keep=keep) if parts.spread else None
-        value = {
-            f"{part}.{name}": tensor
-            for part, module in (("value", model.value), ("critic", model.critic))
-            if module is not None
-            for name, tensor in tensors_of(module, keep=keep).items()
-        }
-
-        def write(place: Path) -> None:
-            policy.generation_config.eos_token_id = parts.sampling.eos_ids
-            policy.generation_config.pad_token_id = parts.sampling.pad_id
-            save_model(policy, parts.tokenizer, place, tensors)
-            save_file(value, place / "value.safetensors")
-            (place / "README.md").write_text(card, encoding="utf-8")
-
-        if keep:
-            write_folder(self.run.folder.final, write)

@@ -268,6 +268,7 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
     updates = next(iter(variants[0].runs.values())).updates if len(variants) == 1 else []
     path = [(row["kl/coef"], kl) for row in tail(updates) if (kl := row["kl/sequence"])]
     betas = [own["beta"] for _, own in runs] + [coef for coef, _ in path if coef > 0]
+    betas += [coef for coef, _, _ in _tilt(reference) if path and 0 < coef <= LARGEST_BETA]
     low, high = min(betas) / 1.6, max(betas) * 1.6
     tilt = [(coef, kl) for coef, kl, _ in _tilt(reference) if low <= coef <= high and kl > 0]
     most = 3 * max([own["kl_sequence"] for _, own in runs] + [kl for _, kl in tilt])

@@ -150,16 +150,16 @@ def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Pa
     [(1000, "head", None, 16), (25_000, "head", None, 4), (25_000, "separate", None, 2), (25_000, "head", 8, 8)],
 )
 def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_kl.models.activations.kept_per_token", lambda _policy: model)
-    monkeypatch.setattr("rlhf_kl.models.activations.parameter_count", lambda _policy: 0)
-    monkeypatch.setattr("rlhf_kl.models.activations.ROOM", {"cpu": 4 * 25_000 * 40})
+    monkeypatch.setattr("rlhf_kl.memory.kept_per_token", lambda _policy: model)
+    monkeypatch.setattr("rlhf_kl.memory.ROOM", {"cpu": 4 * 25_000 * 40})
     config = SimpleNamespace(
         ppo=SimpleNamespace(microbatch_size=size),
         minibatch_size=16,
         critic=value,
         run=SimpleNamespace(dtype="float32"),
     )
-    assert microbatch_rows(config, None, torch.device("cpu"), tokens=10) == rows
+    policy = SimpleNamespace(parameters=list)
+    assert microbatch_rows(config, policy, torch.device("cpu"), tokens=10) == rows
 
 
 def test_what_fits_into_memory() -> None:

@@ -1,23 +1,54 @@
-"""`--merge`: writes the merged model beside the adapter, to be loaded without peft."""
+"""What a finished run leaves: `final/`, and with `--merge` an adapter merged into its model, `merged/`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
 
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.models import load_language_model
+from rlhf_kl.commands.parts import Parts
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.lora import is_adapter
+from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.report.control import is_update
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.sharding import tensors_of
 from rlhf_kl.ui import log
 
 MERGED = "merged"
+
+
+def write_final(folder: Path, model: ActorCritic, parts: Parts, card: str, *, keep: bool) -> None:
+    """A folder that plain transformers loads, with a model card; the value function in a file of its own.
+
+    All processes call it together, since each may hold a part of the weights; the one with `keep` writes.
+    """
+    policy: Any = model.policy.module
+    tensors = tensors_of(policy, keep=keep) if parts.spread else None
+    value = {
+        f"{part}.{name}": tensor
+        for part, module in (("value", model.value), ("critic", model.critic))
+        if module is not None
+        for name, tensor in tensors_of(module, keep=keep).items()
+    }
+
+    def write(place: Path) -> None:
+        policy.generation_config.eos_token_id = parts.sampling.eos_ids
+        policy.generation_config.pad_token_id = parts.sampling.pad_id
+        save_model(policy, parts.tokenizer, place, tensors)
+        save_file(value, place / "value.safetensors")
+        (place / "README.md").write_text(card, encoding="utf-8")
+
+    if keep:
+        write_folder(folder, write)
 
 
 def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None:
