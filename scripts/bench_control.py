@@ -40,7 +40,7 @@ from rlhf_kl.report.control import BAND, tail
 from rlhf_kl.report.drawing import ORDERED, Chart, save_sheet
 from rlhf_kl.report.run import RunResult, read_run
 from rlhf_kl.report.verdict import text_table
-from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.run.log import write_json
 from rlhf_kl.text import format_number, format_percent
 
 ROWS = Path(__file__).with_suffix(".yaml")

@@ -37,7 +37,7 @@ from bench import random_world, run_alone
 from rlhf_kl.commands.world import World
 from rlhf_kl.models.load import load_tokenizer
 from rlhf_kl.report.verdict import text_table
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 PEERS = ("rloo", "grpo")
 SIDES = ("gae", "rloo", "grpo", *(f"TRL {name}" for name in PEERS))

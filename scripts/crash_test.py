@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 SMALL = "builtin:reviews-small"
 RUNS = (

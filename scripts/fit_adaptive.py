@@ -27,7 +27,7 @@ from rlhf_kl.kl_controllers.adaptive import AdaptiveKL, StepModel
 from rlhf_kl.kl_controllers.base import COEF_SPAN
 from rlhf_kl.report.control import is_update
 from rlhf_kl.report.verdict import text_table
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 GRID: dict[str, tuple[float, ...]] = {
     "momentum": (0.2, 0.3, 0.4, 0.5, 0.6),

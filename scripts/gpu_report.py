@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from bench import SHAPES, WARM_UP, random_world
 
-from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.versions import git_revision, versions
+from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.run.resume import git_revision, versions
 
 TARGET = 0.1  # nats per token
 

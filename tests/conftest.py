@@ -40,7 +40,6 @@ SLOW_FILES = (
         "commands/test_float64.py",
         "commands/test_lora.py",
         "commands/test_reward_lora.py",
-        "commands/test_old_runs.py",
         "commands/test_world.py",
     ),
 )

@@ -22,7 +22,7 @@ import yaml
 
 from rlhf_kl.cli.guide import FOLDER, PAGES
 from rlhf_kl.config.paths import shipped_configs
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World

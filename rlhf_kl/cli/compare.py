@@ -77,7 +77,7 @@ def report(
 ) -> None:
     """Show a finished or running run as one self-contained page: RUN/report.html."""
     from rlhf_kl.commands.report import watch_reports, write_report
-    from rlhf_kl.run.run_folder import newest_run
+    from rlhf_kl.run.folder import newest_run
 
     ui.start(quiet)
     paths = runs or [newest_run()]

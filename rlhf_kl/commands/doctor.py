@@ -32,8 +32,8 @@ from rlhf_kl.models.text import encode_all
 from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.collect import NonFiniteRollout
-from rlhf_kl.run.failures import LESS_MEMORY
-from rlhf_kl.run.trackers import check_installed
+from rlhf_kl.run.log import check_installed
+from rlhf_kl.run.run import LESS_MEMORY
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.optim import usual_learning_rate
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch

@@ -25,7 +25,7 @@ from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.functions import GoldScorer
 from rlhf_kl.rewards.trl_interface import begin_scorers
-from rlhf_kl.run.run_folder import RunFolder, newest_run
+from rlhf_kl.run.folder import RunFolder, newest_run
 from rlhf_kl.types import RewardFn
 from rlhf_kl.ui import log
 

@@ -18,9 +18,8 @@ from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.report.control import is_update
 from rlhf_kl.rewards.model import save_reward_model
-from rlhf_kl.run.folders import write_folder
-from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder, write_folder
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import tensors_of
 from rlhf_kl.ui import log
 

@@ -28,8 +28,7 @@ from rlhf_kl.rewards.functions import score_responses
 from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
-from rlhf_kl.run.files import check_writable, write_atomic
-from rlhf_kl.run.run_folder import RunFolder, newest_run
+from rlhf_kl.run.folder import RunFolder, check_writable, newest_run, write_atomic
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 from rlhf_kl.ui import log

@@ -17,9 +17,7 @@ from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.run import stored_config
-from rlhf_kl.run.files import write_atomic
-from rlhf_kl.run.resume import finished_summary
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.threads import NUMBER, cores
 from rlhf_kl.ui import Advance, log
@@ -173,7 +171,7 @@ def _run_folder(run: PlannedRun) -> RunFolder:
 
 
 def _is_finished(run: PlannedRun) -> bool:
-    summary = finished_summary(_run_folder(run))
+    summary = _run_folder(run).finished_summary()
     return summary is not None and summary.get("steps", 0) >= run.config.updates
 
 

@@ -33,7 +33,7 @@ from rlhf_kl.models.lora import (
 from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2, train_tokenizer
 from rlhf_kl.rewards.model import remember_format
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.sharding import load_tensors
 
@@ -185,14 +185,12 @@ def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
-    if not present:
-        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
     if step is None:
-        whole, problems = newest_whole(folder.checkpoints)
-        if whole is None:
-            raise InputError(*(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems))
-        return whole
+        newest, _ = newest_whole(folder.checkpoints)
+        if newest is None:
+            raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+        return newest
+    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
     if step not in present:
         hint = suggestion(str(step), [str(known) for known in present])
         raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")

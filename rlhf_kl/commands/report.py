@@ -13,8 +13,8 @@ from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import compare_page, report_page
 from rlhf_kl.report.run import RunResult, read_run
 from rlhf_kl.report.verdict import COLUMNS, judge, text_table, variant_rows
-from rlhf_kl.run.files import write_atomic
-from rlhf_kl.run.run_folder import RunFolder, write_json
+from rlhf_kl.run.folder import RunFolder, write_atomic
+from rlhf_kl.run.log import write_json
 from rlhf_kl.text import hanging
 
 
@@ -24,7 +24,7 @@ def write_report(path: Path, refresh: int | None = None) -> RunResult:
     try:
         write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))
         if charts := run_charts(run):
-            save_sheet(charts, folder.claim("report.png"), columns=2, heading=run.name)
+            save_sheet(charts, folder.picture, columns=2, heading=run.name)
     except OSError as error:
         raise InputError(f"{path}: the report cannot be written: {error.strerror or error}") from None
     return run

@@ -6,21 +6,16 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rlhf_kl import ui
-from rlhf_kl.config.load import flat
 from rlhf_kl.config.schema import AnyConfig, RunSection
 from rlhf_kl.distributed import Ranks, joined_group
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import shell_command
-from rlhf_kl.run.failures import machine_failures
-from rlhf_kl.run.resume import check_resumed
-from rlhf_kl.run.run_folder import RunFolder, open_run_folder
+from rlhf_kl.run.log import check_installed
+from rlhf_kl.run.run import Run, open_run
 from rlhf_kl.run.signals import ending_on_sigterm
-from rlhf_kl.run.trackers import check_installed
-from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     import torch
@@ -31,63 +26,27 @@ NOT_OURS = {  # features of accelerate, by the variable that requests them
     "MEGATRON_LM": "Megatron-LM is not supported",
     "PARALLELISM_CONFIG": "accelerate's parallelism is not used here: set policy.shard and reference.shard",
 }
-Run = Callable[[Any, RunFolder, Ranks], dict[str, Any]]
+Work = Callable[[Any, Run], dict[str, Any]]
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
 
-def train_command(run: Run, config: AnyConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
-    """Open the run folder and run; a finished run with --resume gives its summary.
+def train_command(work: Work, config: AnyConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+    """Open the run and do its work; a finished run with --resume gives its summary.
 
-    Of several processes the first one opens and writes the folder; the others give {}.
+    Of several processes the first one writes the folder; the others give {}.
     """
     check_installed(config.tracking.trackers)
     config = on_this_machine(config)  # the stored config repeats the run on any machine
-    path = Path(config.run.output_dir)
-    with ending_on_sigterm(), joined(config.run) as processes:
-
-        def open_folder() -> tuple[RunFolder, dict[str, Any] | None]:
-            if not processes.writes:
-                return RunFolder(path), None
-            if overwrite:
-                _check_inputs(config, path)
-            folder = open_run_folder(path, resume=resume, overwrite=overwrite)
-            try:
-                return folder, check_resumed(folder, config) if resume else None
-            except BaseException:
-                folder.release()
-                raise
-
-        folder, summary = processes.run(open_folder)
-        with folder, machine_failures(folder):
-            summary, folder.replaces = processes.first((summary, folder.replaces))
-            if summary is not None:
-                return summary if processes.writes else {}
-            if processes.writes and not folder.locked:
-                log.warning(
-                    f"lock: the file system of {path} has no locks: make sure that no other run uses this folder"
-                )
-            if not processes.writes:
-                ui.silence()
-            summary = run(config, folder, processes)
-            return summary if processes.writes else {}
-
-
-def _check_inputs(config: AnyConfig, path: Path) -> None:
-    """Errors: InputError if --overwrite would remove something that the config names.
-
-    A plugin's copy (`file.py:name`) is no error: it is read first and written again.
-    """
-    problems = [
-        f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
-        for key, value in flat(config.model_dump()).items()
-        if isinstance(value, str)
-        and Path(value).is_absolute()  # as every path of a config that is on the disk
-        and path.resolve() in Path(value).resolve().parents
-        and Path(value).exists()
-    ]
-    if problems:
-        raise InputError(*problems)
+    with (
+        ending_on_sigterm(),
+        joined(config.run) as ranks,
+        open_run(config, ranks, resume=resume, overwrite=overwrite) as run,
+    ):
+        if run.finished is None and not ranks.writes:
+            ui.silence()
+        summary = work(config, run) if run.finished is None else run.finished
+        return summary if ranks.writes else {}
 
 
 def on_this_machine(config: C) -> C:

@@ -10,19 +10,15 @@ from rlhf_kl.commands.models import adapter_ref, load_language_model, load_train
 from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.world import with_files
-from rlhf_kl.config.schema import Kind, RewardModelConfig, SFTConfig
-from rlhf_kl.distributed import Ranks
-from rlhf_kl.errors import GuardStop
+from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
 from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import compute_dtype, parameter_count
 from rlhf_kl.models.lora import CLASSIFIER, add_adapter, checkpointed
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.model import RewardModel, TextFormat
-from rlhf_kl.run.folders import write_folder
-from rlhf_kl.run.record import Recorder
-from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.run.signals import stopping_on_signals
+from rlhf_kl.run.folder import write_folder
+from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.supervised import SupervisedTrainer, Task
@@ -30,69 +26,50 @@ from rlhf_kl.trainers.tasks import LabelTask, PairTask, ResponseTask, TextTask
 from rlhf_kl.ui import log
 
 
-def run_supervised(config: SFTConfig | RewardModelConfig, folder: RunFolder, processes: Ranks) -> dict[str, Any]:
+def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str, Any]:
     """Train a language model or a reward model; returns the summary."""
     device = make_accelerator(config.run, group=True).device
     resolver = Resolver.for_run(config.run, device)
-    task = processes.first_before_others(lambda: build_task(with_files(config), resolver))
+    task = run.ranks.first_before_others(lambda: build_task(with_files(config), resolver))
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
-    trainer = SupervisedTrainer(task, settings, config.run.seed, processes)
-    kind: Kind = "sft" if isinstance(config, SFTConfig) else "reward-model"
-    recorder = Recorder(folder, config, kind, device, {task.data: task.fingerprint}, processes)
+    trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks)
+    run.check(device, {task.data: task.fingerprint})
+    run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer, microbatch=trainer.microbatch)
     for note in task.notes:
         log.info(note)
     log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
-    try:
-        recorder.begin()
-        last = train_to_the_end(trainer, recorder)
-        if processes.writes:
-            write_folder(folder.final, task.save)
-        heldout = {"heldout": figures} if (figures := task.distribution()) else {}
-        return recorder.summary(steps=trainer.steps, final=last, **heldout, stopped_by=None)
-    finally:
-        recorder.close()
+    run.begin()
+    last = train_to_the_end(trainer, run)
+    if run.ranks.writes:
+        write_folder(run.folder.final, task.save)
+    heldout = {"heldout": figures} if (figures := task.distribution()) else {}
+    return run.finish(steps=trainer.steps, final=last, **heldout, stopped_by=None)
 
 
-def train_to_the_end(trainer: SupervisedTrainer, recorder: Recorder) -> dict[str, Any]:
+def train_to_the_end(trainer: SupervisedTrainer, run: Run) -> dict[str, Any]:
     """Train, evaluating before the first step, every `eval.every` steps, and after the last.
 
     Returns the last row, which is that of the final evaluation.
     """
-    config, model, processes = recorder.config, trainer.model, recorder.processes
-    start = 1
-    if recorder.checkpoint is not None:
-        recorder.checkpoint.load_model(checkpointed(model))
-        recorder.checkpoint.load_optimizer(trainer.optimizer)
-        trainer.microbatch.halve_to(recorder.state["microbatch"])
-        start = recorder.checkpoint.step + 1
-        log.info(f"going on from step {start - 1}")
-    title = recorder.kind.replace("-", " ")
-    with stopping_on_signals(config.checkpoint.grace) as stop, ui.progress(title, trainer.steps) as advance:
-        advance(start - 1)
-        rows, due = trainer.train(start), False
-        for step in range(start, trainer.steps + 1):
+    ranks = run.ranks
+    with ui.progress(run.kind.replace("-", " "), trainer.steps) as advance:
+        advance(run.next_step - 1)
+        rows = trainer.train(run.next_step)
+        for step in run.steps(trainer.steps):
             began = time.perf_counter()
-            figures = trainer.task.evaluate(processes) if (step - 1) % config.eval.every == 0 else {}
+            figures = trainer.task.evaluate(ranks) if (step - 1) % run.config.eval.every == 0 else {}
             row = next(rows) | figures
             row["time/step_s"] = time.perf_counter() - began
             if alerts := worded(trainer.facts):
                 row["alerts"] = alerts
-            recorder.row(row)
+            run.log(row, sound=not trainer.skipped and all(ranks.all(all_finite(trainer.model.parameters()))))
             advance(1)
             for alert in alerts:
                 log.warning(f"step {step}: {alert}")
-            signalled = max(processes.all(stop.signal or 0))
             if trainer.stuck:
-                reason = f"{trainer.skipped} steps in a row were skipped: their gradients were not finite"
-                recorder.summary(steps=step, final=row, stopped_by=reason)
-                raise GuardStop(reason)
-            due = due or (step % config.checkpoint.every == 0 and step < trainer.steps)
-            if (due or signalled) and not trainer.skipped and all(processes.all(all_finite(model.parameters()))):
-                recorder.save(step, checkpointed(model), trainer.optimizer, {"microbatch": trainer.microbatch.halved})
-                due = False
-            stop.check(max(processes.all(stop.signal or 0)))
-        last = {"step": trainer.steps + 1, **trainer.task.evaluate(processes)}
-    recorder.row(last)
+                run.stop(row, f"{trainer.skipped} steps in a row were skipped: their gradients were not finite")
+        last = {"step": trainer.steps + 1, **trainer.task.evaluate(ranks)}
+    run.log(last)
     return last
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.commands.card import model_card
@@ -16,22 +16,17 @@ from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import Ranks
-from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.report.control import closing_figures, end, is_update
 from rlhf_kl.rewards.functions import gold_scores_of, joined_gold
-from rlhf_kl.rewards.plugin import columns_read
+from rlhf_kl.rewards.plugin import ScorerStates, columns_read
 from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
 from rlhf_kl.rollout.collect import NonFiniteRollout
-from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.clock import speed
-from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.record import Recorder
-from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.run.signals import stopping_on_signals
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.run.log import read_jsonl, speed
+from rlhf_kl.run.run import Run
 from rlhf_kl.sharding import held_share, local, unsharded
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
@@ -42,31 +37,32 @@ from rlhf_kl.ui import log
 ROLLBACK_RAISE = 2.0  # of beta
 
 
-def run_train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> dict[str, Any]:
+def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """Train a policy; returns the summary."""
-    check_sizes(config, ranks.count)
+    check_sizes(config, run.ranks.count)
     accelerator = make_accelerator(config.run, group=True)
-    parts = ranks.first_before_others(lambda: build_parts(config, accelerator))
-    recorder = Recorder(folder, config, "train", accelerator.device, fingerprints(parts), ranks)
-    try:
-        training = prepare_training(config, parts, recorder.checkpoint, recorder.state or None, ranks)
-        return TrainRun(config, parts, training, recorder).run()
-    except InputError:
-        recorder.mention_checkpoint()
-        raise
-    finally:
-        recorder.close()
+    parts = run.ranks.first_before_others(lambda: build_parts(config, accelerator))
+    run.check(accelerator.device, fingerprints(parts))
+    training = prepare_training(config, parts, run.ranks, run.saved("start"))
+    trainer = training.trainer
+    run.track(
+        start=training,
+        model=checkpointed(trainer.model.modules),
+        optimizer=trainer.optimizer,
+        trainer=trainer,
+        scorers=ScorerStates(training.scorers),
+    )
+    return TrainLoop(config, parts, training, run).work()
 
 
-class TrainRun:
-    """The loop of one run, with everything around an update: rows, alerts, evaluations, checkpoints."""
+class TrainLoop:
+    """The loop of one run, with everything around an update: rows, alerts, evaluations."""
 
-    def __init__(self, config: TrainConfig, parts: Parts, training: Training, recorder: Recorder) -> None:
-        self.config, self.parts, self.training = config, parts, training
-        self.trainer, self.recorder = training.trainer, recorder
-        self.ranks = recorder.processes
+    def __init__(self, config: TrainConfig, parts: Parts, training: Training, run: Run) -> None:
+        self.config, self.parts, self.training, self.run = config, parts, training, run
+        self.trainer, self.ranks = training.trainer, run.ranks
         self.status = RunStatus(config.updates, config.kl.target_value, config.kl.unit)
-        self.trl_rewards = begin_scorers(parts.reward, parts.gold, training.next_step, config.updates)
+        self.trl_rewards = begin_scorers(parts.reward, parts.gold, run.next_step, config.updates)
         self.monitors = Monitors(
             config,
             coef=training.coef,
@@ -75,17 +71,16 @@ class TrainRun:
             learning_rate=self.trainer.rate.peak,
             from_reference=parts.reference_is_initial_policy,
         )
-        if recorder.checkpoint is not None:
-            self.monitors.load_state_dict(recorder.state["monitors"])
-            for row in read_jsonl(recorder.folder.metrics):
-                if row.get("step", training.next_step) < training.next_step:
-                    self.status.remember(row)
+        run.track(monitors=self.monitors)
+        for row in read_jsonl(run.folder.metrics) if run.checkpoint is not None else ():
+            if row.get("step", run.next_step) < run.next_step:
+                self.status.remember(row)
 
     # ---- the loop
 
-    def run(self) -> dict[str, Any]:
+    def work(self) -> dict[str, Any]:
         """All updates, then the closing evaluation, `final/` and the summary."""
-        self.recorder.begin()
+        self.run.begin()
         self.announce()
         with ui.live(self.status):
             self.update_all()
@@ -94,39 +89,31 @@ class TrainRun:
     def update_all(self) -> None:
         """The updates that are left."""
         config, total = self.config, self.config.updates
-        with stopping_on_signals(config.checkpoint.grace) as stop:
-            began, due = time.perf_counter(), False
-            if self.rolls_back and self.recorder.checkpoint is None:
-                self.save(0)  # so that a rollback can go back to the start
-            for step in range(self.training.next_step, total + 1):
-                facts: dict[str, Any] = {}
-                looks = (step - 1) % config.eval.every == 0
-                self.begin(step)
-                evaluated = self.look(facts) if looks else {}
-                ui.show_work(f"update {step}")
-                result = self.step(step)
-                row = result.row
-                row |= evaluated
-                row["alerts"], decision = self.monitors(row, facts | result.facts)
-                ended_by = None if decision is None else self.obey(decision, row)
-                self.note_best_checkpoint(row)
-                if step % config.tracking.samples_every == 0 or step in (1, total):
-                    self.record_samples(result)
-                now = time.perf_counter()
-                row |= speed(row, now - began, config.rollout.batch_size, self.parts.policy.device)
-                began = now
-                self.recorder.row(row)
-                ui.show_row(row)
-                for alert in row["alerts"]:
-                    log.warning(f"update {step}: {alert}")
-                due = due or step % config.checkpoint.every == 0 or step == total
-                signalled = max(self.ranks.all(stop.signal or 0))
-                if (due or signalled or ended_by) and result.sound:
-                    self.save(step)
-                    due = False
-                if ended_by:
-                    self.stop(row, ended_by)
-                stop.check(max(self.ranks.all(stop.signal or 0)))
+        began = time.perf_counter()
+        self.spare()
+        if 0 in self.run.spared and self.run.checkpoint is None:
+            self.run.save(0)
+        for step in self.run.steps(total):
+            facts: dict[str, Any] = {}
+            self.begin(step)
+            evaluated = self.look(facts) if (step - 1) % config.eval.every == 0 else {}
+            ui.show_work(f"update {step}")
+            result = self.step(step)
+            row = result.row | evaluated
+            row["alerts"], decision = self.monitors(row, facts | result.facts)
+            ended_by = None if decision is None else self.obey(decision, row)
+            self.note_best_checkpoint(row)
+            if step % config.tracking.samples_every == 0 or step in (1, total):
+                row["kl/top_tokens"] = self.record_samples(result)
+            now = time.perf_counter()
+            row |= speed(row, now - began, config.rollout.batch_size, self.parts.policy.device)
+            began = now
+            self.run.log(row, sound=result.sound)
+            ui.show_row(row)
+            for alert in row["alerts"]:
+                log.warning(f"update {step}: {alert}")
+            if ended_by:
+                self.run.stop(row, ended_by, episodes=row["episodes"])
 
     def look(self, facts: dict[str, Any]) -> dict[str, Any]:
         """The `eval/*` figures of the policy as it is; `facts` gets what is left out."""
@@ -138,7 +125,8 @@ class TrainRun:
         config, clock, trainer = self.config, self.training.clock, self.trainer
         self.begin(step)  # discards what an evaluation logged
         try:
-            update = clock.timed("time/update_s", trainer.update)(step)
+            with clock.timed("time/update_s"):
+                update = trainer.update(step)
         except NonFiniteRollout as failure:
             rollout, row = failure.rollout, failed_row(failure, trainer.controller.coef, config)
             facts: dict[str, Any] = {"update-skipped": {"reason": str(failure), "broken": failure.broken}}
@@ -184,58 +172,54 @@ class TrainRun:
         if decision.action == "stop":
             return reason
         # Regular steps only: a checkpoint that a signal made in between would make a resumed run differ.
-        found, every = checkpoints(self.recorder.folder.checkpoints), self.config.checkpoint.every
+        found, every = checkpoints(self.run.folder.checkpoints), self.config.checkpoint.every
         good = [c for c in found if self.ranks.writes and c.step % every == 0 and c.damage() is None]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
-            rows = [old for old in read_jsonl(self.recorder.folder.metrics) if old.get(key) is not None]
+            rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
             below = {old["step"] - 1 for old in rows if old[key] < limit}  # row k + 1 measures checkpoint k
             good = [c for c in good if c.step in below]
         good = self.ranks.first(good)  # only its disk counts
         if not good:
             return f"{reason} in update {row['step']}, with no checkpoint to go back to"
         raised = control.raised
-        self.training.go_back(good[-1])
+        self.go_back(good[-1])
         if ceiling and not control.raise_coef(ROLLBACK_RAISE * raised / control.raised):
             return f"{reason}, and beta {control.coef:.4g} cannot be raised"
         row["kl/coef_next"] = control.coef
         row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.coef))
         return None
 
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Restore everything that learns; the count of updates goes on."""
+        adaptive = self.trainer.rate.adaptive
+        factor = 1.0 if adaptive is None else adaptive.factor
+        self.run.restore(checkpoint, ("model", "optimizer", "trainer", "scorers"))
+        if adaptive is not None:  # a rate that was too high stays lower
+            adaptive.factor = min(factor, adaptive.factor)
+
     def note_best_checkpoint(self, row: dict[str, Any]) -> None:
         """Remember the checkpoint that the row measures, if it is the best and still there."""
         best = self.monitors.better_checkpoint(row)
-        if best and any(c.step == best["step"] for c in checkpoints(self.recorder.folder.checkpoints)):
+        if best and any(c.step == best["step"] for c in checkpoints(self.run.folder.checkpoints)):
             self.monitors.best_checkpoint = best
+            self.spare()
 
-    # ---- records and checkpoints
+    def spare(self) -> None:
+        """Keep the checkpoints that are needed beside the newest: the start for a rollback, and the best."""
+        ceiling, best = self.config.kl.ceiling, self.monitors.best_checkpoint
+        start = [0] if ceiling is not None and ceiling.action == "rollback" else []
+        self.run.spared = start + ([best["step"]] if best is not None else [])
 
-    def record_samples(self, result: StepResult) -> None:
-        """Record some responses of the update token by token, and the tokens of the batch with the largest KL."""
+    def record_samples(self, result: StepResult) -> list[dict[str, Any]]:
+        """Record some responses of the update token by token; returns the tokens of the batch with the largest KL."""
         logged = self.ranks.all(logged_columns(self.trl_rewards, len(result.rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
         columns = columns_read(self.parts.reward, self.parts.gold)
         for row in sample_rows(result, self.parts.tokenizer, columns, extra):
-            self.recorder.sample(row)
-        result.row["kl/top_tokens"] = top_tokens(result.rollout, self.parts.tokenizer)
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether a KL above the ceiling rolls the run back."""
-        return self.config.kl.ceiling is not None and self.config.kl.ceiling.action == "rollback"
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint with everything that a resumed run needs."""
-        own, best = self.training.state_dict(), self.monitors.best_checkpoint
-        state = {
-            **own,
-            "other_scorers": self.ranks.all(own["scorers"])[1:],
-            "monitors": self.monitors.state_dict(),
-            "spared": [0] * self.rolls_back + ([best["step"]] if best else []),
-        }
-        trainer = self.trainer
-        self.recorder.save(step, checkpointed(trainer.model.modules), trainer.optimizer, state)
+            self.run.sample(row)
+        return top_tokens(result.rollout, self.parts.tokenizer)
 
     # ---- the beginning and the end
 
@@ -267,15 +251,10 @@ class TrainRun:
         for warning in [*worded(facts), *start_notes(config)]:
             log.warning(warning)
 
-    def stop(self, row: dict[str, Any], reason: str) -> NoReturn:
-        """End the run for a guard: the summary gets the reason, and the last checkpoint stays."""
-        self.recorder.summary(steps=row["step"], episodes=row["episodes"], final=row, stopped_by=reason)
-        raise GuardStop(reason)
-
     def finish(self) -> dict[str, Any]:
         """Evaluate once more, write `final/` and the summary."""
         # From the file: a resumed run has not seen all rows.
-        rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
+        rows = [row for row in read_jsonl(self.run.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.begin(step + 1)
         facts: dict[str, Any] = {}
@@ -285,11 +264,11 @@ class TrainRun:
         ui.show_work("writing final/")
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
-        self.recorder.row(row)
+        self.run.log(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.parts.policy.module))
-        write_final(self.recorder.folder.final, self.trainer.model, self.parts, card, keep=self.ranks.writes)
-        return self.recorder.summary(
+        write_final(self.run.folder.final, self.trainer.model, self.parts, card, keep=self.ranks.writes)
+        return self.run.finish(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
             final=(rows[-1] if rows else {}) | evaluated,

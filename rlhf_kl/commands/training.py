@@ -16,10 +16,10 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.memory import memory_for
 from rlhf_kl.models.load import model_fingerprint, parameter_count, texts_fingerprint, tokenizer_fingerprint
-from rlhf_kl.models.lora import checkpointed, has_adapter
+from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.plugin import PluginReward, load_states, plugin_scorers, scorers_with_state, state_kept, states_of
+from rlhf_kl.rewards.plugin import PluginReward, plugin_scorers, scorers_with_state, state_kept, states_of
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
@@ -32,8 +32,7 @@ from rlhf_kl.rollout.reference_scores import (
     sample_prompts,
     score_samples,
 )
-from rlhf_kl.run.checkpoint import Checkpoint
-from rlhf_kl.run.clock import Clock
+from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.trainers.checks import check_start, checked_prompts
@@ -52,68 +51,34 @@ class Training:
     coef: float  # the starting beta
     clock: Clock
     scorers: dict[str, PluginReward]  # those that have a state
-    next_step: int = 1
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run, without weights and the optimizer's tensors."""
-        return {
-            "trainer": self.trainer.state_dict(),
-            "shaping": self.shaping.state_dict(),
-            "starting_coef": self.coef,
-            "reference_scores": vars(self.reference_scores),
-            "scorers": states_of(self.scorers),
-        }
-
-    def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None, process: int = 0) -> None:
-        """Weights and optimizer of a checkpoint; with `state` also everything else, to continue after it.
-
-        Scorers load the state that process `process` saved, or the first process if that one did not exist.
-        """
-        checkpoint.load_model(checkpointed(self.trainer.model.modules))
-        checkpoint.load_optimizer(self.trainer.optimizer)
-        if state is not None:
-            self.trainer.load_state_dict(state["trainer"])
-            states = [state["scorers"], *state.get("other_scorers", [])]
-            load_states(self.scorers, states[process if process < len(states) else 0])
-            self.next_step = checkpoint.step + 1
-
-    def go_back(self, checkpoint: Checkpoint) -> None:
-        """Restore everything that learns from a checkpoint; the count of updates goes on."""
-        step, adaptive = self.next_step, self.trainer.rate.adaptive
-        factor = 1.0 if adaptive is None else adaptive.factor
-        self.load(checkpoint, checkpoint.state(), self.trainer.ranks.index)
-        if adaptive is not None:  # a rate that was too high stays lower
-            adaptive.factor = min(factor, adaptive.factor)
-        self.next_step = step
+        """What `prepare_training` takes in place of a new measurement."""
+        scores, shaping = vars(self.reference_scores), self.shaping.state_dict()
+        return {"coef": self.coef, "reference_scores": scores, "shaping": shaping}
 
 
 def prepare_training(
-    config: TrainConfig,
-    parts: Parts,
-    checkpoint: Checkpoint | None = None,
-    state: dict[str, Any] | None = None,
-    ranks: Ranks | None = None,
+    config: TrainConfig, parts: Parts, ranks: Ranks | None = None, saved: dict[str, Any] | None = None
 ) -> Training:
-    """The trainer of a run; `state` is the checkpoint's. Errors: GuardStop, InputError from the checks at the start."""
+    """The trainer of a run. `saved`: the figures from before its first update, as in `Training.state_dict`.
+
+    Errors: GuardStop, InputError from the checks at the start.
+    """
     ranks = ranks or Ranks()
-    if state is None or checkpoint is None:
+    if saved is None:
         scores, shaping = score_reference(config, parts, ranks)
         coef, note = starting_coef(config, scores)
         if note:
             log.info(note)
     else:
-        scores, shaping = ReferenceScores(**state["reference_scores"]), ScoreShaping(**state["shaping"])
-        coef = state["starting_coef"]
+        scores, shaping = ReferenceScores(**saved["reference_scores"]), ScoreShaping(**saved["shaping"])
+        coef = saved["coef"]
     clock = Clock()
     trainer = build_trainer(config, parts, scores, shaping, coef, clock, ranks)
     training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
     for name in training.scorers.keys() - states_of(training.scorers):
         log.warning(f"{name}: its state_dict returns no data that can be saved, so --resume starts it anew")
-    if checkpoint is not None:
-        training.load(checkpoint, state, ranks.index)
-        log.info(f"going on from update {checkpoint.step}")
-        for name in training.scorers.keys() - state["scorers"].keys() if state is not None else ():
-            log.warning(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
     return training
 
 
@@ -180,8 +145,8 @@ def build_trainer(
             value=model.value,
         ),
         Rollouts(
-            clock.timed("time/rollout_s", room(sampler)),
-            clock.timed("time/score_s", room(assessor)),
+            clock.timed("time/rollout_s")(room(sampler)),
+            clock.timed("time/score_s")(room(assessor)),
             ranks,
             parts.spread,
         ),
@@ -282,6 +247,8 @@ def fingerprints(parts: Parts) -> dict[str, str]:
         "the tokenizer of policy.model": tokenizer_fingerprint(parts.tokenizer),
         "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
     }
+    if not parts.reference_is_initial_policy:
+        prints["policy.model"] = model_fingerprint(parts.policy.module)
     if isinstance(parts.reward, RewardModel):
         prints["reward.model"] = model_fingerprint(parts.reward.model)
     return prints

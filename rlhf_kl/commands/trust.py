@@ -8,7 +8,7 @@ from rlhf_kl.config.load import load_run_config
 from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -26,10 +25,8 @@ from rlhf_kl.models.load import load_causal_lm, load_tokenizer, parameter_count
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.monitors import worded
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.run.failures import FULL, room_words
-from rlhf_kl.run.folders import sweep, write_folder
-from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.run_folder import write_json
+from rlhf_kl.run.folder import FULL, room_words, sweep, write_folder
+from rlhf_kl.run.log import read_jsonl, write_json
 from rlhf_kl.seeding import derive_seed, seed_libraries
 from rlhf_kl.trainers.supervised import SupervisedTrainer, Task
 from rlhf_kl.trainers.tasks import PairTask, TextTask
@@ -186,7 +183,7 @@ class World:
             if not target.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with self._lock(name):
-                    sweep(self.folder, re.compile(re.escape(name)))
+                    sweep(self.folder, name)
                     if not target.is_dir():  # else another process has built it
                         write_folder(target, build)
         return target

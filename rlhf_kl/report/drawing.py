@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from rlhf_kl.report.control import BAND
-from rlhf_kl.run.files import write_bytes_atomic
+from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.text import format_number
 
 # name: (on light, on dark). Light values are what matplotlib draws; pages replace them by var(--name).
@@ -192,7 +192,7 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=PNG_DPI, facecolor="white")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomic(path, buffer.getvalue())
+    write_atomic(path, buffer.getvalue())
 
 
 def svg(chart: Chart) -> str:

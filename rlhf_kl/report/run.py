@@ -17,8 +17,8 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 from rlhf_kl.report import control
-from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number
 
 

@@ -13,6 +13,7 @@ from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.plugins import users_code
 from rlhf_kl.rewards.functions import WeightedSum
 from rlhf_kl.rewards.time_limit import OwnThread
+from rlhf_kl.ui import log
 
 
 class PluginReward:
@@ -153,6 +154,21 @@ def load_states(scorers: Mapping[str, PluginReward], states: Mapping[str, dict[s
     for name in scorers.keys() & states.keys():
         with _only_logged(name):
             scorers[name].load_state_dict(states[name])
+
+
+class ScorerStates:
+    """The states of scorers as one, for a checkpoint."""
+
+    def __init__(self, scorers: Mapping[str, PluginReward]) -> None:
+        self.scorers = scorers
+
+    def state_dict(self) -> dict[str, Any]:
+        return states_of(self.scorers)
+
+    def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
+        load_states(self.scorers, states)
+        for name in self.scorers.keys() - states.keys():
+            log.warning(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
 
 
 @contextmanager

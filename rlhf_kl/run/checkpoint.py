@@ -1,28 +1,26 @@
-"""Checkpoints: safetensors and JSON, complete or absent (`run.folders`).
-
-A folder named step-000010 was complete when it got its name, even if the process was killed; checksums show whether
-it still is.
-"""
+"""Checkpoints: safetensors and JSON. A folder named step-000010 was complete when it got its name."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.contents import checkpoint_folders
-from rlhf_kl.run.folders import damage, remove_folder, write_folder
+from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
 from rlhf_kl.sharding import load_slots, load_tensors
 
-FORMAT = 6  # of the state; raised when older checkpoints cannot be resumed any more
+FORMAT = 7  # of the state; raised when older checkpoints cannot be resumed any more
+CONTENTS = "checksums.json"  # sizes of the files, and checksums of small ones
+HASHED = 1 << 20  # bytes; a larger file has no checksum
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,8 @@ class Checkpoint:
         """The JSON part. Errors: InputError if another version of this program wrote it."""
         state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
         if state.get("format") != FORMAT:
-            made_by = state.get("environment", {}).get("rlhf_kl", "unnamed")
             raise InputError(
-                f"{self.path}: written by another version of rlhf-kl ({made_by}), so --resume cannot go on from it: "
+                f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
                 "--overwrite starts anew, another --output-dir keeps it"
             )
         return state
@@ -56,22 +53,24 @@ class Checkpoint:
         load_slots(optimizer, load_file(self.path / "optimizer.safetensors"))
 
     def damage(self) -> str | None:
-        """The damage to its files; None if they are unchanged."""
-        return damage(self.path)
+        """What has changed in its files; None if their sizes, the checksums of small ones, and headers are right."""
+        try:
+            written, there = json.loads((self.path / CONTENTS).read_text(encoding="utf-8")), _contents(self.path)
+            for name in sorted({*written, *there}):
+                if written.get(name) != there.get(name):
+                    return f"{name} has changed since it was written"
+                if name.endswith(".safetensors"):
+                    with safe_open(self.path / name, framework="pt"):  # reads its header
+                        pass
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"cannot be read: {error}"
+        return None
 
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    keep: int,
-    *,
-    every: int = 1,
-    spared: Collection[int] = (),
+    folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
 ) -> Checkpoint:
-    """Write checkpoint `step` into `folder`, then `prune`. Errors: OSError if the disk is full or fails.
+    """Write checkpoint `step` into `folder`. Errors: OSError if the disk is full or fails.
 
     `model` and `optimizer`: their tensors, as `tensors_of` and `slots_of` give them.
     """
@@ -80,11 +79,10 @@ def save_checkpoint(
         save_file(dict(model), place / "model.safetensors")
         save_file(dict(optimizer), place / "optimizer.safetensors")
         (place / "state.json").write_text(json.dumps({"format": FORMAT, **state}), encoding="utf-8")
+        (place / CONTENTS).write_text(json.dumps(_contents(place)), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"
-    write_folder(target, write, checksums=True)
-    shutil.rmtree(_damaged(target), ignore_errors=True)
-    prune(folder, keep, every=every, spared={step, *spared})
+    write_folder(target, write)
     return Checkpoint(target)
 
 
@@ -103,28 +101,27 @@ def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = 
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints, oldest first."""
-    present = [Checkpoint(path) for path in checkpoint_folders(folder) if path.is_dir()]
-    return sorted(present, key=lambda checkpoint: checkpoint.step)
+    """The complete checkpoints in `folder`, oldest first."""
+    return sorted(map(Checkpoint, checkpoint_folders(folder)), key=lambda checkpoint: checkpoint.step)
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint, and the damage of newer ones."""
+    """The newest undamaged checkpoint, and the damage of newer ones. Errors: InputError if all are damaged."""
     problems: list[str] = []
     for checkpoint in reversed(checkpoints(folder)):
         problem = checkpoint.damage()
         if problem is None:
             return checkpoint, problems
         problems.append(f"{checkpoint.path.name}: {problem}")
-    return None, problems
+    if problems:
+        raise InputError(*(f"{folder}: every checkpoint is damaged: {problem}" for problem in problems))
+    return None, []
 
 
-def set_aside(checkpoint: Checkpoint) -> None:
-    """Rename a damaged checkpoint, so that it does not count, until its step is written anew."""
-    aside = _damaged(checkpoint.path)
-    shutil.rmtree(aside, ignore_errors=True)
-    checkpoint.path.rename(aside)
-
-
-def _damaged(path: Path) -> Path:
-    return path.with_name(f"{path.name}.damaged")
+def _contents(folder: Path) -> dict[str, list[Any]]:
+    """The size of each file, and the SHA-256 of small ones."""
+    sizes = {path: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != CONTENTS}
+    return {
+        path.name: [size, hashlib.sha256(path.read_bytes()).hexdigest() if size < HASHED else None]
+        for path, size in sizes.items()
+    }

@@ -1,23 +1,23 @@
-"""The start of a resumed run: its newest undamaged checkpoint, and checks that it is still the same run."""
+"""Whether a run may go on: what may change since it began, and what influences figures beside the config."""
 
 from __future__ import annotations
 
-import json
+import os
 import platform
+import subprocess
 from collections.abc import Mapping
-from typing import Any
+from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from rlhf_kl.config.load import config_diff, load_config
 from rlhf_kl.config.plugins import configured_controller, controller_class
-from rlhf_kl.config.schema import AnyConfig, Kind, RewardModelConfig, SFTConfig, TrainConfig
+from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS
 from rlhf_kl.plugins import takes
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, set_aside
-from rlhf_kl.run.run_folder import RunFolder
-from rlhf_kl.run.versions import versions
+from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.ui import log
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
@@ -26,71 +26,18 @@ ROUNDING_ONLY = (
     *("ppo.microbatch_size", "sft.microbatch_size", "reward_model.microbatch_size"),
     *("policy.shard", "reference.shard"),
 )
+PACKAGES = (
+    *("rlhf-kl", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "datasets", "peft", "numpy"),
+    *("pydantic", "tensorboard"),
+)
 
 
 def kind_of(config: AnyConfig) -> Kind:
     """The command that a config is for."""
-    kinds: dict[type, Kind] = {SFTConfig: "sft", RewardModelConfig: "reward-model", TrainConfig: "train"}
-    return kinds[type(config)]
+    return next(kind for kind, model in MODELS.items() if type(config) is model)
 
 
-def check_resumed(folder: RunFolder, config: AnyConfig) -> dict[str, Any] | None:
-    """Show a message on the state of the folder; return the summary of a finished run, None for one that must run.
-
-    Errors: InputError if the folder's run has another config, or another version wrote it.
-    """
-    finished = finished_summary(folder)
-    further = finished is not None and isinstance(config, TrainConfig) and config.updates > finished["steps"]
-    started = bool(checkpoints(folder.checkpoints))
-    if further or finished is None:
-        _check_format(folder)
-    if started or finished is not None:
-        check_config(folder, config)
-    if finished is not None:
-        log.info(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
-    elif not folder.config.exists():
-        log.info(f"{folder.path} holds no run yet: starting one")
-    elif not started:
-        log.info(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
-    return None if further else finished
-
-
-def last_checkpoint(folder: RunFolder, config: AnyConfig) -> Checkpoint | None:
-    """The checkpoint to resume from; None if there is none yet.
-
-    A damaged one is renamed, with an alert, and the previous one is used.
-    Errors: InputError if the config changed in a way that matters, or every checkpoint is damaged.
-    """
-    if not checkpoints(folder.checkpoints):
-        return None
-    for line in check_config(folder, config):
-        log.warning(f"resume: {line}: sums are taken in another order, so figures may differ in their last digits")
-    newest, problems = newest_whole(folder.checkpoints)
-    if newest is None:
-        raise InputError(
-            *(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems),
-            f"{folder.path}: --resume has no checkpoint to start from; --overwrite starts anew",
-        )
-    for checkpoint in checkpoints(folder.checkpoints):
-        if checkpoint.step > newest.step:
-            set_aside(checkpoint)
-    for problem in problems:
-        log.warning(f"resume: damaged checkpoint {problem}; going on from {newest.path.name}")
-    return newest
-
-
-def _check_format(folder: RunFolder) -> None:
-    """Errors: InputError if another version of this program wrote the checkpoint."""
-    for checkpoint in reversed(checkpoints(folder.checkpoints)):
-        try:
-            checkpoint.state()
-        except InputError:
-            if checkpoint.damage() is None:
-                raise
-        except (OSError, ValueError, AttributeError):
-            pass  # damaged: the previous one is used
-        else:
-            return
+# ---- the config ----
 
 
 def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
@@ -129,21 +76,21 @@ def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
     return bool(vars(short) != vars(grown))
 
 
-def finished_summary(folder: RunFolder) -> dict[str, Any] | None:
-    """The summary of a finished run, else None."""
-    if not folder.summary.is_file() or not folder.final.is_dir():
-        return None
-    try:
-        summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
-        return summary if summary["stopped_by"] is None else None
-    except (ValueError, KeyError, TypeError):  # damaged: the last checkpoint can rebuild it
-        return None
+# ---- beside the config ----
 
 
-# ---- influences on the figures beside the config ----
+def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: Path) -> None:
+    """Errors: InputError with the config keys whose content has changed since the run in `where` began."""
+    problems = [
+        f"{key}: its content has changed since the run in {where} began; --resume needs the old content"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
-def environment(device: torch.device, processes: int = 1) -> dict[str, str]:
+def environment(device: torch.device, processes: int) -> dict[str, str]:
     """Library versions, processes, threads and hardware: if one differs, last digits may differ."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
@@ -168,12 +115,31 @@ def report_differences(before: Mapping[str, str], now: Mapping[str, str]) -> Non
         )
 
 
-def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
-    """Errors: InputError with the config keys whose content has changed since the run in `where` began."""
-    problems = [
-        f"{key}: its content has changed since the run in {where} began; --resume needs the old content"
-        for key in now
-        if key in before and before[key] != now[key]
-    ]
-    if problems:
-        raise InputError(*problems)
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that influence a result; imports none of them."""
+    installed = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            installed[package.replace("-", "_")] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def git_revision(path: Path) -> str | None:
+    """Commit of the repository around `path`, with `-dirty` if tracked files differ; None without a repository."""
+    commit = _git(path, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(path, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if changes else commit
+
+
+def _git(path: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(path), *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

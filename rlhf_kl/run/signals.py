@@ -14,7 +14,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """A received signal, if any, and its handling."""
+    """The first signal that was received, if any."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace  # seconds
@@ -27,15 +27,10 @@ class StopRequest:
         self.signal = number
         signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
 
-    def check(self, agreed: int) -> None:
-        """Errors: Interrupted if any process of the group got a signal. `agreed`: its number, else 0."""
-        if agreed:
-            raise Interrupted(agreed)
-
 
 @contextmanager
 def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
-    """The block calls `check` after each update; an update that takes longer than `grace` seconds is interrupted."""
+    """The block looks for a signal after each step; a step that takes longer than `grace` seconds is interrupted."""
     request = StopRequest(grace)
     with _handling(dict.fromkeys((*STOPPING, signal.SIGALRM), request.receive)):
         try:

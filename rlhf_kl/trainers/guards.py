@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ class Microbatch:
         """Take over the `halved` of an earlier part of the run."""
         if rows is not None and rows < self.rows:
             self.rows = self.halved = rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a resumed run."""
+        return {"halved": self.halved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.halve_to(state["halved"])
 
     def fit(self, attempt: Callable[[int], Result], undo: Callable[[], None]) -> Result:
         """`attempt(rows)`, again with half the rows after `undo()` as long as memory is full.

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from rlhf_kl.cli.evaluate import LABELS, _table
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Cli = Callable[..., Any]
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}

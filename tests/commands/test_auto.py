@@ -15,7 +15,7 @@ from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
 AUTO = ("ppo.learning_rate=auto", "run.dtype=auto")
@@ -47,7 +47,7 @@ def test_a_resumed_run_keeps_its_rate_and_refuses_another_type(train: Train, tmp
     train(run, *AUTO)
     (run / "summary.json").unlink()
     state = json.loads((run / "checkpoints/step-000006/state.json").read_text())
-    assert state["trainer"]["rate"]["peak"] == 5e-4
+    assert state["tracked"][0]["trainer"]["rate"]["peak"] == 5e-4
     stored = run / "config.yaml"
     stored.write_text(stored.read_text().replace("dtype: float32", "dtype: bfloat16"))  # as begun on a GPU
     with pytest.raises(InputError, match=r"run\.dtype: bfloat16 -> float32"):

@@ -11,7 +11,7 @@ import yaml
 
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 
 def test_a_run_has_one_with_its_figures(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

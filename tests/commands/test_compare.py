@@ -17,7 +17,7 @@ import yaml
 
 from rlhf_kl.commands.grid import Grid
 from rlhf_kl.config.compare import load_compare
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Cli = Callable[..., Any]
 VARIANTS = {

@@ -17,7 +17,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
 POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
@@ -93,7 +93,8 @@ def test_a_checkpoint_that_does_not_fit(tiny_run: Path, tmp_path: Path) -> None:
     save_file(tensors, path)
     assert "model.safetensors has changed since it was written" in problem(run=copy, checkpoint=2)
     sums = path.with_name("checksums.json")
-    sums.write_text(json.dumps(json.loads(sums.read_text()) | {path.name: sha256(path.read_bytes()).hexdigest()}))
+    entry = [path.stat().st_size, sha256(path.read_bytes()).hexdigest()]
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {path.name: entry}))
     assert "does not fit the policy: tensors are missing" in problem(run=copy, checkpoint=2)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +16,7 @@ import yaml
 from rlhf_kl.errors import InputError, RunFailed
 from rlhf_kl.rollout.collect import Sampler
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import JsonlWriter, read_jsonl
-from rlhf_kl.run.tensorboard import TensorBoardWriter
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.trainers.ppo import PPOTrainer
 
 Train = Callable[..., dict[str, Any]]
@@ -75,134 +70,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_what_to_free(
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
     train(run, resume=True)
     assert figures(run) == figures(tiny_run)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_row_that_cannot_be_written_leaves_nothing_of_itself(
-    train: Train, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    write = JsonlWriter.write
-
-    def fails(self: JsonlWriter, row: Any) -> None:
-        if self.path.name == "metrics.jsonl" and row["step"] == 5:
-            raise OSError(number, os.strerror(number), str(self.path))
-        write(self, row)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonlWriter, "write", fails)
-        with pytest.raises(RunFailed, match=r"metrics\.jsonl.*step 4 is complete: --resume goes on") as caught:
-            train(tmp_path / "run")
-    assert caught.value.exit_code == 1
-    train(tmp_path / "run", resume=True)
-    assert figures(tmp_path / "run") == figures(tiny_run)
-
-
-def test_a_sync_that_fails_is_reported(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsync, calls = os.fsync, iter(range(1000))
-
-    def fails(descriptor: int) -> None:
-        if next(calls) > 20:
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(RunFailed, match="Input/output error"):
-        train(tmp_path / "run")
-    assert all(c.damage() is None for c in checkpoints(tmp_path / "run" / "checkpoints"))
-
-
-def test_other_errors_of_the_system_are_not_taken_for_the_disks(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any) -> None:
-        raise ConnectionResetError("the hub is gone")
-
-    monkeypatch.setattr(PPOTrainer, "update", fails)
-    with pytest.raises(ConnectionResetError):
-        train(tmp_path / "run")
-
-
-def test_a_view_that_cannot_be_written_does_not_end_the_run(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(TensorBoardWriter, "row", fails)
-    assert train(tmp_path / "run", "tracking.tensorboard=true", "ppo.total_episodes=32")["steps"] == 2
-    assert capsys.readouterr().err.count("tensorboard: No space left on device") == 1
-
-
-# ---- folders ----
-
-MOVER = """
-import os, pathlib
-def count(prompts, responses):
-    place = pathlib.Path({place!r})
-    lines = (place / "metrics.jsonl").read_text().count("\\n") if (place / "metrics.jsonl").exists() else 0
-    if lines == 3:
-        {deed}
-    return [response.count("a") / 8 for response in responses]
-"""
-
-
-@pytest.mark.parametrize(
-    "deed",
-    ["place.rename(place.with_name('moved'))", "place.rename(place.with_name('moved')); place.mkdir()"],
-    ids=["gone", "replaced"],
-)
-def test_a_folder_that_goes_away_ends_the_run(train: Train, tmp_path: Path, deed: str) -> None:
-    run = tmp_path / "run"
-    (tmp_path / "own.py").write_text(MOVER.format(place=str(run), deed=deed))
-    with pytest.raises(RunFailed, match="the folder was removed or replaced"):
-        train(run, f"reward.kind={tmp_path}/own.py:count")
-    assert not run.exists() or not list(run.iterdir())  # nothing was written beside the point
-    assert [c.step for c in checkpoints(tmp_path / "moved" / "checkpoints")] == [2]
-
-
-def test_a_link_in_the_place_of_a_plugin_s_copy_is_refused(train: Train, tiny_data: Any, tmp_path: Path) -> None:
-    """One that the run has not made: it is no file of its list yet."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    (tmp_path / "first.py").write_text((tiny_data.folder / "mine.py").read_text())
-    train(tmp_path / "run", "ppo.total_episodes=16", f"reward.kind={tmp_path / 'first.py'}:count")
-    (tmp_path / "precious.py").write_text("mine")
-    (tmp_path / "run" / "mine.py").symlink_to(tmp_path / "precious.py")
-    with pytest.raises(InputError, match=r"run/mine\.py is a link"):
-        train(tmp_path / "run", f"reward.kind={tiny_data.reward}", overwrite=True)
-    assert (tmp_path / "precious.py").read_text() == "mine"
-    assert (tmp_path / "run" / "metrics.jsonl").exists()  # the run of before is still there
-
-
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    places = [tmp_path / "file" / "run", Path("/proc/run"), tmp_path / ("n" * 300)]
-    if os.geteuid() != 0:  # root may write anywhere
-        (tmp_path / "kept").mkdir(mode=0o500)
-        places += [tmp_path / "kept", tmp_path / "kept" / "run"]
-    for place in places:
-        with pytest.raises(InputError, match=r"cannot write the run folder|is a file"):
-            train(place)
-
-
-def test_a_file_system_without_locks_is_reported(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def none(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", none)
-    train(tmp_path / "run", "ppo.total_episodes=16")
-    assert "has no locks" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"steps": 3}', "[]"])
-def test_a_damaged_summary_is_made_anew(train: Train, tiny_run: Path, tmp_path: Path, content: str) -> None:
-    copy = Path(shutil.copytree(tiny_run, tmp_path / "copy"))
-    (copy / "summary.json").write_text(content)
-    assert train(copy, resume=True)["steps"] == 6
-    assert json.loads((copy / "summary.json").read_text())["stopped_by"] is None
-    assert figures(copy) == figures(tiny_run)
 
 
 # ---- memory ----

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from torch.utils import backend_registration
 
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Cli = Callable[..., Any]
 

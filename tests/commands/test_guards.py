@@ -17,7 +17,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout import collect
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
 from rlhf_kl.trainers.ppo import PPOTrainer
 
@@ -193,7 +193,7 @@ def test_full_memory_halves_the_microbatch_and_the_run_goes_on(train: Train, tmp
         assert row == twin | {"alerts": twin.get("alerts", [])}  # nothing of the failed passes is left in a gradient
     # The choice is part of the checkpoint: a resumed run does not try again.
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
-    assert state["trainer"]["microbatch"] == 2
+    assert state["tracked"][0]["trainer"]["microbatch"] == 2
 
 
 # ---- the best checkpoint ----
@@ -224,7 +224,9 @@ def test_a_rollback_to_the_start_forgets_what_was_learned_since(train: Train, tm
         before, after = load_file(start / file), load_file(turned / file)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
-    before, after = (json.loads((c / "state.json").read_text())["trainer"]["controller"] for c in (start, turned))
+    before, after = (
+        json.loads((c / "state.json").read_text())["tracked"][0]["trainer"]["controller"] for c in (start, turned)
+    )
     assert after == before | {"coef": 2 * before["coef"], "raised": 2.0}
 
 

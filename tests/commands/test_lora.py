@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
 from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Train = Callable[..., dict[str, Any]]
 LORA = ("policy.lora={r: 4, alpha: 8.0}", "ppo.learning_rate=5e-3")
@@ -61,20 +60,6 @@ def test_the_base_was_not_touched(run: Path, tiny_folder: Path) -> None:
     assert not torch.equal(tuned(input_ids=ids).logits, start)
     with tuned.disable_adapter():
         assert torch.equal(tuned(input_ids=ids).logits, start)
-
-
-@pytest.mark.parametrize("kept", [2, 4])
-def test_a_crashed_run_goes_on_as_if_nothing_had_been(run: Path, train: Train, tmp_path: Path, kept: int) -> None:
-    crashed = Path(shutil.copytree(run, tmp_path / "crashed"))
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for checkpoint in (crashed / "checkpoints").iterdir():
-        if int(checkpoint.name.removeprefix("step-")) > kept:
-            shutil.rmtree(checkpoint)
-    train(crashed, *LORA, resume=True)
-    assert rows(crashed) == rows(run)
-    first, second = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (run, crashed))
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.quick

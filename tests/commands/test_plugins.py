@@ -15,7 +15,7 @@ import yaml
 
 from rlhf_kl.rewards.trl_interface import TRLReward
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.types import Response
 
 Cli = Callable[..., Any]

@@ -18,7 +18,7 @@ from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.config.schema import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 TEXTS = ["abc", "dd", "a", "bcdabcd"]
 Cli = Callable[..., Any]

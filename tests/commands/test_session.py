@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from rlhf_kl.commands.session import launched_alone, make_accelerator, pick_device, train_command
-from rlhf_kl.config.schema import RunSection, TrainConfig
+from rlhf_kl.commands.session import launched_alone, make_accelerator, pick_device
+from rlhf_kl.config.schema import RunSection
 from rlhf_kl.errors import InputError
 
 
@@ -42,17 +39,6 @@ def test_processes_that_lost_each_other(monkeypatch: pytest.MonkeyPatch, fresh_a
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="processes"):
         make_accelerator(RunSection(device="cpu"))
-
-
-def test_a_folder_is_released_whatever_happens(tmp_path: Path) -> None:
-    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run")}})
-
-    def breaks(*_: Any) -> dict[str, Any]:
-        raise InputError("no such thing")
-
-    for _ in range(2):
-        with pytest.raises(InputError, match="no such thing"):
-            train_command(breaks, config, resume=False, overwrite=False)
 
 
 ALONE = [

@@ -21,7 +21,7 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Run = Callable[..., dict[str, Any]]
 FILES = {"sft": "sft_reviews.yaml", "reward-model": "reward_reviews.yaml"}
@@ -93,11 +93,12 @@ def test_a_crashed_run_goes_on_as_if_nothing_had_been(supervised: Run, tmp_path:
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     epochs = f"{kind.replace('-', '_')}.epochs=2"
     supervised(kind, whole, epochs, "eval.every=3")
-    assert [c.step for c in checkpoints(whole / "checkpoints")] == [3, 6]
+    assert [c.step for c in checkpoints(whole / "checkpoints")] == [3, 6, 8]
     shutil.copytree(whole, crashed)
     (crashed / "summary.json").unlink()
     shutil.rmtree(crashed / "final")
-    shutil.rmtree(crashed / "checkpoints" / "step-000006")
+    for step in (6, 8):
+        shutil.rmtree(crashed / "checkpoints" / f"step-{step:06d}")
     supervised(kind, crashed, epochs, "eval.every=3", resume=True)
     rows = [read_jsonl(folder / "metrics.jsonl") for folder in (whole, crashed)]
     for row in (*rows[0], *rows[1]):

@@ -17,7 +17,7 @@ from rlhf_kl.builtin.world import WORLDS, WorldSpec
 from rlhf_kl.commands.world import GOLD, World, with_files
 from rlhf_kl.config.schema import SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 SIZES = CorpusSizes(train_texts=300, heldout_texts=20, prompts=20, heldout_prompts=10, pairs=40, heldout_pairs=20)
 TINY = WorldSpec(

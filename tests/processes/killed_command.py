@@ -10,13 +10,13 @@ from typing import Any
 
 from rlhf_kl import cli
 from rlhf_kl.rollout.collect import Sampler
-from rlhf_kl.run import record
+from rlhf_kl.run.run import Run
 from rlhf_kl.trainers.ppo import PPOTrainer
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which call
     "rollout": (Sampler, "__call__", 3),
     "update": (PPOTrainer, "backward", 6),  # two minibatches in each update
-    "checkpoint": (record.Recorder, "_write", 2),
+    "checkpoint": (Run, "_write", 2),
 }
 
 

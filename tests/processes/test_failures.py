@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 Launch = Callable[..., subprocess.Popen[str]]
 REWARD = """

@@ -18,7 +18,7 @@ from rlhf_kl.commands.training import check_sizes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import can_shard
 
 Cli = Callable[..., Any]

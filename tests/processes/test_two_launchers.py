@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.run.jsonl import read_jsonl
+from rlhf_kl.run.log import read_jsonl
 
 LAUNCHERS = {
     "torchrun": "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port} "

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.folder import RunFolder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PEER = """

@@ -1,0 +1,268 @@
+"""The folder of a run: its files, its lock, and writing that leaves the old content or the new after a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors import SafetensorError
+
+from rlhf_kl.errors import InputError
+
+RUNS = Path("runs")
+LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CHECKPOINT = re.compile(r"step-\d{6,}")
+_EVENTS = re.compile(r"events\.out\.tfevents\..*", re.DOTALL)
+_LEFTOVER = re.compile(r"\..+\.(\d+\.tmp|removed)")
+
+
+class RunFolder:
+    """The paths of a run's files. `lock_run_folder` allows to write them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
+        self.picture = self.path / "report.png"
+        self.trackers = self.path / "trackers.json"
+        self.files = (self.config, self.metrics, self.samples, self.summary, self.report, self.picture, self.trackers)
+        self.final = self.path / "final"
+        self.merged = self.path / "merged"
+        self.folders = (self.final, self.merged, self.path / "wandb")  # all in them belongs to the program
+        self.checkpoints = self.path / "checkpoints"  # a user's files in this and the next one stay
+        self.tensorboard = self.path / "tensorboard"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has begun here."""
+        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+
+    def event_files(self) -> list[Path]:
+        """The files that TensorBoard reads."""
+        return _matching(self.tensorboard, _EVENTS)
+
+    def finished_summary(self) -> dict[str, Any] | None:
+        """The summary of a finished run, else None."""
+        if not self.summary.is_file() or not self.final.is_dir():
+            return None
+        summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
+        return summary if summary["stopped_by"] is None else None
+
+    def remove_run(self) -> None:
+        """Remove the program's files; the config last, so that after a crash the folder still is a run."""
+        self.sweep()
+        for folder in (*checkpoint_folders(self.checkpoints), *self.folders):
+            remove_folder(folder)
+        for file in (*self.event_files(), *reversed(self.files)):
+            file.unlink(missing_ok=True)
+        for container in (self.tensorboard, self.checkpoints):
+            with contextlib.suppress(OSError):  # absent, or something of the user's is left in it
+                container.rmdir()
+
+    def sweep(self) -> None:
+        """Remove what killed processes left under temporary names."""
+        sweep(self.path)
+        sweep(self.checkpoints)
+
+
+def checkpoint_folders(checkpoints: Path) -> list[Path]:
+    """Complete checkpoints."""
+    return [path for path in _matching(checkpoints, _CHECKPOINT) if path.is_dir()]
+
+
+def newest_run(*, finished: bool = False) -> Path:
+    """The run in runs/ with the newest metrics; `finished`: only runs with a final model.
+
+    Errors: InputError if there is none.
+    """
+    written = []
+    for config in RUNS.glob("*/config.yaml"):
+        folder = RunFolder(config.parent)
+        with contextlib.suppress(OSError):  # a run that has not made an update
+            if folder.final.is_dir() or not finished:
+                written.append((folder.metrics.stat().st_mtime, folder.path))
+    if not written and finished:
+        raise InputError(f"no finished run under {RUNS}/: name one with --run, or a model with --model")
+    if not written:
+        raise InputError(f"no run under {RUNS}/: name a run folder")
+    return max(written)[1]
+
+
+# ---- the lock ----
+
+
+def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[str]:
+    """Make a run's folder and lock it for this process, until the returned file is closed.
+
+    A run in it stays with either option. Errors: InputError if the folder holds a run and neither option is set, if
+    it holds files that are not a run, if a file of the run is a link, if another run is using the folder, and if it
+    cannot be written. The folder itself may be a link.
+    """
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite exclude each other: choose one")
+    try:
+        _refuse(folder, may_hold_run=resume or overwrite)  # before anything is touched
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = (folder.path / LOCK).open("a+", encoding="utf-8")
+        try:
+            _take(lock, folder.path)
+        except BaseException:
+            lock.close()
+            raise
+        folder.sweep()
+    except OSError as error:
+        raise InputError(f"cannot write the run folder {folder.path}: {error.strerror or error}") from error
+    return lock
+
+
+def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
+    path = folder.path
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise InputError(f"{path} is a file: choose another --output-dir")
+    if any(entry.name != LOCK for entry in path.iterdir()):
+        if folder.holds_run and not may_hold_run:
+            raise InputError(f"{path} holds a run: --resume goes on with it, --overwrite starts it anew")
+        # A lone config.yaml may be anybody's.
+        records = folder.metrics.exists() or checkpoint_folders(folder.checkpoints)
+        if not (path / LOCK).exists() and not (folder.config.exists() and records):
+            raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
+    names = (path / LOCK, *folder.files, *folder.folders, folder.checkpoints, folder.tensorboard)
+    links = [p for p in (*names, *checkpoint_folders(folder.checkpoints), *folder.event_files()) if p.is_symlink()]
+    if links:  # writing would change a file elsewhere
+        words = "is a link: the program writes only inside its folder (the folder itself may be a link)"
+        raise InputError(*(f"{link} {words}" for link in links))
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no flock: a forked child would keep it
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        owner = lock.read(200).strip() or "another process"
+        raise InputError(f"{path} is in use by {owner}: wait for it, stop it, or choose another --output-dir") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+
+
+# ---- files ----
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) under a temporary name, sync it and rename it into place."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    temporary = _temporary(path)
+    try:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link of that name
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Errors: OSError if `write_atomic` could not write `path`, which stays unchanged. For results of long work."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    temporary = _temporary(path)
+    temporary.open("wb").close()
+    temporary.unlink()
+
+
+def sync(path: Path) -> None:
+    """Put a file, or the names in a folder, on the disk, so that they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def room_words(place: Path) -> str:
+    """The free room on the disk of `place`, which need not exist, as text."""
+    existing = next((p for p in (place, *place.parents) if p.exists()), Path("/"))
+    return f"{shutil.disk_usage(existing).free / 1e6:.1f} MB are free: make room there, or look at your quota"
+
+
+# ---- folders ----
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Make `target` with the files that `write(temporary)` makes: with its name it is complete.
+
+    Errors: OSError if the disk is full or fails.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        for path in temporary.rglob("*"):
+            sync(path)
+        sync(temporary)
+        remove_folder(target)
+        temporary.rename(target)
+        sync(target.parent)
+    except SafetensorError as error:  # it has the error number only in its message
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else errno.EIO
+        raise OSError(number, os.strerror(number), str(target)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Rename, then remove: no folder with this name is ever incomplete."""
+    if not folder.exists():
+        return
+    aside = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(folder: Path, name: str = "") -> None:
+    """Remove what killed processes left of `write_atomic` and `write_folder`, of all names or of one.
+
+    No process may be writing there.
+    """
+    for path in _matching(folder, _LEFTOVER):
+        if name and not path.name.startswith(f".{name}."):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _matching(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return sorted(p for p in parent.iterdir() if pattern.fullmatch(p.name)) if parent.is_dir() else []

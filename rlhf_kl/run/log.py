@@ -1,0 +1,348 @@
+"""What a run writes row by row: `metrics.jsonl`, `samples.jsonl`, TensorBoard, trackers; and the times in a row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_kl.config.load import flat
+from rlhf_kl.errors import InputError
+from rlhf_kl.run.folder import RunFolder, write_atomic
+from rlhf_kl.text import read_number, safe_text
+from rlhf_kl.ui import log
+
+if TYPE_CHECKING:
+    import torch
+
+# ---- JSON ----
+
+
+def json_ready(value: Any) -> Any:
+    """`value` as strict JSON can hold it: NaN and infinities become None, numpy and torch scalars numbers."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_ready(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy and torch, scalars included, without importing either
+        return json_ready(value.tolist())
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def encode_json(value: Any, *, indent: int | None = None) -> bytes:
+    """Strict UTF-8 JSON; a lone surrogate is written as its escape, which any reader accepts."""
+    text = json.dumps(json_ready(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented strict JSON (NaN becomes null), atomically."""
+    write_atomic(path, encode_json(value, indent=2) + b"\n")
+
+
+class JsonlWriter:
+    """Appends one JSON object per line; each line reaches the operating system before `write` returns."""
+
+    def __init__(self, path: Path, keep: int = 0) -> None:
+        """Open `path` after its first `keep` bytes; what follows them is cut off. `complete`: whether they are there.
+
+        For resuming: rows written after a checkpoint are computed again.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab+", buffering=0)  # a failed write must not be repeated at the end
+        self._file.seek(0)
+        there = self._file.read(keep)
+        rows = there.rfind(b"\n") + 1
+        self.complete = rows == keep
+        self._file.truncate(rows)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row. Errors: OSError (disk full); then no part of the row stays."""
+        line = memoryview(encode_json(row) + b"\n")
+        before = self.size
+        try:
+            while line:  # mostly one write, so a crash damages at most the last line
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far, all of them whole rows."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def sync(self) -> None:
+        """Put all rows on the disk: before a checkpoint that relies on them."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All rows of `path`, without an incomplete last line; empty without a file.
+
+    Errors: InputError for a damaged line before the last.
+    """
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # includes undecodable bytes
+            if number < len(lines):
+                raise InputError(f"{path}: line {number} is not a JSON object") from None
+    return rows
+
+
+# ---- TensorBoard ----
+
+# The columns beside the config in the HPARAMS tab.
+_RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")
+
+
+class TensorBoardWriter:
+    """Scalars, text samples and the config of one run, in one event file: a view of `metrics.jsonl`.
+
+    accelerate's tracker would open a new subfolder for the config, and could not write a file anew.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Mapping[str, Any],
+        rows: Sequence[Mapping[str, Any]] = (),
+        samples: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Replace the event files by one with these rows. `config`: resolved, as nested mappings."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside tensorboard and its protobuf
+            from torch.utils.tensorboard import summary, writer
+
+            folder.tensorboard.mkdir(parents=True, exist_ok=True)
+            for old in folder.event_files():
+                old.unlink()
+            self._summary = summary
+            self._writer = writer.FileWriter(str(folder.tensorboard), flush_secs=10)
+            values = {name: _parameter(value) for name, value in flat(config).items()}
+            experiment, start, self._end = summary.hparams(values, dict.fromkeys(_RESULTS, 0.0))
+            charts = summary.custom_scalars(_layout(values.get("kl.unit", "token")))
+        for event in (charts, experiment, start):
+            self._writer.add_summary(event)
+        for row in rows:
+            self._add_row(row)
+        for sample in samples:
+            self.sample(sample)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Every finite number of a metrics row as a scalar at the row's `step`; alerts as text."""
+        self._add_row(row)
+        self._writer.flush()
+
+    def _add_row(self, row: Mapping[str, Any]) -> None:
+        step = int(row["step"])
+        for name, value in _figures(row).items():
+            self._writer.add_summary(self._summary.scalar(name, value), step)
+        if alerts := row.get("alerts"):
+            self._add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
+
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """A row of `samples.jsonl` (`step, prompt, response, score`, ...) as text."""
+        numbers = {name: read_number(sample, name) for name in ("score", "gold", "kl")}
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None)
+        prompt, response = (_verbatim(str(sample[name])) for name in ("prompt", "response"))
+        markdown = "\n\n".join(("**prompt**", prompt, "**response**", response, figures))
+        self._add_text("samples", markdown, int(sample["step"]))
+
+    def _add_text(self, name: str, markdown: str, step: int) -> None:
+        self._writer.add_summary(self._summary.text(name, markdown), step)
+
+    def close(self) -> None:
+        self._writer.add_summary(self._end)
+        self._writer.close()
+
+
+def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
+    """The charts of the CUSTOM SCALARS tab, with related curves in one picture."""
+    charts: dict[str, dict[str, tuple[str, ...]]] = {
+        "KL control": {
+            f"KL per {unit} and its target": (f"kl/{unit}", "kl/target", "kl/ceiling"),
+            "beta": ("kl/coef",),
+            "KL per token: exact and estimated": ("kl/exact", "kl/k1", "kl/k2", "kl/k3"),
+        },
+        "Objective": {
+            "score and gold": ("objective/scores", "objective/gold"),
+            "score less the KL penalty": ("objective/scores_shaped", "objective/rlhf_reward"),
+        },
+        "What it costs": {
+            "held-out perplexity": ("eval/perplexity",),
+            "share of the KL that the gain in score needs": ("kl/bought",),
+            "responses": ("rollout/eos_rate", "eval/distinct_2", "rollout/score_length_corr"),
+        },
+    }
+    return {
+        group: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in pictures.items()}
+        for group, pictures in charts.items()
+    }
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a row."""
+    return {name: value for name in row if name != "step" and (value := read_number(row, name)) is not None}
+
+
+def _parameter(value: Any) -> float | str:
+    """A value as the HPARAMS tab takes it: other than numbers and text as JSON."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return safe_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _verbatim(text: str) -> str:
+    """Markdown that shows `text` as it is: an indented block shows markup and HTML as text."""
+    return "\n".join(f"    {safe_text(line)}" for line in text.split("\n"))
+
+
+# ---- trackers ----
+
+PROJECT = "rlhf-kl"
+QUIET = {  # variables that are set where the user has not: few lines, and no minutes of waiting for a server
+    "WANDB_SILENT": "true",
+    "WANDB_CONSOLE": "off",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+# The attribute of accelerate's tracker that holds the id by which a resumed run goes on there.
+IDS = {"wandb": "run.id", "trackio": "run.name", "mlflow": "active_run.info.run_id"}
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Errors: InputError for each tracker that is not installed; called before the run."""
+    # Without an origin it is any folder of that name, such as wandb's own in the working directory.
+    if missing := [name for name in names if (spec := find_spec(name)) is None or spec.origin is None]:
+        raise InputError(*(f"tracking.trackers: {name} is not installed: pip install {name}" for name in missing))
+
+
+class Trackers:
+    """Rows sent through accelerate's trackers. One that fails is switched off and reported; the run goes on."""
+
+    def __init__(self, names: Sequence[str], folder: RunFolder, run: str, config: Mapping[str, Any], sent: int = 0):
+        """`run`: its name; `config`: resolved, as nested mappings; `sent`: the last step that they have already."""
+        self.sent = sent
+        self.running: dict[str, Any] = {}
+        for variable, value in QUIET.items():
+            os.environ.setdefault(variable, value)
+        ids = json.loads(folder.trackers.read_text(encoding="utf-8")) if folder.trackers.is_file() else {}
+        values = {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in flat(config).items()}
+        for name in names:
+            with self._switched_off_if_it_fails(name):
+                tracker = _tracker(name, run, folder.path, ids.get(name))
+                tracker.start()
+                if name not in ids:
+                    tracker.store_init_configuration(values)
+                self.running[name] = tracker
+                ids[name] = str(attrgetter(IDS[name])(tracker))
+        write_atomic(folder.trackers, json.dumps(ids))
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """The finite numbers of a row, at its step; nothing of a row that was sent before the run was interrupted."""
+        for name, tracker in list(self.running.items()) if row["step"] > self.sent else ():
+            with self._switched_off_if_it_fails(name):
+                tracker.log(_figures(row), step=int(row["step"]))
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left, and whether the run failed."""
+        for name, tracker in list(self.running.items()):
+            with self._switched_off_if_it_fails(name):
+                if failed and name == "wandb":
+                    tracker.run.finish(exit_code=1)
+                elif failed and name == "mlflow":
+                    sys.modules[name].end_run(status="FAILED")
+                else:
+                    tracker.finish()
+
+    @contextlib.contextmanager
+    def _switched_off_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any library
+            self.running.pop(name, None)
+            reason = re.sub(r"://[^/@\s]*@", "://", " ".join(str(error).split()))  # an address may hold a password
+            log.warning(f"{name}: {reason}: switched off; metrics.jsonl has every row")
+
+
+def _tracker(name: str, run: str, folder: Path, known: str | None) -> Any:
+    """accelerate's tracker; with a `known` id it goes on in that run."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"name": run, "id": known, "resume": "allow", "dir": str(folder)},
+        "trackio": {"name": known or run, "resume": "must" if known else "never"},
+        "mlflow": {"run_name": run, "run_id": known},
+    }
+    return LOGGER_TYPE_TO_CLASS[name](PROJECT, **options[name])
+
+
+# ---- times ----
+
+
+class Clock:
+    """Sums the seconds of blocks and functions by name, until they are read."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count a block; decorates a function too."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def read(self) -> dict[str, float]:
+        """Seconds by name since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def speed(row: Mapping[str, Any], seconds: float, samples: int, device: torch.device) -> dict[str, float]:
+    """Rates over the whole step by the wall clock: evaluation, logging and checkpoints included."""
+    return {
+        "time/step_s": seconds,
+        "perf/samples_per_s": samples / seconds,
+        "perf/tokens_per_s": samples * row["rollout/response_length"] / seconds,
+        "perf/peak_memory_mb": peak_memory_mb(device),
+    }
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak memory in MiB: of the GPU's allocator, else of this process."""
+    if device.type == "cuda":
+        import torch
+
+        return float(torch.cuda.max_memory_allocated(device)) / 2**20
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

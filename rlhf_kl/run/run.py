@@ -1,0 +1,410 @@
+"""A run: what it consists of, what it writes, and how it goes on after a crash, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.config.load import dump_config, flat
+from rlhf_kl.config.plugins import plugin_files
+from rlhf_kl.config.schema import AnyConfig, TrainConfig
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
+from rlhf_kl.memory import memory_for
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune, save_checkpoint
+from rlhf_kl.run.folder import (
+    FULL,
+    RunFolder,
+    lock_run_folder,
+    remove_folder,
+    room_words,
+    write_atomic,
+)
+from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Trackers, read_jsonl, write_json
+from rlhf_kl.run.resume import (
+    check_config,
+    check_fingerprints,
+    environment,
+    git_revision,
+    kind_of,
+    report_differences,
+    versions,
+)
+from rlhf_kl.run.signals import StopRequest, stopping_on_signals
+from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
+from rlhf_kl.sharding import slots_of, tensors_of
+from rlhf_kl.threads import keep_threads
+from rlhf_kl.ui import log
+
+LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
+BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
+
+
+class Run:
+    """One run in its folder. Of several ranks the first one writes; all call the same methods.
+
+    In order: `check`, `track` what it consists of, `begin`, `log` in each of `steps`, `finish`.
+    """
+
+    def __init__(self, config: AnyConfig, ranks: Ranks | None = None) -> None:
+        self.config, self.ranks, self.kind = config, ranks or Ranks(), kind_of(config)
+        self.folder = RunFolder(Path(config.run.output_dir))
+        self.checkpoint: Checkpoint | None = None  # the one to go on from
+        self.finished: dict[str, Any] | None = None  # the summary of a run that is complete
+        self.tracked: dict[str, Any] = {}
+        self.spared: list[int] = []  # steps of checkpoints that are never dropped
+        self._state: dict[str, Any] = {}  # of the checkpoint
+        self._inputs: dict[str, Any] = {}  # what `check` compares
+        self._sound = True  # whether what is tracked may be saved
+        self._started = time.time()
+        self._overwrites = False
+        self._lock: IO[str] | None = None
+        self._stop = StopRequest(0.0)
+        self._exits = contextlib.ExitStack()  # of the handling of signals
+        self._rows: JsonlWriter | None = None
+        self._samples: JsonlWriter | None = None
+        self._tensorboard: TensorBoardWriter | None = None
+        self._trackers: Trackers | None = None
+
+    # ---- the beginning
+
+    def open(self, *, resume: bool = False, overwrite: bool = False) -> None:
+        """Lock the folder, and with `resume` find the checkpoint to go on from.
+
+        Errors: InputError for a folder that cannot be used, for one whose run has another config, and where every
+        checkpoint is damaged.
+        """
+
+        def first() -> None:
+            if overwrite:
+                self._check_outside()
+            self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
+            if resume:
+                self._find_checkpoint()
+
+        self._overwrites = overwrite
+        self.ranks.run(first if self.ranks.writes else lambda: None)
+        self.finished, self.checkpoint = self.ranks.first((self.finished, self.checkpoint))
+        if self.checkpoint is not None and self.finished is None:
+            self._state = self.checkpoint.state()
+            self.spared = list(self._state["spared"])
+
+    def _check_outside(self) -> None:
+        """Errors: InputError if --overwrite would remove something that the config names.
+
+        A plugin's copy (`file.py:name`) is no error: it is read first and written again.
+        """
+        problems = [
+            f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
+            for key, value in flat(self.config.model_dump()).items()
+            if isinstance(value, str)
+            and Path(value).is_absolute()  # as every path of a config that is on the disk
+            and self.folder.path.resolve() in Path(value).resolve().parents
+            and Path(value).exists()
+        ]
+        if problems:
+            raise InputError(*problems)
+
+    def _find_checkpoint(self) -> None:
+        folder, finished = self.folder, self.folder.finished_summary()
+        if finished is not None or checkpoints(folder.checkpoints):
+            for line in check_config(folder, self.config):
+                log.warning(
+                    f"resume: {line}: sums are taken in another order, so figures may differ in their last digits"
+                )
+        if finished is not None:
+            further = isinstance(self.config, TrainConfig) and self.config.updates > finished["steps"]
+            log.info(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
+            if not further:
+                self.finished = finished
+                return
+        self.checkpoint, problems = newest_whole(folder.checkpoints)
+        if self.checkpoint is not None:
+            for problem in problems:
+                log.warning(f"resume: damaged checkpoint {problem}; going on from {self.checkpoint.path.name}")
+        elif not folder.config.exists():
+            log.info(f"{folder.path} holds no run yet: starting one")
+        else:
+            log.info(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
+
+    def check(self, device: torch.device, fingerprints: Mapping[str, str]) -> None:
+        """Check what the config only names, seed the libraries, and keep the number of threads.
+
+        `fingerprints`: of models and files, by config key. Errors: InputError if one has changed since the run began.
+        """
+        same = self.ranks.all((dump_config(self.config), dict(fingerprints)))
+        if any(each != same[0] for each in same):
+            raise InputError("the processes read different configs, models or data")
+        before = self._state.get("environment", {})
+        keep_threads(before.get("threads"))
+        self._inputs = {"fingerprints": dict(fingerprints), "environment": environment(device, self.ranks.count)}
+        if self.checkpoint is not None:
+            check_fingerprints(self._state["fingerprints"], fingerprints, self.folder.path)
+            report_differences(before, self._inputs["environment"])
+        index, seed = self.ranks.index, self.config.run.seed
+        seed_libraries(derive_seed(seed, "process", index) if index else seed)
+
+    def track(self, **objects: Any) -> None:
+        """Put objects into every checkpoint, and load their state now where the run goes on.
+
+        `model` and `optimizer` go into files of tensors; the `state_dict()` of any other must be JSON, and may differ
+        between ranks. One without `load_state_dict` is built from `saved`.
+        """
+        self.tracked |= objects
+        if self.checkpoint is not None:
+            self.restore(self.checkpoint, objects)
+
+    def saved(self, name: str) -> dict[str, Any] | None:
+        """The state under this name in the checkpoint from which the run goes on; None without one."""
+        return self._tracked_states(self._state).get(name)
+
+    def restore(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+        """Load what is tracked under these names from a checkpoint."""
+        states = self._tracked_states(checkpoint.state())  # read anew: objects may change what they got
+        for name in names:
+            if name == "model":
+                checkpoint.load_model(self.tracked[name])
+            elif name == "optimizer":
+                checkpoint.load_optimizer(self.tracked[name])
+            elif hasattr(self.tracked[name], "load_state_dict"):
+                self.tracked[name].load_state_dict(states[name])
+
+    def _tracked_states(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the first rank, with what is different on this one."""
+        first, *others = state.get("tracked", [{}])
+        return {**first, **(others[self.ranks.index - 1] if 0 < self.ranks.index <= len(others) else {})}
+
+    def begin(self) -> None:
+        """Open the files, and handle signals from now on.
+
+        Nothing is written before, so a run that cannot start leaves the folder free, or the run that it replaces.
+        """
+        self.ranks.run(self._open_files if self.ranks.writes else lambda: None)
+        self._stop = self._exits.enter_context(stopping_on_signals(self.config.checkpoint.grace))
+        if self.checkpoint is not None:
+            if self.ranks.index < len(self._state["tracked"]):
+                load_library_state(self._tracked_states(self._state)["libraries"])
+            log.info(f"going on from {'update' if self.kind == 'train' else 'step'} {self.checkpoint.step}")
+
+    def _open_files(self) -> None:
+        folder, config = self.folder, self.config
+        plugins = self._plugins()
+        if self._overwrites:
+            folder.remove_run()
+        sent = max((row["step"] for row in read_jsonl(folder.metrics)), default=0) if self.checkpoint else 0
+        sent -= folder.summary.is_file()  # its closing row makes room for an update
+        lengths = self._state.get("lengths", {})
+        self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
+        if self.kind == "train":
+            self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
+        for file in self._files():
+            if not file.complete:
+                log.warning(f"resume: {file.path}: rows that the checkpoint knew are missing or were changed")
+        for name, content in plugins.items():
+            write_atomic(folder.path / name, content)
+        write_atomic(folder.config, dump_config(config))
+        values = config.model_dump(mode="json")
+        if config.tracking.tensorboard:
+            rows, samples = read_jsonl(folder.metrics), read_jsonl(folder.samples)
+            self._tensorboard = TensorBoardWriter(folder, values, rows, samples)
+        if config.tracking.trackers:
+            self._trackers = Trackers(config.tracking.trackers, folder, config.run.name, values, sent)
+        if self.checkpoint is not None:
+            for other in checkpoints(folder.checkpoints):
+                if other.step > self.checkpoint.step:  # damaged
+                    remove_folder(other.path)
+            # The process may have died between writing this checkpoint and dropping an older one.
+            self._prune()
+
+    def _plugins(self) -> dict[str, bytes]:
+        """The plugins' files, by the names under which the run keeps them; one may be such a copy itself."""
+        copies: dict[str, bytes] = {}
+        for source in dict.fromkeys(path.resolve() for path in plugin_files(self.config).values()):
+            name, count = re.sub(r"[^\w.-]", "_", source.name), 1
+            while name in copies:  # a/mine.py beside b/mine.py
+                count += 1
+                name = f"{Path(name).stem}-{count}.py"
+            copies[name] = source.read_bytes()
+        return copies
+
+    # ---- the loop
+
+    @property
+    def next_step(self) -> int:
+        """The first step to do."""
+        return 1 if self.checkpoint is None else self.checkpoint.step + 1
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps that are left; after each the checkpoint that is due. Errors: Interrupted after a signal."""
+        due = False
+        for step in range(self.next_step, total + 1):
+            yield step
+            due = due or step % self.config.checkpoint.every == 0 or step == total
+            if (due or self._signalled()) and self._sound:
+                self.save(step)
+                due = False
+            if number := self._signalled():
+                raise Interrupted(number)
+        self._exits.close()
+
+    def _signalled(self) -> int:
+        """The signal that a rank got, else 0."""
+        return max(self.ranks.all(self._stop.signal or 0))
+
+    def log(self, row: dict[str, Any], *, sound: bool = True) -> None:
+        """Write a row of metrics. `sound`: whether what is tracked may be saved after it; else the next one decides."""
+        self._sound = sound
+        if self._rows is not None:
+            self._rows.write(row)
+            if self._trackers is not None:
+                self._trackers.row(row)
+            self._show(lambda tensorboard: tensorboard.row(row))
+
+    def sample(self, sample: dict[str, Any]) -> None:
+        """Write one sampled response."""
+        if self._samples is not None:
+            self._samples.write(sample)
+            self._show(lambda tensorboard: tensorboard.sample(sample))
+
+    def _show(self, show: Callable[[TensorBoardWriter], None]) -> None:
+        """TensorBoard only shows the rows: if it cannot be written, the run goes on without it."""
+        if self._tensorboard is None:
+            return
+        try:
+            show(self._tensorboard)
+        except OSError as error:
+            self._tensorboard = None
+            log.warning(f"tensorboard: {error.strerror or error}: switched off; --resume rebuilds it")
+
+    def save(self, step: int) -> None:
+        """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
+        first, *others = self.ranks.all(self.ranks.run(self._own_states))
+        states = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
+        model, keep = self.tracked["model"], self.ranks.writes
+        self.ranks.check_weights(model.parameters())
+        tensors, slots = tensors_of(model, keep=keep), slots_of(self.tracked["optimizer"], keep=keep)
+        self.ranks.run(lambda: self._write(step, tensors, slots, states))  # all wait until it is complete
+
+    def _own_states(self) -> dict[str, Any]:
+        others = {name: one for name, one in self.tracked.items() if name not in ("model", "optimizer")}
+        return {name: one.state_dict() for name, one in others.items()} | {"libraries": library_state()}
+
+    def _write(
+        self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], states: Sequence[Any]
+    ) -> None:
+        if not self.ranks.writes:
+            return
+        lengths = {}
+        for file in self._files():
+            file.sync()  # a checkpoint never counts rows that are not on the disk
+            lengths[file.path.name] = file.size
+        state = {
+            "tracked": states,
+            "spared": self.spared,
+            "seconds": self.seconds,
+            "lengths": lengths,
+            **self._inputs,
+        }
+        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state)
+        self._prune()
+
+    def _prune(self) -> None:
+        section = self.config.checkpoint
+        prune(self.folder.checkpoints, section.keep, every=section.every, spared=self.spared)
+
+    # ---- the end
+
+    @property
+    def seconds(self) -> float:
+        """Run time so far, earlier parts of a resumed run included."""
+        return float(self._state.get("seconds", 0.0)) + time.time() - self._started
+
+    def finish(self, **figures: Any) -> dict[str, Any]:
+        """Write and return summary.json: these figures, with config, versions and git revision."""
+        summary = {
+            "run": self.config.run.name,
+            "config": self.config.model_dump(mode="json"),
+            "seed": self.config.run.seed,
+            "seconds": self.seconds,
+            "versions": versions(),
+            "git": git_revision(Path.cwd()),
+            **figures,
+        }
+        for file in self._files():
+            file.sync()
+        if self.ranks.writes:
+            write_json(self.folder.summary, summary)
+        return summary
+
+    def stop(self, row: dict[str, Any], reason: str, **figures: Any) -> NoReturn:
+        """End the run for a guard, after `row`: save what may be saved. Errors: GuardStop."""
+        if self._sound:
+            self.save(row["step"])
+        self.finish(steps=row["step"], final=row, stopped_by=reason, **figures)
+        raise GuardStop(reason)
+
+    def close(self) -> None:
+        """Close the files and free the folder; all data that must be on the disk is there already."""
+        self._exits.close()
+        if self._trackers is not None:
+            self._trackers.close(failed=sys.exc_info()[0] is not None)
+        for file in (*self._files(), self._tensorboard, self._lock):
+            if file is not None:
+                with contextlib.suppress(OSError):  # a full disk has been reported already
+                    file.close()
+
+    def _files(self) -> list[JsonlWriter]:
+        return [file for file in (self._rows, self._samples) if file is not None]
+
+    def way_on(self) -> str:
+        """Where --resume would go on."""
+        complete = [each.step for each in checkpoints(self.folder.checkpoints) if each.damage() is None]
+        if not complete:
+            return "there is no checkpoint yet: start the command again"
+        return f"the checkpoint of step {complete[-1]} is complete: --resume goes on from it"
+
+
+@contextlib.contextmanager
+def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) -> Iterator[Run]:
+    """A run whose folder is locked inside the block. After an error in it, the way on is told.
+
+    Errors: those of `Run.open`; RunFailed in place of a full disk, a broken one and a full memory.
+    """
+    run = Run(config, ranks)
+    try:
+        with memory_for("the run does not fit", LESS_MEMORY):
+            run.open(resume=resume, overwrite=overwrite)
+            yield run
+    except InputError:
+        if run._rows is not None and checkpoints(run.folder.checkpoints):
+            log.warning(f"{run.way_on()}, once the error is fixed")
+        raise
+    except MemoryFull as error:
+        raise RunFailed(f"{error}; {run.way_on()}") from error
+    except OSError as error:
+        message = _disk_message(run.folder, error)
+        if message is None:
+            raise
+        raise RunFailed(f"{message}; {run.way_on()}") from error
+    finally:
+        run.close()
+
+
+def _disk_message(folder: RunFolder, error: OSError) -> str | None:
+    """The words for an error of the disk or of the run's folder; None for another one."""
+    place = Path(error.filename or folder.path)
+    if error.errno in FULL:
+        sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in folder.checkpoints.glob("step-*")]
+        need = f"a checkpoint takes {max(sizes) / 1e6:.1f} MB, " if sizes else ""
+        return f"{place}: {error.strerror}: {need}{room_words(place)}"
+    inside = error.filename is not None and place.absolute().is_relative_to(folder.path.absolute())
+    return f"{place}: {error.strerror}" if error.errno in BROKEN or inside else None

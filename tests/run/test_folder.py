@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.run.folder import (
+    RunFolder,
+    check_writable,
+    lock_run_folder,
+    newest_run,
+    remove_folder,
+    sweep,
+    write_atomic,
+    write_folder,
+)
+from rlhf_kl.run.log import write_json
+
+
+def open_folder(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Take the lock and give it back."""
+    lock_run_folder(RunFolder(path), resume=resume, overwrite=overwrite).close()
+
+
+def make_run(path: Path) -> RunFolder:
+    """A run with every file that the program writes."""
+    open_folder(path)
+    folder = RunFolder(path)
+    for file in folder.files:
+        file.write_text("{}\n")
+    for place in (*folder.folders, folder.checkpoints / "step-000005", folder.checkpoints / "step-000010"):
+        place.mkdir(parents=True)
+        (place / "model.safetensors").write_text("x")
+    folder.tensorboard.mkdir()
+    (folder.tensorboard / "events.out.tfevents.1.host").write_text("x")
+    return folder
+
+
+# ---- a run's folder
+
+
+def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        open_folder(tmp_path / "runs" / f"{options}", **options)
+        assert not RunFolder(tmp_path / "runs" / f"{options}").holds_run
+    with pytest.raises(InputError, match="exclude"):
+        open_folder(tmp_path, resume=True, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_a_run_is_refused_without_either_option(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir() if name == "checkpoints" else (tmp_path / name).write_text("")
+    with pytest.raises(InputError, match=r"--resume.*--overwrite"):
+        open_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_resume_leaves_everything_but_what_killed_processes_left(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / ".summary.json.99.tmp").write_text("half")
+    for name in (".final.7.tmp", "checkpoints/.step-000015.7.tmp", "checkpoints/.step-000001.removed"):
+        (tmp_path / name).mkdir()
+    open_folder(tmp_path, resume=True)
+    assert folder.holds_run
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    folder = make_run(run)
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    (run / "holiday.png").write_text("mine")
+    (run / "checkpoints" / "step-notes").mkdir()
+    for place in (run, run / "tensorboard", run / "final"):
+        (place / "mine").symlink_to(precious)
+    open_folder(run, overwrite=True)
+    assert folder.config.exists()  # until the new run is sure to start
+    folder.remove_run()
+    left = {str(path.relative_to(run)) for path in run.rglob("*")}
+    kept = {"holiday.png", "checkpoints", "checkpoints/step-notes", "mine", "tensorboard", "tensorboard/mine"}
+    assert left == {".rlhf-kl.lock", *kept}
+    assert (precious / "file").read_text() == "x"
+
+
+LINKS = (".rlhf-kl.lock", "metrics.jsonl", "checkpoints", "final", "checkpoints/step-000005")
+
+
+@pytest.mark.parametrize("name", [*LINKS, "tensorboard/events.out.tfevents.1.host"])
+def test_a_link_among_what_a_run_writes_is_refused(tmp_path: Path, name: str) -> None:
+    """The real file or folder is moved out, as somebody does who keeps it on another disk."""
+    run = tmp_path / "run"
+    make_run(run)
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(InputError) as caught:
+            open_folder(run, **options)
+        assert [problem.partition(" is a link: ")[0] for problem in caught.value.problems] == [str(run / name)]
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    make_run(tmp_path / "run").remove_run()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [".rlhf-kl.lock"]
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "config.yaml"])
+def test_a_strangers_folder_is_refused_with_any_option(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(InputError, match="not a run"):
+            open_folder(tmp_path, **options)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_a_copied_run_without_dotfiles_is_still_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    open_folder(tmp_path, resume=True)
+
+
+def test_places_that_cannot_be_written_are_input_errors(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run"), tmp_path / ("n" * 300)):
+        with pytest.raises(InputError, match=r"is a file|cannot write the run folder"):
+            open_folder(place)
+
+
+HOLDER = """
+import os, pathlib, sys, time
+from rlhf_kl.run.folder import RunFolder, lock_run_folder
+lock = lock_run_folder(RunFolder(pathlib.Path(sys.argv[1])), resume=True, overwrite=False)
+if os.fork():
+    print('held', flush=True)
+    sys.stdin.read()
+else:
+    time.sleep(60)
+"""
+
+
+def test_the_lock_names_its_process_and_goes_with_it_though_a_child_lives_on(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(InputError, match=f"in use by process {holder.pid} on"):
+                open_folder(tmp_path, resume=True)
+            holder.kill()
+            holder.wait()
+            open_folder(tmp_path, resume=True)
+        finally:
+            os.killpg(holder.pid, 9)
+
+
+def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no run under runs/: name a run folder"):
+        newest_run()
+    for name, age in (("finished", 200), ("older", 300), ("running", 100), ("never-started", 0)):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("")
+        if name != "never-started":
+            (folder / "metrics.jsonl").write_text("")
+            os.utime(folder / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    assert newest_run() == Path("runs/running")
+    with pytest.raises(InputError, match="no finished run"):
+        newest_run(finished=True)
+    for name in ("finished", "older"):
+        (tmp_path / "runs" / name / "final").mkdir()
+    assert newest_run(finished=True) == Path("runs/finished")
+
+
+def test_only_a_run_that_came_to_its_end_is_finished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.finished_summary() is None
+    write_json(folder.summary, {"stopped_by": None, "steps": 3})
+    assert folder.finished_summary() is None  # no final model yet
+    folder.final.mkdir()
+    assert folder.finished_summary() == {"stopped_by": None, "steps": 3}
+    write_json(folder.summary, {"stopped_by": "KL above the ceiling"})
+    assert folder.finished_summary() is None
+
+
+# ---- files and folders that are whole
+
+
+def test_a_file_is_replaced_whole_and_not_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / f".a.txt.{os.getpid()}.tmp").symlink_to(tmp_path / "precious")
+    write_atomic(path, "zwei ü")
+    assert path.read_text(encoding="utf-8") == "zwei ü"
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert path.read_text(encoding="utf-8") == "zwei ü"
+    assert (tmp_path / "precious").read_text() == "x"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "precious"]
+
+
+def test_whether_a_file_can_be_written_is_told_without_touching_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    check_writable(path)
+    assert list(tmp_path.iterdir()) == []
+    for place in (tmp_path, tmp_path / "no" / "a.txt", tmp_path / ("n" * 300)):
+        with pytest.raises(OSError, match=r"Is a directory|No such file|name too long"):
+            check_writable(place)
+
+
+def test_a_folder_is_replaced_whole_and_a_write_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "final"
+    write_folder(target, lambda place: (place / "old").write_text("") and None)
+    write_folder(target, lambda place: (place / "new").write_text("") and None)
+
+    def fail(place: Path) -> None:
+        (place / "half").write_text("half")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write_folder(target, fail)
+    assert [str(path.relative_to(target)) for path in target.parent.rglob("*") if path.is_file()] == ["new"]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: the code under test gets no chance to clean up (see `kill_at`)."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The process ends at its `count`-th call that changes names or syncs; nothing after it happens."""
+    import shutil
+
+    calls = iter(range(1, 1000))
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) >= count:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", dying(os.fsync))
+    monkeypatch.setattr(Path, "rename", dying(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_wherever_a_write_or_a_removal_is_killed_a_folder_is_whole_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: bool
+) -> None:
+    left = []
+    for count in range(1, 20):
+        target = tmp_path / str(count) / "final"
+        write_folder(target, lambda at: (at / "a").write_text("old") and None)
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            kill_at(patch, count)
+            remove_folder(target) if removes else write_folder(target, lambda at: (at / "a").write_text("new") and None)
+        sweep(target.parent)
+        left.append({path.name: (path / "a").read_text() for path in target.parent.iterdir()})
+    assert all(each in ({"final": "old"}, {"final": "new"}, {}) for each in left)
+    assert left[0] == {"final": "old"}
+    assert left[-1] == ({} if removes else {"final": "new"})
+
+
+def test_sweeping_one_name_leaves_the_others(tmp_path: Path) -> None:
+    for name in (".policy-a.1.tmp", ".policy-ab.1.tmp", "policy-a"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".policy-a.2.tmp").symlink_to(tmp_path / "policy-a")
+    sweep(tmp_path, "policy-a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".policy-ab.1.tmp", "policy-a"]

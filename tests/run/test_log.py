@@ -1,0 +1,375 @@
+"""Rows as JSON lines, in TensorBoard, and at trackers in their offline modes, read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import PartialState
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.run import log
+from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.run.log import Clock, JsonlWriter, TensorBoardWriter, Trackers, check_installed, read_jsonl, write_json
+
+# ---- JSON lines
+
+
+def test_rows_come_back_exactly_and_reach_the_file_at_once(tmp_path: Path) -> None:
+    rows = [{"step": 1, "kl/token": 0.1 + 0.2, "alerts": ["a"]}, {"step": 2, "text": "é 漢 \u2028 \x00 \ud800 \r\n"}]
+    writer = JsonlWriter(tmp_path / "deep" / "metrics.jsonl")
+    for count, row in enumerate(rows, start=1):
+        writer.write(row)
+        assert read_jsonl(writer.path) == rows[:count]
+    assert writer.size == writer.path.stat().st_size
+    assert read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_the_file_is_strict_json(tmp_path: Path) -> None:
+    row = {"a": math.nan, "b": [math.inf, np.float32(0.5)], "c": {"d": -math.inf}, "e": np.int64(3)}
+    write_json(tmp_path / "m.json", row)
+
+    def forbidden(name: str) -> float:
+        raise AssertionError(name)
+
+    strict = json.loads((tmp_path / "m.json").read_text(), parse_constant=forbidden)
+    assert strict == {"a": None, "b": [None, 0.5], "c": {"d": None}, "e": 3}
+    with pytest.raises(TypeError, match="object"):
+        write_json(tmp_path / "m.json", {"a": object()})
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 3, "x', b"\x00" * 700, b'{"response": "\xc3', b'{"step": 3}\n'])
+def test_what_stands_behind_a_checkpoint_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+    path, known = tmp_path / "m.jsonl", b'{"step":1, "x": 1.50}\n{"step": 2}\n'
+    path.write_bytes(known + tail)
+    assert [row["step"] for row in read_jsonl(path)][:2] == [1, 2]
+    writer = JsonlWriter(path, len(known))
+    assert writer.complete
+    writer.write({"step": 3})
+    assert path.read_bytes() == known + b'{"step": 3}\n'
+
+
+def test_rows_that_are_missing_are_noticed_and_the_whole_ones_stay(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_bytes(b'{"step": 1}\n{"st')
+    writer = JsonlWriter(tmp_path / "m.jsonl", 30)
+    assert not writer.complete
+    assert writer.size == 12
+
+
+def test_damage_inside_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(InputError, match="line 2"):
+        read_jsonl(tmp_path / "m.jsonl")
+
+
+# ---- TensorBoard
+
+BOARD_CONFIG = {"run": {"name": "a\x1b", "tags": ["x", 1]}, "ppo": {"epochs": 4, "whiten_rewards": False}, "kl": None}
+
+
+def _read(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+        events.Reload()
+    return events
+
+
+def _points(events: Any, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, round(event.value, 6)) for event in events.Scalars(tag)]
+
+
+def _texts(events: Any, tag: str) -> list[str]:
+    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
+
+
+def test_every_finite_number_becomes_a_scalar_at_its_step(tmp_path: Path) -> None:
+    board = TensorBoardWriter(RunFolder(tmp_path), BOARD_CONFIG)
+    board.row({"step": 1, "episodes": 64, "kl/token": 0.25, "kl/coef": math.nan, "objective/gold": None})
+    board.row({"step": 2, "episodes": 128, "kl/token": 0.5, "alerts": ["kl-spike: <b>high</b>"]})
+    board.close()
+    events = _read(tmp_path)
+    assert sorted(events.Tags()["scalars"]) == ["episodes", "kl/token"]
+    assert _points(events, "kl/token") == [(1, 0.25), (2, 0.5)]
+    assert _texts(events, "alerts") == ["    kl-spike: <b>high</b>"]
+
+
+def test_the_config_is_in_the_same_file_as_hparams(tmp_path: Path) -> None:
+    TensorBoardWriter(RunFolder(tmp_path), BOARD_CONFIG).close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    content = _read(tmp_path).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    data = plugin_data_pb2.HParamsPluginData.FromString(content)
+    hparams = data.session_start_info.hparams
+    assert hparams["ppo.epochs"].number_value == 4
+    assert hparams["run.name"].string_value == "a\\x1b"
+    assert hparams["kl"].string_value == "null"
+    assert hparams["run.tags"].string_value == '["x", 1]'
+    assert hparams["ppo.whiten_rewards"].string_value == "false"
+
+
+def test_a_resumed_run_never_doubles_a_point(tmp_path: Path) -> None:
+    rows = [{"step": step, "kl/token": step / 8} for step in (1, 2, 3)]
+    board = TensorBoardWriter(RunFolder(tmp_path), BOARD_CONFIG)
+    for row in [*rows, {"step": 4, "kl/token": 9.0}]:
+        board.row(row)
+    board.close()
+    (tmp_path / "tensorboard" / "mine.txt").write_text("")
+    board = TensorBoardWriter(RunFolder(tmp_path), BOARD_CONFIG, rows, [{"step": 2, "prompt": "p", "response": "r"}])
+    board.row({"step": 4, "kl/token": 0.5})
+    board.close()
+    assert len(list(tmp_path.rglob("events.*"))) == 1
+    assert (tmp_path / "tensorboard" / "mine.txt").exists()
+    events = _read(tmp_path)
+    assert _points(events, "kl/token") == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
+    assert len(_texts(events, "samples")) == 1
+
+
+def test_sample_text_is_shown_as_it_is(tmp_path: Path) -> None:
+    response = "<script>alert(1)</script>\n# no heading **no bold**\x1b[2J\ud800"
+    board = TensorBoardWriter(RunFolder(tmp_path), {})
+    board.sample({"step": 3, "prompt": "[x](http://a)", "response": response, "score": 1.25, "gold": None})
+    board.close()
+    (markdown,) = _texts(_read(tmp_path), "samples")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tensorboard import plugin_util
+    html = plugin_util.markdown_to_safe_html(markdown)
+    assert "<script" not in html
+    assert "<h1" not in html
+    assert "<a " not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "# no heading **no bold**\\x1b[2J\\ud800" in html
+    assert "<strong>prompt</strong>" in html
+    assert "score 1.25" in html
+
+
+def test_the_custom_charts_name_tags_that_runs_have(
+    tmp_path: Path, metrics_rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    TensorBoardWriter(RunFolder(tmp_path), BOARD_CONFIG).close()
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    [event] = _read(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    patterns = [tag for part in layout.category for chart in part.chart for tag in chart.multiline.tag]
+    assert len(patterns) >= 10
+    estimates = {"kl/k1": 0.1, "kl/k2": 0.1, "kl/k3": 0.1, "objective/rlhf_reward": 0.5}
+    tags = {key for row in metrics_rows([0.1]) for key in row | estimates}
+    assert [pattern for pattern in patterns if not any(re.search(pattern, tag) for tag in tags)] == []
+
+
+# ---- trackers
+
+Write = Callable[..., str]
+CONFIG = {"run": {"name": "mine", "seed": 3}, "kl": {"target": 0.1, "ceiling": None}}
+ROWS = [{"step": 1, "kl/token": 0.25, "kl/coef": 0.5, "objective/gold": None}, {"step": 2, "kl/token": 0.125}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    (tmp_path / "run").mkdir()
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    PartialState(cpu=True)  # as in a run; accelerate's trackers ask for it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the trackers' own libraries
+        yield
+
+
+@pytest.fixture
+def write(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """write("wandb", rows): rows of one part of a run; returns the alerts."""
+
+    def run(name: str, rows: list[dict[str, Any]], sent: int = 0, *, failed: bool = False) -> str:
+        tracking = Trackers([name], folder, "mine", CONFIG, sent)
+        for row in rows:
+            tracking.row(row)
+        tracking.close(failed=failed)
+        return " ".join(line for line in capsys.readouterr().err.splitlines() if "alert:" in line)
+
+    return run
+
+
+def test_wandb_offline(write: Write, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert write("wandb", ROWS) == ""
+    known = json.loads((folder.path / "trackers.json").read_text())["wandb"]
+    assert write("wandb", [{"step": 3, "kl/token": 0.5}]) == ""
+    found, ids = {}, set()
+    for file in folder.path.glob("wandb/offline-run-*/*.wandb"):
+        for data in log_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.WhichOneof("record_type") == "run":
+                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+            if record.WhichOneof("record_type") == "history":
+                values = record.history.item
+                items = {".".join(value.nested_key) or value.key: value.value_json for value in values}
+                found[json.loads(items["_step"])] = json.loads(items["kl/token"])
+    assert found == {1: 0.25, 2: 0.125, 3: 0.5}
+    assert ids == {(known, "rlhf-kl", "mine")}
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log behind wandb's own header of seven bytes: blocks of 32 KiB, parts of records."""
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # too short for the header of a part
+            place += 32768 - place % 32768
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or its last part
+            yield whole
+            whole = b""
+
+
+def test_mlflow_on_disk(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    place = f"file:{tmp_path / 'mlruns'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert write("mlflow", ROWS) == ""
+    again = [{"step": 2, "kl/token": 0.125}, {"step": 3, "kl/token": 0.5}]
+    assert write("mlflow", again, sent=2, failed=True) == ""  # a resumed run goes on in the same one
+    client = mlflow.MlflowClient(place)
+    (run,) = client.search_runs([client.get_experiment_by_name("rlhf-kl").experiment_id])
+    points = client.get_metric_history(run.info.run_id, "kl/token")
+    assert [(point.step, point.value) for point in points] == [(1, 0.25), (2, 0.125), (3, 0.5)]
+    assert run.data.params["kl.target"] == "0.1"
+    assert run.info.run_name == "mine"
+    assert run.info.status == "FAILED"
+
+
+def test_trackio_on_disk(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    assert write("trackio", ROWS) == ""
+    (run,) = trackio.Api().runs("rlhf-kl")
+    assert run.name == "mine"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """stand_in(error): wandb is a list of what was called; `error` is raised by its second row."""
+
+    def install(error: Exception | None = None) -> list[Any]:
+        calls: list[Any] = []
+
+        class Tracker:
+            run = SimpleNamespace(id="new")
+
+            def start(self) -> None: ...
+
+            def store_init_configuration(self, values: dict[str, Any]) -> None:
+                calls.append(values)
+
+            def log(self, values: dict[str, float], step: int) -> None:
+                if error is not None and step == 2:
+                    raise error
+                calls.append((step, values))
+
+            def finish(self) -> None:
+                calls.append("finish")
+
+        monkeypatch.setattr(log, "_tracker", lambda *_: Tracker())
+        return calls
+
+    return install
+
+
+def test_finite_numbers_at_their_step(write: Write, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in()
+    assert write("wandb", ROWS) == ""
+    config = {"run.name": "mine", "run.seed": 3, "kl.target": 0.1, "kl.ceiling": None}
+    assert calls == [config, (1, {"kl/token": 0.25, "kl/coef": 0.5}), (2, {"kl/token": 0.125}), "finish"]
+    write("wandb", [])
+    assert calls[4:] == ["finish"]  # a run that goes on keeps its config there
+
+
+def test_one_that_fails_is_switched_off(write: Write, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in(OSError("no network"))
+    alerts = write("wandb", [*ROWS, {"step": 3, "kl/token": 0.5}])
+    assert alerts == "alert: wandb: no network: switched off; metrics.jsonl has every row"
+    assert calls[1:] == [(1, {"kl/token": 0.25, "kl/coef": 0.5})]
+
+
+def test_one_that_cannot_start_is_switched_off_and_tells_no_password(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("http://me:hunter2@127.0.0.1:9 does not answer")
+
+    monkeypatch.setattr(log, "_tracker", fail)
+    alert = "alert: mlflow: http://127.0.0.1:9 does not answer: switched off; metrics.jsonl has every row"
+    assert write("mlflow", ROWS) == alert
+
+
+def test_rows_that_were_sent_are_not_sent_again(write: Write, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in()
+    write("wandb", ROWS, sent=1)
+    assert calls[1:] == [(2, {"kl/token": 0.125}), "finish"]
+
+
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["absent", "a folder of that name"])
+def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, spec: ModuleSpec | None) -> None:
+    monkeypatch.setattr(log, "find_spec", lambda name: spec)
+    with pytest.raises(InputError, match=r"tracking\.trackers: wandb is not installed: pip install wandb"):
+        check_installed(["wandb"])
+
+
+# ---- times
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of day, which stands still until a test moves it."""
+    place = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: place[0])
+    return place
+
+
+def test_seconds_add_up_until_they_are_read_inner_ones_twice(now: list[float]) -> None:
+    clock = Clock()
+
+    @clock.timed("inner")
+    def inner(seconds: float, *, result: str) -> str:
+        now[0] += seconds
+        return result
+
+    with clock.timed("outer"):
+        assert inner(1.0, result="a") == "a"
+        now[0] += 2.0
+    now[0] += 50  # between calls nothing counts
+    assert inner(4.0, result="b") == "b"
+    assert clock.read() == {"inner": 5.0, "outer": 3.0}
+    assert clock.read() == {}
+
+    def breaks() -> None:
+        now[0] += 3.0
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        clock.timed("work")(breaks)()
+    assert clock.read() == {"work": 3.0}

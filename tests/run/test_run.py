@@ -1,0 +1,386 @@
+"""What a run promises, on a model of a few numbers; the same of PPO is tests/commands/test_resume.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.config.load import load_config
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, read_jsonl
+from rlhf_kl.run.run import Run, open_run
+from rlhf_kl.trainers.optim import adamw
+
+
+class Counter:
+    """Something that a checkpoint must hold."""
+
+    def __init__(self) -> None:
+        self.count = 0.1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+Work = Callable[..., Any]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    """work("name", "checkpoint.every=3", resume=True, at=act): six steps; `act(run, step)` is called in each."""
+
+    def do(
+        name: str,
+        *overrides: str,
+        resume: bool = False,
+        overwrite: bool = False,
+        content: str = "a",
+        at: Callable[[Run, int], object] = lambda run, step: None,
+    ) -> Any:
+        settings = ["checkpoint={every: 2, keep: 10}", "ppo.lr_schedule=constant", "ppo.total_episodes=96"]
+        settings += ["tracking.tensorboard=false", f"run.output_dir='{tmp_path / name}'", *overrides]
+        config = load_config("train", "smoke.yaml", settings)
+        with open_run(config, Ranks(), resume=resume, overwrite=overwrite) as run:
+            if run.finished is not None:
+                return run.finished
+            run.check(torch.device("cpu"), {"data.prompts": content})
+            net, counter = torch.nn.Linear(3, 2), Counter()
+            torch.nn.init.ones_(net.weight)
+            optimizer = adamw(net, 0.01, 0.1)
+            run.track(model=net, optimizer=optimizer, counter=counter)
+            run.begin()
+            for step in run.steps(config.updates):
+                at(run, step)
+                loss = net(torch.randn(4, 3)).square().sum() * random.random()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                counter.count *= 1.7
+                run.sample({"step": step, "prompt": "a", "response": f"{counter.count}"})
+                run.log({"step": step, "loss": loss.item(), "count": counter.count})
+            torch.save(net.state_dict(), run.folder.path / "weights")
+            run.folder.final.mkdir(exist_ok=True)
+            return run.finish(steps=config.updates, stopped_by=None)
+
+    return do
+
+
+def left(folder: Path) -> list[Any]:
+    """What a finished run leaves."""
+    steps = [checkpoint.step for checkpoint in checkpoints(folder / "checkpoints")]
+    return [read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl"), steps] + [
+        tensor.tolist() for tensor in torch.load(folder / "weights").values()
+    ]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def die(run: Run, step: int) -> None:
+    if step == 6:
+        raise Killed
+
+
+@pytest.fixture
+def whole(work: Work, tmp_path: Path) -> list[Any]:
+    work("whole")
+    return left(tmp_path / "whole")
+
+
+@pytest.fixture
+def crashed(work: Work, tmp_path: Path) -> Path:
+    """A run that was killed in step 6: its newest checkpoint is that of step 4, and it has a row of step 5."""
+    with pytest.raises(Killed):
+        work("crashed", at=die)
+    return tmp_path / "crashed"
+
+
+# ---- going on
+
+
+def test_wherever_a_run_is_killed_it_goes_on_as_if_nothing_had_been(
+    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each operation that writes, syncs, renames or removes."""
+    for fatal in range(1, 200):
+        calls = iter(range(1, 1000))
+
+        def dying(real: Callable[..., Any], calls: Any = calls, fatal: int = fatal) -> Callable[..., Any]:
+            def call(*arguments: Any, **named: Any) -> Any:
+                if next(calls) >= fatal:
+                    raise Killed
+                return real(*arguments, **named)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for place, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (JsonlWriter, "write")):
+                patch.setattr(place, name, dying(getattr(place, name)))
+            try:
+                work(f"{fatal}")
+                break
+            except Killed:
+                pass
+        work(f"{fatal}", resume=True)
+        assert left(tmp_path / f"{fatal}") == whole, fatal
+        assert not list((tmp_path / f"{fatal}").rglob("*.tmp"))
+    assert 40 < fatal < 199
+
+
+def test_a_finished_run_gives_its_summary_and_more_episodes_go_on(work: Work, whole: list[Any], tmp_path: Path) -> None:
+    summary = work("whole", resume=True)
+    assert summary == json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["steps"] == 6
+    work("more", "ppo.total_episodes=64")
+    work("more", resume=True)
+    assert left(tmp_path / "more") == whole
+    with pytest.raises(InputError, match=r"ppo\.total_episodes: 96 -> 64"):
+        work("more", "ppo.total_episodes=64", resume=True)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ["ppo.lr_schedule=linear"],
+        ["kl.controller={kind: schedule, coef: 0.1, end_coef: 0.2}"],
+        ["kl.controller={kind: ziegler, coef: 0.1}"],
+    ],
+)
+def test_more_episodes_are_refused_where_something_depends_on_their_number(work: Work, others: list[str]) -> None:
+    work("run", *others)
+    with pytest.raises(InputError, match=r"ppo\.total_episodes: 96 -> 6400"):
+        work("run", *others, "ppo.total_episodes=6400", resume=True)
+
+
+def test_another_config_is_refused_and_what_is_free_may_change(
+    work: Work, crashed: Path, whole: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        work("crashed", "kl.target=0.3", "eval.every=1", resume=True)
+    assert len(caught.value.problems) == 3  # with the way out
+    assert "kl.target: 0.2 -> 0.3" in str(caught.value)
+    work("crashed", "ppo.microbatch_size=4", "eval.every=1", resume=True)
+    assert "ppo.microbatch_size: 8 -> 4: sums are taken in another order" in capsys.readouterr().err
+    assert left(crashed) == whole
+
+
+def test_other_content_is_refused_and_another_environment_reported(
+    work: Work, crashed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError, match=r"data\.prompts: its content has changed since the run in .*crashed began"):
+        work("crashed", content="b", resume=True)
+    path = crashed / "checkpoints" / "step-000004"
+    state, sums = (json.loads((path / name).read_text()) for name in ("state.json", "checksums.json"))
+    state["environment"] |= {"machine": "Linux abacus", "torch": "1.0"}
+    data = json.dumps(state).encode()
+    (path / "state.json").write_bytes(data)
+    sums["state.json"] = [len(data), sha256(data).hexdigest()]
+    (path / "checksums.json").write_text(json.dumps(sums))
+    work("crashed", resume=True)
+    messages = capsys.readouterr().err
+    assert "machine Linux abacus -> " in messages
+    assert "torch 1.0 -> " in messages
+
+
+def test_a_damaged_checkpoint_costs_its_updates_and_nothing_else(
+    work: Work, crashed: Path, whole: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (crashed / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(b"")
+    work("crashed", resume=True)
+    messages = capsys.readouterr().err
+    assert "damaged checkpoint step-000004: model.safetensors has changed" in messages
+    assert "going on from step-000002" in messages
+    assert left(crashed) == whole
+
+
+def test_without_a_whole_checkpoint_nothing_is_overwritten(work: Work, crashed: Path) -> None:
+    for checkpoint in checkpoints(crashed / "checkpoints"):
+        (checkpoint.path / "optimizer.safetensors").write_bytes(b"")
+    before = {path: path.read_bytes() for path in crashed.rglob("*") if path.is_file() and ".lock" not in path.name}
+    with pytest.raises(InputError, match="every checkpoint is damaged") as caught:
+        work("crashed", resume=True)
+    assert len(caught.value.problems) == 2
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_rows_that_are_missing_are_reported(work: Work, crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (crashed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (crashed / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    work("crashed", resume=True)
+    assert "metrics.jsonl: rows that the checkpoint knew are missing" in capsys.readouterr().err
+    assert [row["step"] for row in read_jsonl(crashed / "metrics.jsonl")] == [1, 2, 5, 6]
+
+
+def test_an_old_checkpoint_that_a_killed_run_did_not_get_to_drop_is_dropped(work: Work, crashed: Path) -> None:
+    with pytest.raises(Killed):
+        work("crashed", "checkpoint.keep=1", resume=True, at=lambda run, step: die(run, 6))
+    assert [checkpoint.step for checkpoint in checkpoints(crashed / "checkpoints")] == [4]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_resumed_run_has_the_threads_that_it_had(
+    work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(Killed):
+            work("run", at=die)
+        torch.set_num_threads(1)
+        work("run", resume=True, at=lambda run, step: torch.set_num_threads(torch.get_num_threads()))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert "threads" not in capsys.readouterr().err
+
+
+# ---- signals and guards
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    work: Work, whole: list[Any], tmp_path: Path, number: int, code: int
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted) as caught:
+        work("run", at=lambda run, step: os.kill(os.getpid(), number) if step == 3 else None)
+    assert caught.value.exit_code == code
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
+    work("run", resume=True)
+    assert left(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize(
+    ("again", "grace"), [(False, 0.1), (True, 100.0), (False, 0.0)], ids=["grace ends", "a second signal", "no grace"]
+)
+def test_a_step_that_does_not_end_is_cut_short(
+    work: Work, whole: list[Any], tmp_path: Path, again: bool, grace: float
+) -> None:
+    def hang(run: Run, step: int) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if again:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted) as caught:
+        work("run", f"checkpoint.grace={grace}", at=hang)
+    assert time.monotonic() - began < 10
+    assert caught.value.exit_code == 143
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    work("run", resume=True)
+    assert left(tmp_path / "run") == whole
+
+
+def test_a_guard_ends_the_run_with_its_reason_and_a_checkpoint(work: Work, tmp_path: Path) -> None:
+    with pytest.raises(GuardStop, match="too much"):
+        work("run", at=lambda run, step: run.stop({"step": 3}, "too much") if step == 4 else None)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "too much"
+
+
+def test_what_may_not_be_saved_is_not_saved(work: Work, tmp_path: Path) -> None:
+    def unsound(run: Run, step: int) -> None:
+        write = type(run).log
+        run.log = lambda row, **_: write(run, row, sound=step != 2)  # type: ignore[method-assign]
+
+    work("run", at=unsound)
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")] == [
+        4,
+        6,
+    ]  # 3 is dropped again
+
+
+# ---- disks and folders
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_row_that_cannot_be_written_ends_the_run_in_one_line(
+    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    write = JsonlWriter.write
+
+    def fails(self: JsonlWriter, row: Any) -> None:
+        if self.path.name == "metrics.jsonl" and row["step"] == 5:
+            raise OSError(number, os.strerror(number), str(self.path))
+        write(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlWriter, "write", fails)
+        with pytest.raises(RunFailed, match=r"metrics\.jsonl.*step 4 is complete: --resume goes on") as caught:
+            work("run")
+    assert caught.value.exit_code == 1
+    assert ("MB are free" in str(caught.value)) == (number == errno.ENOSPC)
+    work("run", resume=True)
+    assert left(tmp_path / "run") == whole
+
+
+def test_other_errors_of_the_system_are_not_taken_for_the_disks(work: Work) -> None:
+    def fails(run: Run, step: int) -> None:
+        raise ConnectionResetError("the hub is gone")
+
+    with pytest.raises(ConnectionResetError):
+        work("run", at=fails)
+
+
+def test_a_view_that_cannot_be_written_does_not_end_the_run(
+    work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TensorBoardWriter, "row", fails)
+    assert work("run", "tracking.tensorboard=true")["steps"] == 6
+    assert capsys.readouterr().err.count("tensorboard: No space left on device") == 1
+
+
+def test_an_error_of_the_user_s_names_the_checkpoint_and_frees_the_folder(
+    work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(run: Run, step: int) -> None:
+        if step == 4:
+            raise InputError("no such thing")
+
+    for resume in (False, True):
+        with pytest.raises(InputError, match="no such thing"):
+            work("run", resume=resume, at=breaks)
+        assert "the checkpoint of step 2 is complete: --resume goes on from it" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_start_removes_nothing(work: Work, crashed: Path) -> None:
+    before = sorted(crashed.rglob("*"))
+    inside = f"data.prompts='{crashed / 'config.yaml'}'"
+    with pytest.raises(InputError, match="lies in the folder that --overwrite empties"):
+        work("crashed", inside, overwrite=True)
+    assert sorted(crashed.rglob("*")) == before
+    work("crashed", overwrite=True)
+    assert read_jsonl(crashed / "metrics.jsonl")[0]["step"] == 1
+
+
+def test_a_link_in_the_place_of_a_plugin_s_copy_is_replaced(work: Work, crashed: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def count(prompts, responses): return [0.0 for _ in prompts]")
+    (tmp_path / "precious.py").write_text("mine")
+    (crashed / "mine.py").symlink_to(tmp_path / "precious.py")
+    work("crashed", f"reward={{kind: '{tmp_path / 'mine.py'}:count'}}", overwrite=True)
+    assert (tmp_path / "precious.py").read_text() == "mine"
+    assert (crashed / "mine.py").read_text().startswith("def count")
