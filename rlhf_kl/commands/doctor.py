@@ -29,7 +29,6 @@ from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.load import context_length, load_tokenizer, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
-from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.failures import LESS_MEMORY
 from rlhf_kl.run.trackers import check_installed
@@ -192,8 +191,8 @@ def check_tokenizers(config: TrainConfig, parts: Parts, resolver: Resolver) -> I
         sample = f"{lost[0][0][:40]!r} comes back as {lost[0][1][:40]!r}"
         words = f"{len(lost)} of {len(texts)} prompts change when they are encoded and decoded: {sample}"
     yield judged("tokenizer", not lost, words, "clean these prompts, or use another tokenizer")
-    if isinstance(parts.reward, RewardModel):
-        same = parts.reward.tokenizer.get_vocab() == tokenizer.get_vocab()
+    if parts.scorers.model is not None:
+        same = parts.scorers.model.tokenizer.get_vocab() == tokenizer.get_vocab()
         words = "the policy's" if same else "another one: responses are decoded and encoded again"
         yield judged("tokenizer", True, f"the reward model uses {words}")
 
@@ -205,11 +204,12 @@ def check_context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
     words = f"longest prompt {longest} tokens and {new} new ones"
     words += "; the model's config names no limit" if limit is None else f" fit into {limit}"
     yield judged("context", limit is not None, words, "make sure that the model was trained on texts of this length")
-    if isinstance(parts.reward, RewardModel) and parts.reward.limit is not None:
-        most = new + max(len(row) for row in parts.reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
-        if most > parts.reward.limit:
+    reward = parts.scorers.model
+    if reward is not None and reward.limit is not None:
+        most = new + max(len(row) for row in reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
+        if most > reward.limit:
             words = (
-                f"the reward model reads {parts.reward.limit} tokens, but texts have up to {most}: it loses the "
+                f"the reward model reads {reward.limit} tokens, but texts have up to {most}: it loses the "
                 "beginning of the longest"
             )
             yield judged("context", False, words, "a lower rollout.max_new_tokens, or shorter prompts")
@@ -217,15 +217,16 @@ def check_context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
 
 def check_reward_model(config: TrainConfig, parts: Parts, resolver: Resolver, pairs: str | None) -> Iterator[Finding]:
     """Its accuracy on `pairs`, else the one that its training has written beside it."""
-    if not isinstance(parts.reward, RewardModel):
+    reward = parts.scorers.model
+    if reward is None:
         return
     accuracy, where = None, "the held-out data of its training"
     if pairs is not None:
-        section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=parts.reward.form.chat)
+        section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
         held = resolver.all_pairs(section)[:PAIRS]
         prompts = [pair.prompt for pair in held]
-        chosen = parts.reward.score(prompts, [pair.chosen for pair in held])
-        rejected = parts.reward.score(prompts, [pair.rejected for pair in held])
+        chosen = reward(prompts, [pair.chosen for pair in held])
+        rejected = reward(prompts, [pair.rejected for pair in held])
         accuracy, where = pair_figures(chosen, rejected)["eval/accuracy"], f"{len(held)} held-out pairs"
     else:
         folder = Path(config.reward.model or "")

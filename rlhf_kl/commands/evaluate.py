@@ -22,10 +22,8 @@ from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
-from rlhf_kl.rewards.functions import GoldScorer
-from rlhf_kl.rewards.trl_interface import begin_scorers
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.run_folder import RunFolder, newest_run
-from rlhf_kl.types import RewardFn
 from rlhf_kl.ui import log
 
 
@@ -102,8 +100,8 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
     other = _perplexity(reference, beside.tokenizer, texts, "reference")
     _, kept = build_prompts(config, resolver, model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
-    reward, gold = _scorers(config, for_scores, for_gold, resolver)
-    begin_scorers(reward, gold, config.updates + 1, config.updates)
+    scorers = _scorers(config, for_scores, for_gold, resolver)
+    scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         on_prompts = policy_figures(
             policy,
@@ -112,8 +110,7 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
             config.run.seed,
             sampling_of(config, model, tokenizer),
             tokenizer,
-            reward,
-            gold,
+            scorers,
             batch_size=config.rollout.batch_size,
             report=log.warning,
             advance=advance,
@@ -124,18 +121,13 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
     return asdict(figures) | {"reference": asdict(other)} | found
 
 
-def _scorers(
-    config: TrainConfig, for_scores: list[str], for_gold: list[str], resolver: Resolver
-) -> tuple[RewardFn | None, GoldScorer | None]:
-    """The reward function and the gold scorer; None where a run names plugins that have no permission."""
+def _scorers(config: TrainConfig, for_scores: list[str], for_gold: list[str], resolver: Resolver) -> Scorers:
+    """The scorers, without those of a run's plugins that have no permission."""
     if for_scores or for_gold:
         names = " and ".join(["scores"] * bool(for_scores) + ["gold"] * bool(for_gold))
         plugins = ", ".join(dict.fromkeys(for_scores + for_gold))
         log.warning(f"{names} left out: they need code that the run names ({plugins}): --plugins runs it")
-    return (
-        None if for_scores else resolver.reward(config.reward),
-        None if for_gold else resolver.gold(config.reward),
-    )
+    return resolver.scorers(config.reward, reward=not for_scores, gold=not for_gold)
 
 
 def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> list[str]:

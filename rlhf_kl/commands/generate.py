@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,7 @@ from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.value import ActorCritic, frozen_lm
-from rlhf_kl.rewards.functions import score_responses
-from rlhf_kl.rewards.trl_interface import begin_scorers
+from rlhf_kl.rewards.scorer import REWARD
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.run.files import check_writable, write_atomic
@@ -151,9 +151,9 @@ class _Writer:
                 beside: Loaded = load_run_reference(resolver, config)
                 self.reference = frozen_lm(beside.model, dtype, resolver.device)
         self.policy = frozen_lm(policy, dtype, resolver.device)
-        self.reward = resolver.reward(config.reward) if request.scores else None
-        begin_scorers(self.reward, None, config.updates + 1, config.updates)
-        self.reward_name = config.reward.kind
+        self.scorers = resolver.scorers(config.reward, gold=False) if request.scores else None
+        if self.scorers is not None:
+            self.scorers.begin(config.updates + 1, config.updates)
         self.sampling = Sampling(
             max_new_tokens=request.max_new_tokens or config.rollout.max_new_tokens,
             temperature=request.temperature or config.rollout.temperature,
@@ -195,9 +195,9 @@ class _Writer:
         yield from fitting_batches(len(places), ROWS, write, change)
 
     def _scores(self, batch: PromptBatch, responses: Sequence[str]) -> list[float | None]:
-        assert self.reward is not None
-        values, scored, _ = score_responses(self.reward, batch.texts, responses, self.reward_name)
-        return [value if known else None for value, known in zip(values.tolist(), scored.tolist(), strict=True)]
+        assert self.scorers is not None
+        scores = self.scorers(batch.texts, responses).values[REWARD].tolist()
+        return [None if math.isnan(score) else score for score in scores]
 
     def _batch(self, batch: PromptBatch, noise: Any) -> list[Sample]:
         _, sampled, responses = respond(self.policy, batch, noise, self.sampling, self.tokenizer)
@@ -205,7 +205,7 @@ class _Writer:
             {"prompt": prompt, "response": response, "ended": ended}
             for prompt, response, ended in zip(batch.texts, responses, sampled.ended.tolist(), strict=True)
         ]
-        if self.reward is not None:
+        if self.scorers is not None:
             scores = self._scores(batch, responses)
             rows = [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
         if self.reference is None:
@@ -228,7 +228,7 @@ class _Writer:
                 {"text": self.tokenizer.decode([token]), "logprob": p, "ref_logprob": q, "kl": nats}
                 for token, p, q, nats in columns
             ]
-        if self.reward is not None:
+        if self.scorers is not None:
             scores = self._scores(batch, beside)
             for row, score in zip(rows, scores, strict=True):
                 row["reference_score"] = score

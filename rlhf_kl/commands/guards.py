@@ -25,7 +25,6 @@ class StepResult:
 
     row: dict[str, Any]
     rollout: RolloutBatch
-    gold: list[float | None] | None
     skipped: str | None  # the figure that was not finite; steps of the update were left out
     weights_lost: bool  # a weight is not finite any more
 

@@ -28,13 +28,11 @@ from rlhf_kl.models.value import (
     value_head_from_reward,
     zero_head,
 )
-from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.plugin import plugin_scorers
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.types import RewardFn, Sampling
+from rlhf_kl.types import Sampling
 from rlhf_kl.ui import log
 
 EVAL_PROMPTS = 64
@@ -47,8 +45,7 @@ class Parts:
     policy: TransformersLM
     reference: TransformersLM
     tokenizer: Any
-    reward: RewardFn
-    gold: GoldScorer | None
+    scorers: Scorers
     prompts: PromptStream
     heldout: PromptStream
     texts: list[str]
@@ -75,12 +72,10 @@ def build_parts(config: TrainConfig, accelerator: Any) -> Parts:
         )
         model, tokenizer = loaded.model.to(device), loaded.tokenizer
         reference, is_initial_policy = build_reference(config, resolver, loaded)
-    reward = resolver.reward(config.reward)
-    gold = resolver.gold(config.reward)
+    scorers = resolver.scorers(config.reward)
     train, kept = build_prompts(config, resolver, model, tokenizer)
-    for scorer in plugin_scorers(reward, gold).values():
-        scorer.columns_of([*train.texts, *kept.texts])
-    begin_scorers(reward, gold, 1, config.updates)
+    scorers.columns_of([*train.texts, *kept.texts])
+    scorers.begin(1, config.updates)
     batch = config.rollout.batch_size
     each = config.rollout.samples_per_prompt
     with ui.waiting("encoding the prompts"):
@@ -95,7 +90,7 @@ def build_parts(config: TrainConfig, accelerator: Any) -> Parts:
     )
     sampling = sampling_of(config, model, tokenizer)
     policy = TransformersLM(model, dtype)
-    return Parts(policy, reference, tokenizer, reward, gold, prompts, heldout, texts, sampling, is_initial_policy)
+    return Parts(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
@@ -176,8 +171,8 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
     hidden_size = policy.model.config.get_text_config().hidden_size
     if config.critic == "head":
         return ActorCritic(policy, HeadValue(hidden_size).to(device))
-    reward = parts.reward
-    if isinstance(reward, RewardModel) and _reads_rows_of(parts, reward) and _has_one_output(reward):
+    reward = parts.scorers.model
+    if reward is not None and _reads_rows_of(parts, reward) and reward.model.score.out_features == 1:
         trunk = copy.deepcopy(reward.model.base_model)
         head = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
     else:
@@ -196,13 +191,7 @@ def feature_count(parts: Parts) -> int:
 
 def feature_rewards(parts: Parts) -> list[RewardModel]:
     """The reward models that can read whole responses as the policy's tokens."""
-    reward = parts.reward
-    every = [term for _, term in reward.terms.values()] if isinstance(reward, WeightedSum) else [reward]
-    return [one for one in every if isinstance(one, RewardModel) and _reads_rows_of(parts, one)]
-
-
-def _has_one_output(reward: RewardModel) -> bool:
-    return bool(reward.model.score.out_features == 1)
+    return [model for model in parts.scorers.trained.models.values() if _reads_rows_of(parts, model)]
 
 
 def _reads_rows_of(parts: Parts, reward: RewardModel) -> bool:

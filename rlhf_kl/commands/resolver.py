@@ -11,7 +11,6 @@ from rlhf_kl import ui
 from rlhf_kl.commands.models import load_classifier_adapter
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema import (
-    SUM,
     EvalSection,
     PairsSection,
     PromptsSection,
@@ -37,11 +36,11 @@ from rlhf_kl.models.load import SAFE, Access, compute_dtype, load_reward_model, 
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.models.value import freeze
 from rlhf_kl.plugins import is_reference
-from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
 from rlhf_kl.rewards.model import RewardModel, text_format
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.rewards.trl_interface import TRLReward
-from rlhf_kl.types import Prompt, RewardFn
+from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
+from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 
 T = TypeVar("T")
@@ -210,32 +209,30 @@ class Resolver:
 
     # ------------------------------------------------------------------ scorers
 
-    def reward(self, section: RewardSection) -> RewardFn:
-        """The reward function of a config."""
-        if section.kind != SUM:
-            return self._scorer(section, "reward", section.time_limit)
-        return WeightedSum(
-            {
-                name: (term.weight, self._scorer(term, f"reward.terms.{name}", section.time_limit))
-                for name, term in (section.terms or {}).items()
-            }
-        )
+    def scorers(self, section: RewardSection, *, reward: bool = True, gold: bool = True) -> Scorers:
+        """The scorers of a config, or some of them: its reward, or the terms of a sum; and gold."""
+        limit, terms = section.time_limit, section.terms or {}
+        found = []
+        for name, term in terms.items() if reward else ():
+            found.append(Scorer(TERM + name, self._scorer(term, f"reward.terms.{name}", limit), term.weight))
+        if reward and not terms:
+            found.append(Scorer(REWARD, self._scorer(section, "reward", limit)))
+        if gold and section.gold is not None:
+            key, ref = "reward.gold", section.gold
+            is_plugin = is_reference(ref)
+            call = (
+                _plugin(NamedPlugin(key, ref, {}), limit) if is_plugin else self.reward_model(ref, key, ScorerSection())
+            )
+            found.append(Scorer(GOLD, call, 0.0))
+        return Scorers(*found)
 
-    def _scorer(self, section: ScorerSection, where: str, limit: float | None) -> RewardFn:
+    def _scorer(self, section: ScorerSection, where: str, limit: float | None) -> RewardModel | PluginReward:
         if section.kind != "model":
             return _plugin(
                 NamedPlugin(f"{where}.kind", section.kind, section.options, section.interface == "trl"), limit
             )
         assert section.model is not None
         return self.reward_model(section.model, f"{where}.model", section)
-
-    def gold(self, section: RewardSection) -> GoldScorer | None:
-        """The scorer that is only logged."""
-        if section.gold is None:
-            return None
-        if is_reference(section.gold):
-            return _plugin(NamedPlugin("reward.gold", section.gold, {}), section.time_limit)
-        return self.reward_model(section.gold, "reward.gold", ScorerSection())
 
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.value import ActorCritic, SeparateValue
 from rlhf_kl.ops.packing import pack_last
-from rlhf_kl.rewards.functions import WeightedSum
-from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.sharding import is_spread, spread, whole
 
 
@@ -39,7 +36,7 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
         if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_spread(p)]:
             raise RuntimeError(f"policy.shard: these tensors are not sharded: {held[:3]}")
     if config.reference.shard:
-        frozen = [parts.reference.model, *reward_models(parts.reward), *reward_models(parts.gold)]
+        frozen = [parts.reference.model, *(reward.model for reward in parts.scorers.models.values())]
         apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
         if not apart and not config.policy.shard:
             raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
@@ -48,12 +45,6 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
                 raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
             spread(layers, None, device)
             parts.spread.append(each)
-
-
-def reward_models(scorer: Any) -> Iterator[nn.Module]:
-    """The reward models, with those inside a sum."""
-    terms = [term for _, term in scorer.terms.values()] if isinstance(scorer, WeightedSum) else [scorer]
-    return (term.model for term in terms if isinstance(term, RewardModel))
 
 
 def layers_of(model: Any) -> list[nn.Module]:

@@ -23,9 +23,7 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.report.control import closing_figures, end, is_update, near_target, worth
-from rlhf_kl.rewards.functions import GOLD_FAILED, gold_scores_of, joined_gold
-from rlhf_kl.rewards.plugin import columns_read
-from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
+from rlhf_kl.rewards.scorer import GOLD_FAILED, mean_metrics
 from rlhf_kl.rollout.collect import UNSCORED, NonFiniteRollout
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.clock import speed
@@ -35,7 +33,7 @@ from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
-from rlhf_kl.sharding import held_share, part_of, whole
+from rlhf_kl.sharding import held_share, part_of
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
@@ -71,7 +69,7 @@ class TrainRun:
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
         self.gold_failing = False  # in the previous row
-        self.trl_rewards = begin_scorers(parts.reward, parts.gold, training.next_step, config.updates)
+        self.scorers = parts.scorers
         self.alerts = kl_alerts(config, training)
         self.bought = kl_bought(config, parts, training)
         self.signs = ExploitationSigns()
@@ -109,7 +107,7 @@ class TrainRun:
             for step in range(self.training.next_step, total + 1):
                 alerts: list[str] = []
                 looks = (step - 1) % config.eval.every == 0
-                self.begin(step)
+                self.scorers.begin(step, self.config.updates)
                 evaluated = self.look(alerts.append) if looks else {}
                 ui.show_work(f"update {step}")
                 result = self.step(step)
@@ -150,7 +148,7 @@ class TrainRun:
         """One update and its row; a rollout that is not finite is reported and left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         alerts: list[str] = []
-        self.begin(step)  # discards what an evaluation logged
+        self.scorers.begin(step, self.config.updates)  # discards what an evaluation logged
         try:
             update = clock.timed("time/update_s", trainer.update)(step)
         except NonFiniteRollout as failure:
@@ -161,10 +159,6 @@ class TrainRun:
             alerts += update.alerts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        prompts, responses = self.ranks.mine(rollout.prompts), self.ranks.mine(rollout.responses)
-        with whole(*self.parts.spread):
-            scored = self.ranks.run(lambda: gold_scores_of(self.parts.gold, prompts, responses), scores=True)
-        gold = joined_gold(self.ranks.all(scored))
         weights_lost = not all(self.ranks.all(all_finite(map(part_of, trainer.trained))))
         if skipped is not None:
             why = (
@@ -173,15 +167,13 @@ class TrainRun:
                 else "was not finite, so the steps that need it were left out"
             )
             alerts.append(f"update-skipped: {skipped} {why}")
-        if gold.failure is not None:
-            alerts.append(f"{GOLD_FAILED}: {gold.failure}: left out")
+        alerts += [f"{GOLD_FAILED}: {failure}: left out" for failure in rollout.failures[:1]]
         if weights_lost:
             alerts.append("weights-lost: a weight is not finite any more")
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
-            **mean_metrics(self.ranks.all([scorer.metrics() for scorer in self.trl_rewards])),
-            "objective/gold": gold.mean,
+            **mean_metrics(self.ranks.all(self.scorers.logged_metrics())),
             "kl/bought": self.bought.share(row),
             "dist/world_size": self.ranks.count,
             "dist/held": held_share(trainer.trained),
@@ -190,12 +182,7 @@ class TrainRun:
         row = self.ranks.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
             check_first(row, float32=config.run.dtype == "float32")
-        return StepResult(row, rollout, gold.scores, skipped, weights_lost)
-
-    def begin(self, step: int) -> None:
-        """Tell reward functions with TRL's interface the step of the run."""
-        for scorer in self.trl_rewards:
-            scorer.begin(step, self.config.updates)
+        return StepResult(row, rollout, skipped, weights_lost)
 
     def gold_told_once(self, alerts: list[str]) -> list[str]:
         """The alerts of a row; a failing gold scorer is reported only when it begins to fail."""
@@ -230,11 +217,10 @@ class TrainRun:
 
     def record_samples(self, result: StepResult) -> None:
         """Record some responses of the update token by token, and the tokens of the batch with the largest KL."""
-        logged = self.ranks.all(logged_columns(self.trl_rewards, len(result.rollout) // self.ranks.count))
+        logged = self.ranks.all(self.scorers.logged_columns(len(result.rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
-        columns = columns_read(self.parts.reward, self.parts.gold)
-        for row in sample_rows(result, self.parts.tokenizer, columns, extra):
+        for row in sample_rows(result, self.parts.tokenizer, self.scorers.column_names, extra):
             self.recorder.sample(row)
         result.row["kl/top_tokens"] = top_tokens(result.rollout, self.parts.tokenizer)
 
@@ -303,7 +289,7 @@ class TrainRun:
         # From the file: a resumed run has not seen all rows.
         rows = [row for row in read_jsonl(self.recorder.folder.metrics) if is_update(row)]
         step = self.config.updates
-        self.begin(step + 1)
+        self.scorers.begin(step + 1, self.config.updates)
         evaluated = self.look(log.warning)
         ui.show_work("writing final/")
         # The policy after the last update is the one that would sample the next row.

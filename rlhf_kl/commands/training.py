@@ -20,8 +20,7 @@ from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint, tok
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.plugin import PluginReward, load_states, plugin_scorers, scorers_with_state, state_kept, states_of
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
@@ -53,7 +52,7 @@ class Training:
     shaping: ScoreShaping
     coef: float  # the starting beta
     clock: Clock
-    scorers: dict[str, PluginReward]  # those that have a state
+    scorers: Scorers
     next_step: int = 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +62,7 @@ class Training:
             "shaping": self.shaping.state_dict(),
             "starting_coef": self.coef,
             "reference_scores": vars(self.reference_scores),
-            "scorers": states_of(self.scorers),
+            "scorers": self.scorers.state_dict(),
         }
 
     def load(self, checkpoint: Checkpoint, state: dict[str, Any] | None = None, process: int = 0) -> None:
@@ -76,7 +75,8 @@ class Training:
         if state is not None:
             self.trainer.load_state_dict(state["trainer"])
             states = [state["scorers"], *state.get("other_scorers", [])]
-            load_states(self.scorers, states[process if process < len(states) else 0])
+            for key in self.scorers.load_state_dict(states[process if process < len(states) else 0]):
+                log.warning(f"resume: {key}: the checkpoint has no state for it, so it starts anew")
             self.next_step = checkpoint.step + 1
 
     def go_back(self, checkpoint: Checkpoint) -> None:
@@ -108,14 +108,11 @@ def prepare_training(
         coef = state["starting_coef"]
     clock = Clock()
     trainer = build_trainer(config, parts, scores, shaping, coef, clock, ranks)
-    training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
-    for name in training.scorers.keys() - states_of(training.scorers):
-        log.warning(f"{name}: its state_dict returns no data that can be saved, so --resume starts it anew")
+    training = Training(trainer, scores, shaping, coef, clock, parts.scorers)
+    training.scorers.state_dict()  # fails now, not at the first checkpoint
     if checkpoint is not None:
         training.load(checkpoint, state, ranks.index)
         log.info(f"going on from update {checkpoint.step}")
-        for name in training.scorers.keys() - state["scorers"].keys() if state is not None else ():
-            log.warning(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
     return training
 
 
@@ -163,8 +160,7 @@ def build_trainer(
         model,
         reference,
         features,
-        parts.reward,
-        config.reward.kind,
+        parts.scorers,
         shaping,
         config.rollout.temperature,
         config.rollout.samples_per_prompt,
@@ -216,11 +212,11 @@ def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[Re
         drawn.append(sample_reference(config, parts, ranks, number))
         samples = ReferenceSamples.concat(drawn)
         if not len(samples.scores):
-            raise InputError(f"reward {section.kind}: returned None for all reference samples")
+            raise InputError("reward: returned None for all reference samples")
         if samples.spread:
             break
-    if samples.gold_failure is not None:
-        log.warning(f"{samples.gold_failure}: the reference has no gold score")
+    for failure in samples.failures[:1]:
+        log.warning(f"{failure}: the reference has no gold score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
@@ -239,9 +235,7 @@ def sample_reference(config: TrainConfig, parts: Parts, ranks: Ranks, number: in
                 advance(len(batch.prompts))
 
         def sample() -> ReferenceSamples:
-            return score_samples(
-                batches(), groups[mine.start : mine.stop], parts.reward, config.reward.kind, parts.gold
-            )
+            return score_samples(batches(), groups[mine.start : mine.stop], parts.scorers)
 
         return ranks.gather(ranks.run(sample, scores=True))
 
@@ -284,14 +278,14 @@ def fingerprints(parts: Parts) -> dict[str, str]:
         "the tokenizer of policy.model": tokenizer_fingerprint(parts.tokenizer),
         "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
     }
-    if isinstance(parts.reward, RewardModel):
-        prints["reward.model"] = model_fingerprint(parts.reward.model)
+    if parts.scorers.model is not None:
+        prints["reward.model"] = model_fingerprint(parts.scorers.model.model)
     return prints
 
 
 def _columns_as_text(parts: Parts) -> list[str]:
     """The columns of the training prompts that scorers read."""
-    columns = [scorer.columns_of(parts.prompts.texts) for scorer in plugin_scorers(parts.reward, parts.gold).values()]
+    columns = parts.scorers.columns_of(parts.prompts.texts)
     return [repr(value) for column in columns for values in column.values() for value in values]
 
 
@@ -306,8 +300,7 @@ def evaluate_policy(
     texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
 
     def look() -> tuple[TextSums, PolicySamples]:
-        scorers = scorers_with_state(parts.reward, parts.gold)
-        with whole(*parts.spread), library_state_kept(), state_kept(scorers):
+        with whole(*parts.spread), library_state_kept(), parts.scorers.kept():
             return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
                 parts.policy,
                 parts.reference,
@@ -316,8 +309,7 @@ def evaluate_policy(
                 config.run.seed,
                 parts.sampling,
                 parts.tokenizer,
-                parts.reward,
-                parts.gold,
+                parts.scorers,
                 batch_size=config.rollout.batch_size // ranks.count,
                 drawn=parts.drawn,
             )

@@ -244,8 +244,8 @@ class PairTask(RewardTask):
 
         def score(part: slice) -> Tensor:
             prompts = [pair.prompt for pair in self.heldout[part]]
-            chosen = self.reward.score(prompts, [pair.chosen for pair in self.heldout[part]])
-            return torch.stack([chosen, self.reward.score(prompts, [pair.rejected for pair in self.heldout[part]])])
+            chosen = self.reward(prompts, [pair.chosen for pair in self.heldout[part]])
+            return torch.stack([chosen, self.reward(prompts, [pair.rejected for pair in self.heldout[part]])])
 
         self.scores = torch.cat(processes.parts(len(self.heldout), score), 1)  # (2, held-out pairs)
         return pair_figures(*self.scores)
@@ -290,7 +290,7 @@ class LabelTask(RewardTask):
 
         def score(part: slice) -> Tensor:
             texts = [row.text for row in self.heldout[part]]
-            return self.reward.score([""] * len(texts), texts)
+            return self.reward([""] * len(texts), texts)
 
         self.scores = torch.cat(processes.parts(len(self.heldout), score))
         self.positive = torch.tensor([row.label > 0.5 for row in self.heldout])

@@ -396,7 +396,7 @@ def test_a_gold_function_that_misbehaves_costs_its_figures_only(
     change = f"reward={{kind: '{scorers}:lengths', gold: '{scorers}:{name}'}}"
     outcome = rlhf_kl("train", "--config", tiny_config, "--output-dir", tmp_path / "run", "--set", change)
     assert outcome.code == 0
-    assert "gold-failed: reward gold: " in outcome.err
+    assert "gold-failed: reward.gold: " in outcome.err
     assert "Traceback" not in outcome.err
 
 

@@ -34,7 +34,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.models.lora import add_adapter
-from rlhf_kl.rollout import collect
+from rlhf_kl.rollout.collect import Assessor
 from rlhf_kl.sharding import can_spread
 
 Cli = Callable[..., Any]
@@ -165,13 +165,13 @@ def test_what_train_refuses_is_fatal_here(doctor: Doctor, tmp_path: Path) -> Non
 
 
 def test_a_rollout_that_is_not_finite_is_fatal(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = collect.score_responses
+    own = Assessor.__call__
 
     def spoilt(*arguments: Any) -> Any:
-        scores = own(*arguments)
-        return scores._replace(values=scores.values * torch.nan)
+        rollout = own(*arguments)
+        return replace(rollout, shaped_scores=rollout.shaped_scores * torch.nan)
 
-    monkeypatch.setattr(collect, "score_responses", spoilt)
+    monkeypatch.setattr(Assessor, "__call__", spoilt)
     assert doctor(code=2)["update"] == [("fatal", "a score was not finite; ")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.load import save_model
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rollout import collect
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
@@ -29,10 +30,10 @@ Train = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`nan_scores(3, 4)`: the reward model returns a NaN in updates 3 and 4."""
+    """`nan_scores(3, 4)`: the reward model's score is not finite in updates 3 and 4."""
 
     def spoil(*steps: int) -> None:
-        roll_out, score = Rollouts.__call__, collect.score_responses
+        roll_out, score = Rollouts.__call__, Scorers.__call__
         now = [0]
 
         def noting(self: Rollouts, step: int) -> Any:
@@ -42,11 +43,11 @@ def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def spoilt(*arguments: Any) -> Any:
             scores = score(*arguments)
             if now[0] in steps:
-                scores.values[1] = torch.nan
+                scores.values["reward"][1] = math.inf
             return scores
 
         monkeypatch.setattr(Rollouts, "__call__", noting)
-        monkeypatch.setattr(collect, "score_responses", spoilt)
+        monkeypatch.setattr(Scorers, "__call__", spoilt)
 
     return spoil
 
@@ -117,7 +118,7 @@ def test_a_gold_scorer_that_fails_is_reported_once_and_ends_nothing(
     summary = train(tmp_path / "run", f"reward.gold='{tmp_path}/gold.py:broken'")
     found, other = rows(tmp_path / "run"), rows(tiny_run)
     assert [len(alerts(row, "gold-failed")) for row in found[:6]] == [1, 0, 0, 0, 0, 0]
-    assert "reward gold: raised OSError: no route to the judge (" in alerts(found[0], "gold-failed")[0]
+    assert "reward.gold: raised OSError: no route to the judge (" in alerts(found[0], "gold-failed")[0]
     assert {row.get("objective/gold") for row in found} == {row.get("eval/gold") for row in found} == {None}
     assert summary["reference"]["gold"] is None
     assert found[0]["alerts"][1:] == other[0]["alerts"]

@@ -19,7 +19,6 @@ from rlhf_kl.config.schema import (
 from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
-from rlhf_kl.rewards.model import RewardModel
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
@@ -47,12 +46,9 @@ def test_a_built_in_world_stands_behind_its_name(resolver: Resolver, small_world
     assert not set(train) & set(kept)
     assert len(resolver.texts(config.eval.texts, "text", "eval.texts")) == 60
     assert len(resolver.texts(config.eval.texts, "text", "eval.texts", limit=7)) == 7
-    reward = resolver.reward(config.reward)
-    assert isinstance(reward, RewardModel)
-    assert len(reward(train[:2], [" good", " bad"])) == 2
-    gold = resolver.gold(config.reward)
-    assert gold is not None
-    assert gold(["The hotel in Oslo:"], [""]) == [-4.0]
+    scorers = resolver.scorers(config.reward)
+    assert scorers.model is not None
+    assert scorers(["The hotel in Oslo:"], [""]).values["gold"].tolist() == [-4.0]
 
 
 def prompts(path: str) -> PromptsSection:
@@ -128,19 +124,15 @@ def test_several_scorers_with_weights(resolver: Resolver, tiny_data: Any, tiny_r
         "b": {"kind": tiny_data.reward, "letter": "b", "weight": -1.0},
         "model": {"model": str(tiny_reward_folder), "weight": 0.5},
     }
-    together = resolver.reward(RewardSection.model_validate({"kind": "sum", "terms": terms}))
-    alone = resolver.reward(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"])[0]
-    assert together(["x"], ["aab"]) == pytest.approx([2 * 0.25 - 0.125 + 0.5 * alone], rel=1e-5)
+    section = RewardSection.model_validate({"kind": "sum", "terms": terms, "gold": tiny_data.reward})
+    together = resolver.scorers(section)(["x"], ["aab"]).values
+    alone = float(resolver.scorers(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"]).values["reward"])
+    assert float(together["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
+    assert float(together["gold"]) == 0.25
 
 
-def test_a_gold_scorer_of_ones_own(resolver: Resolver, tiny_data: Any) -> None:
-    assert resolver.gold(RewardSection(kind=tiny_data.reward)) is None
-    chosen = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
-    gold = resolver.gold(chosen)
-    assert gold is not None
-    assert gold(["x"], ["aa"]) == [0.25]
-
-
-def test_a_reward_function_with_its_options(resolver: Resolver, tiny_data: Any) -> None:
-    section = RewardSection.model_validate({"kind": tiny_data.reward, "letter": "b"})
-    assert resolver.reward(section)(["x"], ["abb"]) == [0.25]
+def test_scorers_that_are_left_out(resolver: Resolver, tiny_data: Any) -> None:
+    section = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
+    for reward, gold in ((True, False), (False, True)):
+        values = resolver.scorers(section, reward=reward, gold=gold)(["x"], ["aa"]).values
+        assert set(values) == ({"reward"} if reward else {"gold"})

@@ -197,12 +197,12 @@ def test_its_reward_model_scores_the_last_token_and_is_saved_as_it_is(
     model = classifier_from_lm(load_causal_lm(str(folder)), letters, "policy.model")
     initialise_head(model.score, 0)
     reward = RewardModel(model, letters)
-    together = reward(TEXTS, ["a", "cd", ""])
-    alone = [reward([text], [response])[0] for text, response in zip(TEXTS, ["a", "cd", ""], strict=True)]
+    together = reward(TEXTS, ["a", "cd", ""]).tolist()
+    alone = [float(reward([text], [response])) for text, response in zip(TEXTS, ["a", "cd", ""], strict=True)]
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-4)
     assert len({round(score, 3) for score in together}) == 3
     save_model(model, letters, tmp_path)
-    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]) == pytest.approx(
+    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]).tolist() == pytest.approx(
         together, abs=1e-6
     )
 
@@ -271,7 +271,7 @@ def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any
     for folder in (source, other):
         model = classifier_from_lm(load_causal_lm(str(folder)), letters, "policy.model")
         initialise_head(model.score, 0)
-        scores.append(RewardModel(model, letters)(TEXTS, ["", "a", "b"]))
+        scores.append(RewardModel(model, letters)(TEXTS, ["", "a", "b"]).tolist())
     assert scores[0] == scores[1]
 
 
@@ -288,7 +288,7 @@ def test_the_real_model_is_the_same_as_shipped_and_saved_again(real_data: Path) 
             logits.append(lm(input_ids=ids).logits)
         model = classifier_from_lm(lm, tokenizer, "policy.model")
         initialise_head(model.score, 0)
-        scores.append(RewardModel(model, tokenizer)(["Once", "Tim was"], [" upon", " sad."]))
+        scores.append(RewardModel(model, tokenizer)(["Once", "Tim was"], [" upon", " sad."]).tolist())
     assert torch.equal(*logits)
     assert scores[0] == scores[1]
 

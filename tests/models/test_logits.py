@@ -16,6 +16,8 @@ from rlhf_kl.models import logits as module
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, exact_kl_now, exact_kl_of, measure, respond
 from rlhf_kl.rollout.reference import ReferenceStates
@@ -94,7 +96,8 @@ class World:
 
     def rollout(self) -> RolloutBatch:
         noise = uniforms(len(TEXTS), 6, 0, "x")
-        assess = Assessor(self.model, self.reference, None, length, "length", ScoreShaping(), 0.8)
+        scorers = Scorers(Scorer("reward", PluginReward(length)))
+        assess = Assessor(self.model, self.reference, None, scorers, ScoreShaping(), 0.8)
         return assess(respond(self.model.policy, self.prompts, noise, SAMPLING, self.letters))
 
     def gradient(self, loss: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.value import ActorCritic, frozen_lm
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, exact_kl_now, respond
 from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
@@ -27,7 +29,8 @@ class World:
             self.policy, self.prompts, uniforms(5, 6, 0, noise), Sampling(6, 0.8, list(eos), 0), self.letters
         )
         model, shaping = ActorCritic(self.policy), ScoreShaping()
-        return Assessor(model, self.reference, None, lambda p, r: [1.0] * len(r), "one", shaping, 0.8)(responses)
+        scorers = Scorers(Scorer("reward", PluginReward(lambda p, r: [1.0] * len(r))))
+        return Assessor(model, self.reference, None, scorers, shaping, 0.8)(responses)
 
 
 def test_its_logits_are_those_of_its_own_pass(

@@ -33,7 +33,7 @@ def reward(tiny_folder: Path) -> RewardModel:
 
 def figures(reward: RewardModel, pairs: list[Pair]) -> dict[str, float]:
     prompts = [pair.prompt for pair in pairs]
-    return pair_figures(*(reward.score(prompts, [getattr(p, side) for p in pairs]) for side in ("chosen", "rejected")))
+    return pair_figures(*(reward(prompts, [getattr(p, side) for p in pairs]) for side in ("chosen", "rejected")))
 
 
 def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardModel) -> None:
@@ -61,8 +61,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_pairs(reward: RewardModel) -> Non
 
 def test_held_out_figures_come_from_the_scores(reward: RewardModel) -> None:
     scores: dict[str, Any] = {
-        side: reward.score([p.prompt for p in PAIRS], [getattr(p, side) for p in PAIRS])
-        for side in ("chosen", "rejected")
+        side: reward([p.prompt for p in PAIRS], [getattr(p, side) for p in PAIRS]) for side in ("chosen", "rejected")
     }
     right = (scores["chosen"] > scores["rejected"]).float().mean()
     found = figures(reward, PAIRS)
