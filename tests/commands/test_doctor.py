@@ -34,6 +34,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import TransformersLM
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Assessor
 from rlhf_kl.sharding import can_spread
 
@@ -210,7 +211,7 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     model = load_causal_lm(str(tiny_folder))
     size = sum(p.numel() for p in model.parameters())
     lm = TransformersLM(model)
-    parts = SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None)
+    parts = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers())
     whole = estimate_memory(config, parts, tokens=10)
     # Policy, reference and two moments; gradients and the copy for the ceiling; in float32.
     assert (whole.kept, whole.training, whole.gathered) == (4 * size * 4, 2 * size * 4, 0)
@@ -218,7 +219,7 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     assert whole.states == tokens * (16 + 16) * 4  # the reference's states, and the critic's features made of them
     adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
     lm = TransformersLM(adapted)
-    less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None), tokens=10)
+    less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, scorers=Scorers()), tokens=10)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert (less.kept, less.training) == (4 * (size + trained + 2 * trained), 4 * 2 * trained)
 
