@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, RunFailed
-from rlhf_kl.sharding import is_spread, part_of
+from rlhf_kl.sharding import is_sharded, local
 
 T = TypeVar("T")
 BUCKET = 1 << 24  # numbers in one transfer: 64 MiB of float32
@@ -127,7 +127,7 @@ class Ranks:
     def check_weights(self, parameters: Iterable[Tensor]) -> None:
         """Errors: RunFailed if a tensor that every rank has differs between them in a bit."""
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        whole = [p.detach().contiguous() for p in parameters if not is_spread(p)]
+        whole = [p.detach().contiguous() for p in parameters if not is_sharded(p)]
         sums = self.all([int(p.view(integers[p.element_size()]).sum(dtype=torch.int64)) for p in whole])
         if any(each != sums[0] for each in sums):
             raise RunFailed("the weights of the processes differ: --resume goes on from the last checkpoint")
@@ -160,9 +160,9 @@ class Group(Ranks):
 
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
-            if is_spread(parameter) and parameter.grad is not None:
+            if is_sharded(parameter) and parameter.grad is not None:
                 parameter.grad.mul_(self.count)  # FSDP took the mean
-        learning = [p for p in parameters if p.requires_grad and not is_spread(p)]
+        learning = [p for p in parameters if p.requires_grad and not is_sharded(p)]
         if not learning:
             return
         # Behind the gradients go flags: which are there. An expert that no token of a rank used has none.
@@ -174,13 +174,13 @@ class Group(Ranks):
             parameter.grad = gradient if present else None
 
     def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> float:
-        if not any(map(is_spread, parameters)):
+        if not any(map(is_sharded, parameters)):
             return super()._clip_gradients(parameters, most)
         shards = whole = torch.zeros((), dtype=torch.float64)
-        gradients = [(is_spread(p), part_of(p.grad)) for p in parameters if p.grad is not None]
-        for spread, gradient in gradients:
+        gradients = [(is_sharded(p), local(p.grad)) for p in parameters if p.grad is not None]
+        for sharded, gradient in gradients:
             square = torch.linalg.vector_norm(gradient).double().cpu().square()
-            shards, whole = (shards + square, whole) if spread else (shards, whole + square)
+            shards, whole = (shards + square, whole) if sharded else (shards, whole + square)
         norm = float((self.sum(shards) + whole).sqrt())
         for _, gradient in gradients if norm > most else ():
             gradient.mul_(most / (norm + 1e-6))

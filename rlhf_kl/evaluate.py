@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import fitting_batches
-from rlhf_kl.models.lm import TransformersLM, negative_log_likelihood
+from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
@@ -75,7 +75,7 @@ class TextSums(NamedTuple):
 
 
 def perplexity(
-    lm: TransformersLM,
+    lm: LM,
     tokenizer: Any,
     texts: Sequence[str],
     *,
@@ -92,7 +92,7 @@ def perplexity(
 
 @torch.no_grad()
 def text_sums(
-    lm: TransformersLM,
+    lm: LM,
     tokenizer: Any,
     texts: Sequence[str],
     *,
@@ -178,8 +178,8 @@ class PolicySamples:
 
 
 def policy_figures(
-    policy: TransformersLM,
-    reference: TransformersLM,
+    policy: LM,
+    reference: LM,
     prompts: PromptBatch,
     seed: int,
     sampling: Sampling,
@@ -201,8 +201,8 @@ def policy_figures(
 
 
 def policy_samples(
-    policy: TransformersLM,
-    reference: TransformersLM,
+    policy: LM,
+    reference: LM,
     prompts: PromptBatch,
     part: range,
     seed: int,
@@ -222,7 +222,7 @@ def policy_samples(
     prompts = prompts.part(part.start, part.stop)
     made = PolicySamples()
 
-    def sampled_by(one: TransformersLM, other: TransformersLM, before: Drawn) -> Iterator[tuple[Responses, Tensor]]:
+    def sampled_by(one: LM, other: LM, before: Drawn) -> Iterator[tuple[Responses, Tensor]]:
         """Batches of responses of `one`, and its exact KL to `other` at their tokens."""
         model, states = ActorCritic(one), ReferenceStates(other)
 

@@ -14,7 +14,6 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 PICKLED_FILES = ["*.bin"]
 SUBFOLDERS = ["*/*"]
 _ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubName(NamedTuple):
@@ -44,28 +43,15 @@ def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = MODEL_FILES + (PICKLED_FILES if pickled else [])
-
-    def snapshot(*, local: bool) -> str:
+    reachable = probe(hub.name, hub.revision, "model", f"{key}: {ref}")
+    try:
         return snapshot_download(
             hub.name,
             revision=hub.revision,
-            allow_patterns=patterns,
+            allow_patterns=MODEL_FILES + (PICKLED_FILES if pickled else []),
             ignore_patterns=SUBFOLDERS,
-            local_files_only=local,
+            local_files_only=not reachable,
         )
-
-    pinned = hub.revision is not None and _COMMIT.fullmatch(hub.revision) is not None
-    if pinned:  # a commit never changes, so cached files need no check on the hub
-        try:
-            folder = snapshot(local=True)
-            if any(Path(folder).glob("*.safetensors")):
-                return folder
-        except LocalEntryNotFoundError:
-            pass
-    reachable = probe(hub.name, hub.revision, "model", f"{key}: {ref}")
-    try:
-        return snapshot(local=not reachable)
     except LocalEntryNotFoundError as error:
         raise InputError(
             f"{key}: {ref}: no such folder here, the hub cannot be reached and its cache does not hold it"

@@ -1,4 +1,4 @@
-"""Full memory: detects it on each device, and halves batches until they fit."""
+"""Memory: what a training pass keeps; and full memory, detected on each device, with batches halved until they fit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import contextlib
 import errno
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_kl.errors import MemoryFull
+
+if TYPE_CHECKING:
+    import torch
 
 Result = TypeVar("Result")
 
 # torch raises plain RuntimeErrors on a CPU and from libraries of the GPU.
 _WORDS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED", "Storage size calculation overflowed")
+
+# Numbers that one layer keeps for a token, in hidden sizes: inputs and outputs of attention and the feed-forward
+# part with its inner width of four, and the two norms.
+KEPT_PER_LAYER = 18
+# Bytes that one pass may keep if the number of rows is not set; more if the weights take more.
+ROOM = {"cpu": 96 << 20, "cuda": 8 << 30}
 
 
 def memory_is_full(error: BaseException) -> bool:
@@ -64,3 +73,23 @@ def fitting_batches(total: int, rows: int, work: Callable[[int, int], Result], c
             start = stop
             continue
         free_cached_memory()
+
+
+def kept_per_token(model: Any) -> int:
+    """Numbers that a pass with gradients keeps per token, without logits; correct to about a third."""
+    shape = model.config.get_text_config()
+    layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return (layers + KEPT_PER_LAYER) * hidden  # the inputs of all layers, and the layer that is recomputed
+    return layers * hidden * KEPT_PER_LAYER
+
+
+def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: int = 1) -> int:
+    """Tokens that one training pass has room for, with float32 weights; at least 1.
+
+    `models` of this size take part: two if the value function has its own model. Weights, gradients and Adam's moments
+    take four times the weights; activations of the same size as the weights add little.
+    """
+    weights = int(sum(parameter.numel() for parameter in model.parameters()))
+    room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * models * weights)
+    return max(1, room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))

@@ -23,9 +23,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
+from rlhf_kl.kl_controllers.adaptive import AdaptiveKL, StepModel
 from rlhf_kl.kl_controllers.base import COEF_SPAN
-from rlhf_kl.kl_controllers.step_model import StepModel
 from rlhf_kl.report.control import is_update
 from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.jsonl import read_jsonl

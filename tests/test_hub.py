@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,16 +44,6 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (snapshot / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     return snapshot
-
-
-def test_a_pinned_revision_of_the_cache_needs_no_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import HfApi
-
-    def request(*_: Any, **__: Any) -> None:
-        raise AssertionError("a request to the hub")
-
-    monkeypatch.setattr(HfApi, "repo_info", request)
-    assert Path(model_folder(f"owner/name@{COMMIT}", "policy.model")) == cached
 
 
 def test_downloaded_files_need_no_network(cached: Path) -> None:

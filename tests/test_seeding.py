@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_kl.seeding import derive_seed, generator, shuffled, uniforms
+from rlhf_kl.seeding import derive_seed, shuffled, uniforms
 
 
 def test_a_seed_depends_on_every_part_of_its_purpose() -> None:
@@ -43,16 +43,7 @@ def test_noise_is_uniform_in_the_unit_interval() -> None:
     assert float(((counts - 2000) ** 2 / 2000).sum()) < 28  # 9 degrees of freedom, one in a thousand
 
 
-def test_steps_do_not_share_their_noise() -> None:
-    assert not torch.equal(uniforms(2, 3, 0, "rollout", 1), uniforms(2, 3, 0, "rollout", 2))
-
-
 def test_a_shuffle_is_a_permutation() -> None:
     order = shuffled(50, 0, "prompts", 1)
     assert sorted(order.tolist()) == list(range(50))
     assert order.tolist() != list(range(50))
-
-
-def test_a_generator_starts_from_its_purpose() -> None:
-    draws = [torch.rand(3, generator=generator(0, "a")) for _ in range(2)]
-    assert torch.equal(*draws)

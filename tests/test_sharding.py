@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.sharding import held_share, load_tensors, tensors_of, whole
+from rlhf_kl.sharding import held_share, load_tensors, tensors_of, unsharded
 
 
 class Tied(nn.Module):
@@ -48,5 +48,5 @@ def test_what_does_not_fit_changes_nothing(tensors: dict[str, torch.Tensor]) -> 
 def test_one_process_holds_everything() -> None:
     module = Tied()
     assert held_share(module.parameters()) == 1.0
-    with whole(module):  # nothing to gather
+    with unsharded(module):  # nothing to gather
         assert module.embedding.weight.shape == (3, 2)

@@ -1,4 +1,4 @@
-"""The truth of `builtin:reviews`: a scorer that uses the grammar, unlike a learned reward model."""
+"""The truth of `builtin:reviews`: scorers that read with the grammar, unlike a learned reward model."""
 
 from collections.abc import Sequence
 from math import tanh
@@ -40,6 +40,14 @@ def gold_score(prompt: str, response: str) -> float:
 def gold_scores(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     """`gold_score` for a batch."""
     return [gold_score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def mentions(prompts: Sequence[str], responses: Sequence[str], known_for: Sequence[str]) -> list[float]:  # noqa: ARG001  every reward function gets prompts
+    """A checkable reward: 1 where a well-formed sentence is about the noun in the column `known_for`, else 0."""
+    return [
+        float(any(noun in sentence.aspects for sentence in parse_response(response) if sentence.wellformed))
+        for response, noun in zip(responses, known_for, strict=True)
+    ]
 
 
 def _first_mentions(sentences: list[ParsedSentence]) -> list[ParsedSentence]:

@@ -1,4 +1,4 @@
-"""The grammar of `builtin:reviews`: phrases and shapes, to write reviews (`writing`) and to read them (`reading`).
+"""The grammar of `builtin:reviews`: phrases and shapes, to write reviews (`generator`) and to read them (`parser`).
 
     review   = prompt + " " + response
     prompt   = one neutral opening: who, where, when
@@ -45,41 +45,14 @@ ASPECTS = {
 STRONG, MILD = 1.0, 0.5
 
 ADJECTIVES: dict[str, dict[float, str]] = {
-    "any": {
-        STRONG: "wonderful excellent perfect",
-        MILD: "good nice",
-        0.0: "ordinary average",
-        -MILD: "bad poor",
-        -STRONG: "awful terrible horrible",
-    },
-    "food": {
-        STRONG: "delicious",
-        MILD: "tasty",
-        0.0: "plain",
-        -MILD: "bland cold",
-        -STRONG: "disgusting",
-    },
-    "people": {
-        STRONG: "brilliant",
-        MILD: "friendly polite",
-        0.0: "formal",
-        -MILD: "slow careless",
-        -STRONG: "rude",
-    },
-    "room": {
-        STRONG: "spotless",
-        MILD: "clean cosy",
-        0.0: "basic",
-        -MILD: "noisy damp",
-        -STRONG: "filthy",
-    },
-    "place": {
-        STRONG: "beautiful",
-        MILD: "peaceful pretty",
-        0.0: "small",
-        -MILD: "crowded gloomy",
-        -STRONG: "ugly",
-    },
+    topic: dict(zip((STRONG, MILD, 0.0, -MILD, -STRONG), words.split("|"), strict=True))
+    for topic, words in (
+        ("any", "wonderful excellent perfect|good nice|ordinary average|bad poor|awful terrible horrible"),
+        ("food", "delicious|tasty|plain|bland cold|disgusting"),
+        ("people", "brilliant|friendly polite|formal|slow careless|rude"),
+        ("room", "spotless|clean cosy|basic|noisy damp|filthy"),
+        ("place", "beautiful|peaceful pretty|small|crowded gloomy|ugly"),
+    )
 }
 FACTS = {
     "food": "served at noon|served at eight",
@@ -133,21 +106,18 @@ def predicates(topic: str) -> dict[str, list[Predicate]]:
 # --- shapes ------------------------------------------------------------------------------------------------
 
 
-def _anything(*_: int) -> bool:
-    return True
-
-
 class Shape(NamedTuple):
     template: str  # each {} is a clause
     fits: Callable[..., bool]  # of the clauses' polarities, in order
     reason: bool = False  # "soup because it was cold" in place of "soup was cold"
 
 
+_ANY: Callable[..., bool] = lambda *_: True  # noqa: E731
 SHAPES = (
-    Shape("The {} .", _anything),
-    Shape("Also , the {} .", _anything),
-    Shape("We thought the {} .", _anything),
-    Shape("Everyone agreed that the {} .", _anything),
+    Shape("The {} .", _ANY),
+    Shape("Also , the {} .", _ANY),
+    Shape("We thought the {} .", _ANY),
+    Shape("Everyone agreed that the {} .", _ANY),
     Shape("Luckily , the {} .", lambda a: a > 0),
     Shape("Sadly , the {} .", lambda a: a < 0),
     Shape("We liked the {} .", lambda a: a > 0, reason=True),
@@ -188,16 +158,7 @@ CLOSINGS = {
     }.items()
 }
 
-_WHO = (
-    "We",
-    "I",
-    "My wife and I",
-    "My family",
-    "My friends and I",
-    "Our group",
-    "My sister and I",
-    "My parents",
-)
+_WHO = ("We", "I", "My wife and I", "My family", "My friends and I", "Our group", "My sister and I", "My parents")
 _WHEN = [
     *_expand("last {weekend|summer|winter|month}"),
     *_expand("in {May|June|October}"),
@@ -217,10 +178,6 @@ _EXPECTED = {
 }
 
 
-def _upper(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 @cache
 def openings() -> tuple[str, ...]:
     """Every prompt of the grammar, about 40 000, in a fixed order."""
@@ -229,7 +186,7 @@ def openings() -> tuple[str, ...]:
         for who, verb, name, kind, when in product(_WHO, verbs, _NAMES, kinds, _WHEN):
             lower = who if who == "I" else who[0].lower() + who[1:]
             prompts.append(f"{who} {verb} the {name} {kind} {when} .")
-            prompts.append(f"{_upper(when)} {lower} {verb} the {name} {kind} .")
+            prompts.append(f"{when[0].upper() + when[1:]} {lower} {verb} the {name} {kind} .")
     return tuple(prompts)
 
 
@@ -251,15 +208,11 @@ def closing_agrees(closing: float, body: float) -> bool:
     return closing == 0 or closing * body > 0
 
 
-def _be(aspect: Aspect) -> str:
-    return "were" if aspect.plural else "was"
-
-
 def clause(aspect: Aspect, predicate: str) -> str:
     """Such as "soup was cold"."""
-    return f"{aspect.noun} {_be(aspect)} {predicate}"
+    return f"{aspect.noun} {'were' if aspect.plural else 'was'} {predicate}"
 
 
 def reason_clause(aspect: Aspect, predicate: str) -> str:
     """Such as "soup because it was cold"."""
-    return f"{aspect.noun} because {'they' if aspect.plural else 'it'} {_be(aspect)} {predicate}"
+    return f"{aspect.noun} because {'they were' if aspect.plural else 'it was'} {predicate}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf_kl.builtin.corpus import CorpusSizes
@@ -55,6 +57,14 @@ def world_spec(ref: str) -> WorldSpec:
     if name not in WORLDS:
         raise InputError(f"{ref}: no such built-in world{suggestion(name, WORLDS, BUILTIN)}")
     return WORLDS[name]
+
+
+def cache_folder() -> Path:
+    """$RLHF_KL_CACHE, or rlhf-kl in the user's cache folder."""
+    if own := os.environ.get("RLHF_KL_CACHE"):
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).absolute() / "rlhf-kl"
 
 
 def part_key(spec: WorldSpec, versions: dict[str, str], settings: Sequence[str]) -> str:

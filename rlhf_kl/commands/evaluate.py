@@ -19,7 +19,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import Perplexity, perplexity, policy_figures
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.rewards.scorer import Scorers
@@ -139,6 +139,6 @@ def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> lis
     return resolver.texts(file, request.column or section.column, key, limit=limit, split=section.split)
 
 
-def _perplexity(lm: TransformersLM, tokenizer: Any, texts: list[str], name: str) -> Perplexity:
+def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> Perplexity:
     with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
         return perplexity(lm, tokenizer, texts, advance=advance)

@@ -10,7 +10,7 @@ import torch
 from rlhf_kl.commands.parts import Parts, feature_count
 from rlhf_kl.commands.spread import layers_of
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.models.activations import kept_per_token, tokens_of_a_pass
+from rlhf_kl.memory import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.logits import LOGIT_ELEMENTS
 from rlhf_kl.models.lora import has_adapter

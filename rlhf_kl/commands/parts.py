@@ -16,7 +16,7 @@ from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import Drawn
-from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
+from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.lora import AdapterReference, has_adapter
 from rlhf_kl.models.value import (
@@ -42,8 +42,8 @@ EVAL_PROMPTS = 64
 class Parts:
     """The models and data of a run."""
 
-    policy: TransformersLM
-    reference: TransformersLM
+    policy: LM
+    reference: LM
     tokenizer: Any
     scorers: Scorers
     prompts: PromptStream
@@ -89,7 +89,7 @@ def build_parts(config: TrainConfig, accelerator: Any) -> Parts:
         split=config.eval.split,
     )
     sampling = sampling_of(config, model, tokenizer)
-    policy = TransformersLM(model, dtype)
+    policy = LM(model, dtype)
     return Parts(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
 
 
@@ -103,7 +103,7 @@ def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
     )
 
 
-def build_reference(config: TrainConfig, resolver: Resolver, loaded: Loaded) -> tuple[TransformersLM, bool]:
+def build_reference(config: TrainConfig, resolver: Resolver, loaded: Loaded) -> tuple[LM, bool]:
     """The frozen model that the KL is measured to, and whether it is the starting policy.
 
     For a policy with an adapter it is the same model at its start, without a second copy of the weights.
@@ -180,7 +180,7 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
         trunk, head = (model.unload() if has_adapter(model) else model).base_model, zero_head(hidden_size)
     for parameter in trunk.parameters():
         parameter.requires_grad_(True)
-    return ActorCritic(policy, SeparateValue(TransformersTrunk(trunk, dtype), head).to(device))
+    return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))
 
 
 def feature_count(parts: Parts) -> int:

@@ -12,7 +12,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.value import ActorCritic, SeparateValue
 from rlhf_kl.ops.packing import pack_last
-from rlhf_kl.sharding import is_spread, spread, whole
+from rlhf_kl.sharding import is_sharded, shard, unsharded
 
 
 def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None:
@@ -23,17 +23,17 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
     policy, device = parts.policy, parts.policy.device
     if config.policy.shard:
         one = pack_last([[0]], device)
-        spread(layers_of(policy.whole), policy, device)
+        shard(layers_of(policy.base), policy, device)
         if isinstance(model.value, SeparateValue):
-            spread(layers_of(model.value.trunk.whole), model.value, device)
+            shard(layers_of(model.value.trunk.base), model.value, device)
         parts.spread += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
         with torch.no_grad():  # the first pass makes all layers part of this root
             hidden = policy.states(one, lambda _, hidden: hidden)
             if model.value is not None:
                 model.value(one, hidden)
-        with whole(*parts.spread):
+        with unsharded(*parts.spread):
             pass
-        if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_spread(p)]:
+        if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_sharded(p)]:
             raise RuntimeError(f"policy.shard: these tensors are not sharded: {held[:3]}")
     if config.reference.shard:
         frozen = [parts.reference.model, *(reward.model for reward in parts.scorers.models.values())]
@@ -43,7 +43,7 @@ def spread_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None
         for each in apart:
             if not (layers := layers_of(each)):
                 raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
-            spread(layers, None, device)
+            shard(layers, None, device)
             parts.spread.append(each)
 
 

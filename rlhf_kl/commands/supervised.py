@@ -13,7 +13,7 @@ from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import Kind, RewardModelConfig, SFTConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.models.lm import TransformersLM, enable_recompute
+from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import compute_dtype, parameter_count
 from rlhf_kl.models.lora import CLASSIFIER, add_adapter, checkpointed
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
@@ -105,11 +105,11 @@ def build_task(config: SFTConfig | RewardModelConfig, resolver: Resolver) -> Tas
     if data.response_column is None:
         texts, heldout = resolver.documents(data)
         model, tokenizer = build_model(config, resolver, [text for text in texts if text.strip()])
-        return TextTask(TransformersLM(model, dtype), tokenizer, texts, heldout[:most])
+        return TextTask(LM(model, dtype), tokenizer, texts, heldout[:most])
     examples, kept = resolver.examples(data)
     model, tokenizer = build_model(config, resolver, [example.prompt + example.response for example in examples])
     return ResponseTask(
-        TransformersLM(model, dtype),
+        LM(model, dtype),
         tokenizer,
         examples,
         kept[:most],

@@ -33,7 +33,7 @@ from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.record import Recorder
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.run.signals import stopping_on_signals
-from rlhf_kl.sharding import held_share, part_of
+from rlhf_kl.sharding import held_share, local
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
@@ -159,7 +159,7 @@ class TrainRun:
             alerts += update.alerts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        weights_lost = not all(self.ranks.all(all_finite(map(part_of, trainer.trained))))
+        weights_lost = not all(self.ranks.all(all_finite(map(local, trainer.trained))))
         if skipped is not None:
             why = (
                 "is missing, so nothing was learned"

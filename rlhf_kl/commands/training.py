@@ -16,8 +16,7 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.memory import memory_for
-from rlhf_kl.models.fingerprint import model_fingerprint, texts_fingerprint, tokenizer_fingerprint
-from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.load import model_fingerprint, parameter_count, texts_fingerprint, tokenizer_fingerprint
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.rewards.scorer import Scorers
@@ -36,7 +35,7 @@ from rlhf_kl.rollout.reference_scores import (
 from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.clock import Clock
 from rlhf_kl.seeding import library_state_kept, uniforms
-from rlhf_kl.sharding import OLDEST_TORCH, can_spread, whole
+from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.trainers.checks import check_start, checked_prompts
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -124,7 +123,7 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
     for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):
         if shard and processes == 1:
             raise InputError(f"{section}.shard: needs several processes: {LAUNCH}")
-        if shard and not can_spread():
+        if shard and not can_shard():
             needed = ".".join(map(str, OLDEST_TORCH))
             raise InputError(f"{section}.shard: torch {needed} or newer is needed")
     wanted = {
@@ -300,7 +299,7 @@ def evaluate_policy(
     texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
 
     def look() -> tuple[TextSums, PolicySamples]:
-        with whole(*parts.spread), library_state_kept(), parts.scorers.kept():
+        with unsharded(*parts.spread), library_state_kept(), parts.scorers.kept():
             return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
                 parts.policy,
                 parts.reference,

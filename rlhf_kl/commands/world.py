@@ -15,14 +15,13 @@ from filelock import FileLock, Timeout
 from rlhf_kl import ui
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
-from rlhf_kl.builtin.world import is_builtin, part_key, world_spec
-from rlhf_kl.cache import cache_folder
+from rlhf_kl.builtin.world import cache_folder, is_builtin, part_key, world_spec
 from rlhf_kl.commands.models import new_language_model
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, Section, SFTConfig
 from rlhf_kl.data.texts import Pair
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, parameter_count
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.rewards.model import RewardModel
@@ -150,7 +149,7 @@ class World:
         config = self._sft()
         texts, heldout = ([row["text"] for row in read_jsonl(self.file(name))] for name in ("train", "heldout"))
         model, tokenizer = new_language_model(config.policy.architecture, texts, config.run.seed)
-        task = TextTask(TransformersLM(model), tokenizer, texts, heldout[: config.eval.max_documents])
+        task = TextTask(LM(model), tokenizer, texts, heldout[: config.eval.max_documents])
         self._fit(task, config.sft, config.run.seed, "policy", folder)
 
     def _train_reward_model(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ from rlhf_kl.config.schema import (
 )
 from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers.factory import stored_name
+from rlhf_kl.kl_controllers import stored_name
 
 MAX_CHAIN = 20
 MAX_KEY_DEPTH = 10

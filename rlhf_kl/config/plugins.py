@@ -21,8 +21,15 @@ from rlhf_kl.config.schema import (
 )
 from rlhf_kl.config.schema.base import refuse
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.kl_controllers import CONTROLLERS, GuardedController, build_controller
-from rlhf_kl.kl_controllers.factory import COEF_WITHOUT_SCORES, CONTROLLER_PROVIDED, SYNONYMS, stored_name
+from rlhf_kl.kl_controllers import (
+    COEF_WITHOUT_SCORES,
+    CONTROLLER_PROVIDED,
+    CONTROLLERS,
+    SYNONYMS,
+    GuardedController,
+    build_controller,
+    stored_name,
+)
 from rlhf_kl.plugins import (
     checked_options,
     explain,

@@ -1,37 +1,36 @@
-"""Rows from .jsonl .json .csv .parquet .txt files, each problem named with its file and line; and held-out rows.
+"""Rows of files (.jsonl .json .csv .parquet .txt) and of data sets from the hub; and held-out rows.
 
-Not read with the datasets library, which raises StopIteration for an empty file, accepts mixed types
+Files of text are not read with the datasets library, which raises StopIteration for an empty one, accepts mixed types
 and gives no line numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.hub import HubName, first_line, hub_name, probe
 
 T = TypeVar("T")
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 HELDOUT_SHARE = 20  # one of this many distinct rows is held out
-MAX_CHARACTERS = 10_000_000  # in one text; a longer one is a broken file
 
 
 def load_rows(ref: str, split: str, key: str) -> list[Row]:
-    """Rows of a local file, or of a split of a hub id or a folder with data files.
+    """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`) or a folder with data files.
 
-    `split` is not read for a file. Errors: InputError.
+    `split` is written as for the datasets library: "train", "test", "train[:1000]"; it is not read for a file.
+    Errors: InputError.
     """
-    if is_file_name(ref):
-        return read_rows(Path(ref), key)
-    from rlhf_kl.data.hub import read_dataset
-
-    return read_dataset(ref, split, key)
+    return read_rows(Path(ref), key) if is_file_name(ref) else _read_dataset(ref, split, key)
 
 
 def is_file_name(ref: str) -> bool:
@@ -56,8 +55,6 @@ def read_rows(path: Path, key: str) -> list[Row]:
         text = path.read_bytes().decode("utf-8-sig")  # a spreadsheet puts a byte order mark in front
     except UnicodeDecodeError as error:
         raise InputError(f"{key}: {path}: is not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise InputError(f"{key}: {path}: cannot be read: {error.strerror}") from error
     reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[suffix]
     return list(reader(text, f"{key}: {path}"))
 
@@ -68,15 +65,9 @@ def text_column(ref: str, column: str) -> str:
 
 
 def checked_text(value: Any, where: str) -> str:
-    """A value that is usable text. Errors: InputError for another type, an invalid character, or too much text."""
+    """A value that is text. Errors: InputError."""
     if not isinstance(value, str):
         raise InputError(f"{where} is {'null' if value is None else type(value).__name__}, not text")
-    if len(value) > MAX_CHARACTERS:
-        raise InputError(f"{where} has {len(value):,} characters, more than {MAX_CHARACTERS:,}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where} holds half of a surrogate pair (character {error.start})") from error
     return value
 
 
@@ -95,7 +86,7 @@ def _json(text: str, where: str) -> Iterator[Row]:
 
 
 def _csv(text: str, where: str) -> Iterator[Row]:
-    csv.field_size_limit(MAX_CHARACTERS)
+    csv.field_size_limit(1 << 30)  # characters in a cell; by default 131,072
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         names = list(reader.fieldnames or [])
@@ -119,10 +110,8 @@ def _txt(text: str, _where: str) -> Iterator[Row]:
 def _read_parquet(path: Path, key: str) -> list[Row]:
     import datasets
 
-    from rlhf_kl.data.hub import silent
-
     try:
-        with silent(datasets):
+        with _quiet(datasets):
             return list(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
     except Exception as error:  # pyarrow and datasets raise a dozen kinds
         raise InputError(f"{key}: {path}: cannot be read as parquet: {error}") from error
@@ -131,16 +120,57 @@ def _read_parquet(path: Path, key: str) -> list[Row]:
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: is not JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise InputError(f"{where}: cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, thousands of brackets
+        raise InputError(f"{where}: is not JSON: {error}") from error
 
 
 def _mapping(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise InputError(f"{where}: is a {type(row).__name__}, not a mapping of columns")
     return row
+
+
+def _read_dataset(ref: str, split: str, key: str) -> list[Row]:
+    import datasets
+
+    where, folder = f"{key}: {ref}", Path(ref).is_dir()
+    name = HubName(ref, None, None) if folder else hub_name(ref)
+    if name is None:
+        raise InputError(f"{where} is neither a file nor a hub id (owner/name, owner/name@revision)")
+    reachable = folder or probe(name.name, name.revision, "dataset", where)
+    with _quiet(datasets, offline=not reachable):
+        try:
+            data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
+        except Exception as error:  # the library raises a dozen kinds
+            raise InputError(f"{where}: {_reason(error, split, reachable)}") from error
+    return [dict(row) for row in data]
+
+
+@contextlib.contextmanager
+def _quiet(datasets: Any, *, offline: bool = False) -> Iterator[None]:
+    """The datasets library without messages and progress bars; `offline`: from its cache, without retries."""
+    log, config = datasets.utils.logging, datasets.config
+    before, bars, was_offline = log.get_verbosity(), datasets.utils.are_progress_bars_disabled(), config.HF_HUB_OFFLINE
+    log.set_verbosity(log.CRITICAL)
+    datasets.utils.disable_progress_bars()
+    config.HF_HUB_OFFLINE = was_offline or offline
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        config.HF_HUB_OFFLINE = was_offline
+        if not bars:
+            datasets.utils.enable_progress_bars()
+
+
+def _reason(error: Exception, split: str, reachable: bool) -> str:
+    text = first_line(error)
+    if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
+        names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
+        return f"has no split {split!r}{suggestion(split, names)}"
+    if not reachable:
+        return "no local folder of that name, the hub cannot be reached, and its cache does not contain it"
+    return f"cannot be read: {text}"
 
 
 def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable], where: str) -> tuple[list[T], list[T]]:

@@ -12,8 +12,6 @@ from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.types import PromptBatch
 
-CHARACTERS_PER_TOKEN = 64  # a text with more than this for each free token is too long, and not encoded
-
 
 @dataclass(frozen=True)
 class PromptFormat:
@@ -51,8 +49,7 @@ def prepare_prompts(
         require_chat_template(tokenizer, f"{where}: data.chat_template", form.options)
     full = [text for text in texts if text.strip()]
     empty = len(texts) - len(full)
-    limit = None if room is None or form.first_tokens is not None else room * CHARACTERS_PER_TOKEN
-    usable = [text for text in full if limit is None or len(text) <= limit]
+    usable = full
     if form.first_tokens is not None:
         if any(isinstance(text, Conversation) for text in usable):
             raise InputError(f"{where}: data.first_tokens cannot cut conversations of several turns")
@@ -71,8 +68,7 @@ def prepare_prompts(
 
 
 def _beginnings(texts: Sequence[str], tokenizer: Any, count: int) -> list[str]:
-    # A token has few characters, so a long text is not read to its end.
-    rows = encode_all(tokenizer, [text[: count * CHARACTERS_PER_TOKEN] for text in texts], bos=False)
+    rows = encode_all(tokenizer, texts, bos=False)
     cut: list[str] = tokenizer.batch_decode([row[:count] for row in rows], clean_up_tokenization_spaces=False)
     return [
         with_row(short, getattr(text, "row", {}), messages=bool(getattr(text, "messages", ())))

@@ -1,11 +1,91 @@
-"""KL controllers: floats in, beta out. No torch."""
+"""KL controllers: floats in, beta out. No torch. Here: their names, and how one is built for a run."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
-from rlhf_kl.kl_controllers.base import KLController
-from rlhf_kl.kl_controllers.factory import CONTROLLERS, adjusts, build_controller
-from rlhf_kl.kl_controllers.guarded import GuardedController
-from rlhf_kl.kl_controllers.laws import DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
-from rlhf_kl.kl_controllers.pid import PIDKL
+from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, clip
+from rlhf_kl.kl_controllers.guarded import GuardedController, one_line
+from rlhf_kl.kl_controllers.laws import PIDKL, DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
+
+CONTROLLERS: dict[str, type[KLController]] = {
+    "adaptive": AdaptiveKL,
+    "dual": DualKL,
+    "exponential": ExponentialKL,
+    "fixed": FixedKL,
+    "pid": PIDKL,
+    "schedule": ScheduledKL,
+    "threshold": ThresholdKL,
+    "ziegler": ZieglerKL,
+}
+SYNONYMS = {"static": "fixed", "proportional": "ziegler"}
+
+# Options that the program sets if a class takes them and the user does not set them.
+CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
+BOUNDS = {"min_coef", "max_coef"}  # of beta; the program keeps them for every class
+COEF_WITHOUT_SCORES = 0.1  # `coef: auto` without scores
+
+
+def adjusts(kind: str) -> bool:
+    """Whether the beta of this kind of controller depends on the KL; assumed for a user's own class."""
+    known = CONTROLLERS.get(stored_name(kind))
+    return known is None or known.adjusts
+
+
+def build_controller(
+    kind: str | Callable[..., Any],
+    options: Mapping[str, Any],
+    *,
+    target: float | None = None,
+    coef: float = COEF_WITHOUT_SCORES,
+    total_episodes: int | None = None,
+    batch_size: int | None = None,
+    explain: Callable[[BaseException], str] = one_line,
+) -> GuardedController:
+    """The controller `kind(**options)`, guarded.
+
+    kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
+    options: those of the user. A `coef` among them is the starting beta and must lie inside the bounds,
+    `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
+    The other arguments are passed on if the class takes them and the options do not set them; None = not known.
+    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit. `explain`: see
+    `GuardedController`.
+    Raises ValueError and TypeError: no such kind, or values that the class refuses.
+    """
+    cls = builtin_controller(kind) if isinstance(kind, str) else kind
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def bound(name: str) -> float | None:
+        value = options.get(name, parameters[name].default if name in parameters else None)
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+    low, high = bound("min_coef"), bound("max_coef")
+    wanted, coef = coef, clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
+    provided = {"target": target, "coef": coef, "total_episodes": total_episodes, "batch_size": batch_size}
+    for name, factor in zip(("min_coef", "max_coef"), COEF_SPAN, strict=True):  # a class's own default stays
+        if name in parameters and parameters[name].default in (None, inspect.Parameter.empty):
+            provided[name] = factor * options.get("coef", coef)
+    filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
+    taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
+    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted, explain)
+
+
+def builtin_controller(name: str) -> type[KLController]:
+    """The built-in controller of this name. Raises ValueError if there is none."""
+    if stored_name(name) not in CONTROLLERS:
+        raise ValueError(f"no controller is called {name!r}; available: {', '.join(CONTROLLERS)}")
+    return CONTROLLERS[stored_name(name)]
+
+
+def stored_name(kind: str) -> str:
+    """The name under which a kind is stored."""
+    return SYNONYMS.get(kind, kind)
+
 
 __all__ = [
     "CONTROLLERS",

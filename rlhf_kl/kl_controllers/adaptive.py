@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from rlhf_kl.kl_controllers.base import KLController, clip, require_fraction, require_positive
-from rlhf_kl.kl_controllers.step_model import Situation, StepModel
 
 if TYPE_CHECKING:
-    from rlhf_kl.kl_controllers.belief import Belief
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats: TypeAlias = npt.NDArray[np.float64]
 
 USUAL_PACE = 0.2  # of x per update, before a step was observed
 FIRST_STEP = 1.65  # paces: Adam's first steps have no momentum to build up
@@ -24,8 +27,35 @@ RESTRAINT = 0.03  # cost of a change of log beta by 1, relative to a step error 
 SHRINKAGE = 0.3  # of a gap to the target that is small beside its own uncertainty
 SPENT = 0.95  # share of the pace: above it, a lower beta has no further effect
 CANDIDATES = 61  # changes of log beta that are compared
+GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; if the bounds are wider than the points cover, the steps are longer
+PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta
+PACES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the guess
+NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
 
 
+class Situation(NamedTuple):
+    """The start of a policy update."""
+
+    distance: float  # x = sqrt(KL/target)
+    step: float  # of x in the update before
+    log_coef: float
+
+
+class StepModel(NamedTuple):
+    """Constants of step_k = m step_{k-1} - (1 - m) a tanh(s log x_k + log(beta_k / b)), and of learning a and b.
+
+    `scripts/fit_adaptive.py` fits them to recorded runs, with whole plants held out.
+    """
+
+    momentum: float = 0.4  # m
+    distance_power: float = 1.5  # s
+    noise: float = 0.25  # of a step measured at the rollout's own states, in paces
+    wander: float = 0.125  # share of the belief that moves to either neighbour on the grid of log b every update
+    pace_spread: float = 0.5  # of log a around its first guess
+    tails: float = 8.0  # degrees of freedom of Student's t: an outlier has little weight
+
+
+@dataclass(kw_only=True, eq=False)
 class AdaptiveKL(KLController):
     """Predictive control of x = sqrt(KL/target), the policy's distance from its reference.
 
@@ -50,24 +80,18 @@ class AdaptiveKL(KLController):
     pace but nothing about b.
     """
 
-    model = StepModel()
+    model: ClassVar = StepModel()
+    target: float = 0.1
+    approach: float = 0.3
+    down: float = 1.2
+    up: float = 1.8
+
     state_names = ("coef", "distance", "variance", "noise", "step", "observed", "unobserved", "updates")
 
-    def __init__(
-        self,
-        *,
-        coef: float = 0.1,
-        target: float = 0.1,
-        approach: float = 0.3,
-        down: float = 1.2,
-        up: float = 1.8,
-        min_coef: float | None = None,
-        max_coef: float | None = None,
-    ) -> None:
-        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
-        self.target = require_positive("target", target)
-        self.approach = require_fraction("approach", require_positive("approach", approach))
-        self.down, self.up = require_positive("down", down), require_positive("up", up)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(require_positive, "target", "approach", "down", "up")
+        self.require(require_fraction, "approach")
         self.start_coef = self.coef
         self.distance: float | None = None  # x of the policy that samples next, as predicted
         self.variance = 0.0  # of that prediction
@@ -79,10 +103,8 @@ class AdaptiveKL(KLController):
 
     @cached_property
     def _belief(self) -> Belief:
-        """Created at its first use, since it needs numpy, which the check of a config does not."""
-        from rlhf_kl.kl_controllers.belief import Belief
-
-        return Belief(self.model, self.start_coef, self.min_coef, self.max_coef, USUAL_PACE)
+        """Created at its first use: the check of a config needs no numpy."""
+        return Belief(self.model, self.start_coef, *self.bounds, USUAL_PACE)
 
     @property
     def holding_coef(self) -> float:
@@ -190,3 +212,73 @@ class AdaptiveKL(KLController):
             return miss + (RESTRAINT * pace * move) ** 2
 
         return min(moves, key=cost)
+
+
+class Belief:
+    """Probabilities of the pair (log b, a): the log of the beta that holds the target, and the pace.
+
+    A histogram filter: Bayes' rule on a grid, without linearising (Thrun, Burgard & Fox 2005, Probabilistic
+    Robotics, section 4.1). `pace` is a guess of a, which PACES multiplies.
+    """
+
+    def __init__(self, model: StepModel, coef: float, min_coef: float, max_coef: float, pace: float) -> None:
+        import numpy as np
+
+        self.model, self.pace, self.paces = model, pace, np.array(PACES)
+        low, high = math.log(min_coef) - 1.0, math.log(max_coef) + 1.0
+        points = math.ceil((high - low) / max(GRID_STEP, (high - low) / GRID_POINTS)) + 1
+        self.log_holding: Floats = np.linspace(low, high, points)
+        paces = _normalised(np.exp(-0.5 * (np.log(self.paces) / model.pace_spread) ** 2))
+        distance = (self.log_holding - math.log(coef)) / PRIOR_SPREAD
+        self.probabilities: Floats = np.outer(_normalised(np.exp(-0.5 * distance**2)), paces)
+
+    @property
+    def holding_coef(self) -> float:
+        """exp of the mean of log b."""
+        return math.exp(float(self.probabilities.sum(1) @ self.log_holding))
+
+    @property
+    def mean_pace(self) -> float:
+        """The mean of a."""
+        return self.pace * float(self.probabilities.sum(0) @ self.paces)
+
+    def mean_step(self, at: Situation) -> float:
+        """The expected step."""
+        return float((self.probabilities * self._steps(at)).sum())
+
+    def drive_share(self, at: Situation) -> float:
+        """The expected drive over the pace, in [-1, 1]."""
+        return float(self.probabilities.sum(1) @ self._drive(at))
+
+    def expected_miss(self, wanted: float, at: Situation) -> float:
+        """Expected squared difference between the step and the wanted one."""
+        return float((self.probabilities * (self._steps(at) - wanted) ** 2).sum())
+
+    def update(self, step: float, at: Situation, noise: float) -> None:
+        """Learn from a step that was measured with this standard deviation."""
+        import numpy as np
+
+        error = (step - self._steps(at)) / noise
+        tails, wander = self.model.tails, self.model.wander
+        likely = self.probabilities * (1.0 + error**2 / tails) ** (-(tails + 1.0) / 2.0)
+        padded = np.concatenate([likely[:1], likely, likely[-1:]])  # log b wanders to its neighbours
+        self.probabilities = _normalised(wander * (padded[:-2] + padded[2:]) + (1.0 - 2.0 * wander) * likely)
+
+    def _steps(self, at: Situation) -> Floats:
+        """The next step under each log b (rows) and pace (columns)."""
+        drive = self._drive(at)[:, None] * (self.pace * self.paces)
+        steps: Floats = self.model.momentum * at.step + (1.0 - self.model.momentum) * drive
+        return steps
+
+    def _drive(self, at: Situation) -> Floats:
+        """The drive under each log b, in paces."""
+        import numpy as np
+
+        balance = self.model.distance_power * math.log(max(at.distance, NEAREST)) + at.log_coef - self.log_holding
+        drive: Floats = -np.tanh(balance)
+        return drive
+
+
+def _normalised(weights: Floats) -> Floats:
+    total: Floats = weights / weights.sum()
+    return total

@@ -6,6 +6,8 @@ import copy
 import json
 import math
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
@@ -54,21 +56,30 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
+@dataclass(kw_only=True, eq=False)
 class KLController:
     """Moves `coef` (beta) so that the policy's KL to its reference stays at a target.
 
     A subclass writes `update`; any other class with `coef` and `update(kl, episodes)` is a controller too.
-    Options are keyword arguments; `factory.CONTROLLER_PROVIDED` names those that the run sets.
-    The KL is in nats, in the unit of the target.
+    Options are keyword arguments; `CONTROLLER_PROVIDED` names those that the run sets. `min_coef` and `max_coef` bound
+    beta; None = COEF_SPAN times the starting `coef`. The KL is in nats, in the unit of the target.
     """
+
+    coef: float = 0.1
+    min_coef: float | None = None
+    max_coef: float | None = None
 
     state_names: ClassVar[tuple[str, ...] | None] = None  # None: every attribute that JSON can hold
     adjusts: ClassVar[bool] = True  # False: beta does not depend on the KL, so it cannot be too slow
 
-    def __init__(self, *, coef: float = 0.1, min_coef: float | None = None, max_coef: float | None = None) -> None:
-        """`min_coef` and `max_coef` bound beta; None = COEF_SPAN times the starting `coef`."""
-        self.coef = require_positive("coef", coef)
-        self.min_coef, self.max_coef = resolve_bounds(self.coef, min_coef, max_coef)
+    def __post_init__(self) -> None:
+        self.require(require_positive, "coef")
+        self.min_coef, self.max_coef = self.bounds = resolve_bounds(self.coef, self.min_coef, self.max_coef)
+
+    def require(self, check: Callable[[str, object], float], *names: str) -> None:
+        """Make options the floats that `check` returns. Errors: its ValueError."""
+        for name in names:
+            setattr(self, name, check(name, getattr(self, name)))
 
     def update(self, kl: float, episodes: int) -> None:
         """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats."""
@@ -87,7 +98,7 @@ class KLController:
     @property
     def spent(self) -> bool:
         """Whether a lower beta would not move the policy farther from its reference."""
-        return self.coef <= self.min_coef
+        return self.coef <= self.bounds[0]
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
         """Largest fall and rise of log(coef) in one update while the KL is between 0 and 2x target."""
@@ -96,10 +107,7 @@ class KLController:
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest coef that `updates` updates of `batch_size` episodes can reach."""
         fall, rise = (min(step * updates, 700.0) if updates else 0.0 for step in self.log_steps(batch_size))
-        return (
-            max(self.min_coef, self.coef * math.exp(-fall)),
-            min(self.max_coef, self.coef * math.exp(rise)),
-        )
+        return max(self.bounds[0], self.coef * math.exp(-fall)), min(self.bounds[1], self.coef * math.exp(rise))
 
     def state_dict(self) -> dict[str, Any]:
         return saved_attributes(self, self.state_names)
@@ -108,7 +116,7 @@ class KLController:
         restore_attributes(self, state)
 
     def _set_coef(self, coef: float) -> None:
-        self.coef = clip(coef, self.min_coef, self.max_coef)
+        self.coef = clip(coef, *self.bounds)
 
     def _move(self, log_step: float) -> None:
         """coef *= exp(log_step), inside the bounds and without overflow."""
@@ -125,16 +133,23 @@ def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str
     }
 
 
+def restore(obj: Any, state: dict[str, Any]) -> None:
+    """Give `obj` a saved state: by its own `load_state_dict`, else attribute by attribute."""
+    if hasattr(obj, "load_state_dict"):
+        obj.load_state_dict(copy.deepcopy(state))
+    else:
+        restore_attributes(obj, state)
+
+
 def restore_attributes(obj: Any, state: dict[str, Any]) -> None:
     """Set attributes from `saved_attributes`, in the container type the attribute has now."""
-    for name, value in state.items():
+    for name, value in copy.deepcopy(state).items():
         now = getattr(obj, name, None)
         if isinstance(now, deque) and value is not None:
-            setattr(obj, name, deque(value, maxlen=now.maxlen))
+            value = deque(value, maxlen=now.maxlen)
         elif isinstance(now, tuple) and value is not None:
-            setattr(obj, name, tuple(value))
-        else:
-            setattr(obj, name, copy.deepcopy(value))
+            value = tuple(value)
+        setattr(obj, name, value)
 
 
 def _plain(value: Any) -> Any:

@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers.base import (
-    KLController,
-    clip,
-    require_number,
-    resolve_bounds,
-    restore_attributes,
-    saved_attributes,
-)
+from rlhf_kl.kl_controllers.base import KLController, clip, require_number, resolve_bounds, restore, saved_attributes
 
 
 def one_line(error: BaseException) -> str:
@@ -75,7 +68,7 @@ class GuardedController:
         """
         if kl is None or not math.isfinite(kl):
             return [f"kl-not-finite: measured KL is {kl}; coef stays at {self._coef:.6g}"]
-        before = copy.deepcopy(self._controller_state())
+        before = self._controller_state()
         try:
             with self._own_code("update"):
                 self.controller.update(float(kl), int(episodes))
@@ -85,7 +78,7 @@ class GuardedController:
         else:
             reason = f"the controller set it to {coef}"
         if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._starts_at_zero):
-            self._load_controller(before)
+            restore(self.controller, before)
             self._write_coef(self._coef)
             return [f"coef-not-finite: {reason} at KL {kl:.6g}; back to {self._coef:.6g}"]
         self._coef = coef if coef == 0.0 else clip(coef, self.min_coef, self.max_coef)
@@ -156,11 +149,11 @@ class GuardedController:
                 f"{type(self.controller).__name__} can move beta only from {self._coef:.4g} "
                 f"to between {low:.4g} and {high:.4g}"
             )
-        if unsaved := self.unsaved():
+        if unsaved := self._unsaved():
             warnings.append(f"controller-state: {', '.join(unsaved)} cannot be saved; define state_dict")
         return warnings
 
-    def unsaved(self) -> list[str]:
+    def _unsaved(self) -> list[str]:
         """Attributes of a plugin without `state_dict` that a checkpoint would lose."""
         own = getattr(type(self.controller), "state_dict", KLController.state_dict) is not KLController.state_dict
         if own or getattr(self.controller, "state_names", None) is not None:
@@ -172,7 +165,7 @@ class GuardedController:
             "kind": type(self.controller).__name__,
             "coef": self._coef,
             "raised": self.raised,
-            "controller": copy.deepcopy(self._controller_state()),
+            "controller": self._controller_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,21 +173,13 @@ class GuardedController:
         kind = type(self.controller).__name__
         if state.get("kind") != kind:
             raise ValueError(f"the saved controller is {state.get('kind')}, the config's is {kind}")
-        self._load_controller(copy.deepcopy(state["controller"]))
+        restore(self.controller, state["controller"])
         self._coef, self.raised = float(state["coef"]), float(state["raised"])
         self._write_coef(self._coef)
 
     def _controller_state(self) -> dict[str, Any]:
-        if hasattr(self.controller, "state_dict"):
-            state: dict[str, Any] = self.controller.state_dict()
-            return state
-        return saved_attributes(self.controller)
-
-    def _load_controller(self, state: dict[str, Any]) -> None:
-        if hasattr(self.controller, "load_state_dict"):
-            self.controller.load_state_dict(state)
-        else:
-            restore_attributes(self.controller, state)
+        own = getattr(self.controller, "state_dict", None)
+        return copy.deepcopy(own() if own else saved_attributes(self.controller))
 
     def _write_coef(self, coef: float) -> None:
         with contextlib.suppress(AttributeError):  # a plugin's coef may be a read-only property

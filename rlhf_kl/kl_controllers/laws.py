@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from rlhf_kl.kl_controllers.base import (
     COEF_SPAN,
@@ -45,12 +46,7 @@ class ScheduledKL(KLController):
     adjusts = False
 
     def __init__(
-        self,
-        *,
-        total_episodes: int,
-        coef: float = 0.1,
-        end_coef: float | None = None,
-        shape: str = "linear",
+        self, *, total_episodes: int, coef: float = 0.1, end_coef: float | None = None, shape: str = "linear"
     ) -> None:
         if shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
@@ -76,6 +72,7 @@ class ScheduledKL(KLController):
         return min(self.start_coef, self.end_coef), max(self.start_coef, self.end_coef)
 
 
+@dataclass(kw_only=True, eq=False)
 class ZieglerKL(KLController):
     """beta *= 1 + clip(KL/target - 1, -clip_error, clip_error) * n / horizon, n = episodes of this update.
 
@@ -86,29 +83,22 @@ class ZieglerKL(KLController):
     rule makes beta negative once n exceeds horizon / clip_error.
     """
 
+    target: float = 0.1
+    horizon: float | str = "auto"
+    clip_error: float = 0.2
+    total_episodes: int | None = None
+    batch_size: int = 1
+
     state_names = ("coef",)
 
-    def __init__(
-        self,
-        *,
-        coef: float = 0.1,
-        target: float = 0.1,
-        horizon: float | str = "auto",
-        clip_error: float = 0.2,
-        total_episodes: int | None = None,
-        batch_size: int = 1,
-        min_coef: float | None = None,
-        max_coef: float | None = None,
-    ) -> None:
-        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
-        self.target = require_positive("target", target)
-        self.clip_error = require_positive("clip_error", clip_error)
-        if horizon != "auto":
-            self.horizon = require_positive("horizon", horizon)
-        elif total_episodes is None:
-            raise ValueError("horizon: auto needs total_episodes")
-        else:
-            self.horizon = max(float(batch_size), require_positive("total_episodes", total_episodes) / 20.0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(require_positive, "target", "clip_error")
+        if self.horizon == "auto":
+            if self.total_episodes is None:
+                raise ValueError("horizon: auto needs total_episodes")
+            self.horizon = max(float(self.batch_size), require_positive("total_episodes", self.total_episodes) / 20.0)
+        self.require(require_positive, "horizon")
 
     def update(self, kl: float, episodes: int) -> None:
         error = clip(kl / self.target - 1.0, -self.clip_error, self.clip_error)
@@ -119,9 +109,10 @@ class ZieglerKL(KLController):
         return -math.log(low), math.log(high)
 
     def _factor(self, error: float, episodes: int) -> float:
-        return clip(1.0 + error * episodes / self.horizon, 0.5, 2.0)
+        return clip(1.0 + error * episodes / float(self.horizon), 0.5, 2.0)
 
 
+@dataclass(kw_only=True, eq=False)
 class ThresholdKL(KLController):
     """KL > high * target: beta *= factor; KL < low * target: beta /= factor; between them no change.
 
@@ -130,23 +121,16 @@ class ThresholdKL(KLController):
     At a cold start the KL is 0, so it lowers beta until the KL is up, and then reacts late.
     """
 
+    target: float = 0.02
+    high: float = 1.5
+    low: float = 0.5
+    factor: float = 1.5
+
     state_names = ("coef",)
 
-    def __init__(
-        self,
-        *,
-        coef: float = 0.1,
-        target: float = 0.02,
-        high: float = 1.5,
-        low: float = 0.5,
-        factor: float = 1.5,
-        min_coef: float | None = None,
-        max_coef: float | None = None,
-    ) -> None:
-        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
-        self.target = require_positive("target", target)
-        self.high, self.low = require_positive("high", high), require_positive("low", low)
-        self.factor = require_positive("factor", factor)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(require_positive, "target", "high", "low", "factor")
         if self.low >= self.high:
             raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
         if self.factor <= 1.0:
@@ -162,6 +146,7 @@ class ThresholdKL(KLController):
         return math.log(self.factor), math.log(self.factor) if self.high < 2.0 else 0.0
 
 
+@dataclass(kw_only=True, eq=False)
 class ExponentialKL(KLController):
     """beta *= exp(gain * (KL - target)), the KL optionally smoothed: m = s*m + (1-s)*KL, m_1 = KL_1.
 
@@ -170,22 +155,16 @@ class ExponentialKL(KLController):
     1 % per update.
     """
 
+    target: float = 0.1
+    gain: float = 0.1
+    smoothing: float = 0.0
+
     state_names = ("coef", "mean_kl")
 
-    def __init__(
-        self,
-        *,
-        coef: float = 0.1,
-        target: float = 0.1,
-        gain: float = 0.1,
-        smoothing: float = 0.0,
-        min_coef: float | None = None,
-        max_coef: float | None = None,
-    ) -> None:
-        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
-        self.target = require_positive("target", target)
-        self.gain = require_positive("gain", gain)
-        self.smoothing = require_fraction("smoothing", smoothing)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(require_positive, "target", "gain")
+        self.require(require_fraction, "smoothing")
         self.mean_kl: float | None = None
 
     def update(self, kl: float, episodes: int) -> None:
@@ -197,6 +176,7 @@ class ExponentialKL(KLController):
         return self.gain * self.target, self.gain * self.target
 
 
+@dataclass(kw_only=True, eq=False)
 class DualKL(KLController):
     """beta += lr * (KL/target - 1), projected into the bounds.
 
@@ -206,24 +186,71 @@ class DualKL(KLController):
     not depend on the unit; the step is additive, so lr is in units of beta.
     """
 
+    target: float = 0.1
+    lr: float = 0.02
+
     state_names = ("coef",)
 
-    def __init__(
-        self,
-        *,
-        coef: float = 0.1,
-        target: float = 0.1,
-        lr: float = 0.02,
-        min_coef: float | None = None,
-        max_coef: float | None = None,
-    ) -> None:
-        super().__init__(coef=coef, min_coef=min_coef, max_coef=max_coef)
-        self.target = require_positive("target", target)
-        self.lr = require_positive("lr", lr)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(require_positive, "target", "lr")
 
     def update(self, kl: float, episodes: int) -> None:
         self._set_coef(self.coef + self.lr * (kl / self.target - 1.0))
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         span = self.lr * updates
-        return max(self.min_coef, self.coef - span), min(self.max_coef, self.coef + span)
+        return max(self.bounds[0], self.coef - span), min(self.bounds[1], self.coef + span)
+
+
+@dataclass(kw_only=True, eq=False)
+class PIDKL(KLController):
+    """log beta = log beta_0 + kp*e + ki*sum(e) + kd*(e - e_prev), e = clip(m/target - 1, -1, 1).
+
+    m is the smoothed KL. Source: Stooke, Achiam & Abbeel 2020 (2007.03964), section 5, there on the
+    multiplier itself; here on its logarithm, so that beta stays positive and a gain means a relative
+    change. `rate` limits |change of log beta| per update. Anti-windup: the sum does not change while a bound
+    or the rate limit restricts the output and the error has the same direction. Cold start: the KL
+    begins at 0 whatever beta is, so for the first `hold` updates an error below zero changes nothing.
+    """
+
+    target: float = 0.1
+    kp: float = 0.5
+    ki: float = 0.1
+    kd: float = 0.5
+    smoothing: float = 0.0
+    rate: float = 0.5
+    hold: int = 3
+
+    state_names = ("coef", "mean_kl", "total", "last_error", "updates")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(require_positive, "target", "rate")
+        self.require(require_number, "kp", "ki", "kd", "hold")
+        self.require(require_fraction, "smoothing")
+        if min(self.kp, self.ki, self.kd) < 0.0 or self.kp + self.ki == 0.0:
+            raise ValueError("kp, ki and kd must not be negative, and kp + ki must be above 0")
+        self.start_coef = self.coef
+        self.mean_kl: float | None = None
+        self.total, self.updates = 0.0, 0
+        self.last_error: float | None = None
+
+    def update(self, kl: float, episodes: int) -> None:
+        old = kl if self.mean_kl is None else self.mean_kl
+        self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * kl
+        error = clip(self.mean_kl / self.target - 1.0, -1.0, 1.0)
+        change = 0.0 if self.last_error is None else error - self.last_error
+        self.last_error = error
+        self.updates += 1
+        if self.updates <= self.hold and error < 0.0:
+            return
+        wanted = math.log(self.start_coef) + self.kp * error + self.ki * (self.total + error) + self.kd * change
+        before = self.coef
+        self._move(clip(wanted - math.log(before), -self.rate, self.rate))
+        missing = wanted - math.log(before) - math.log(self.coef / before)
+        if abs(missing) <= 1e-12 or missing * error <= 0.0:
+            self.total += error
+
+    def log_steps(self, episodes: int) -> tuple[float, float]:
+        return self.rate, self.rate

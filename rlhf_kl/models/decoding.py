@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_kl.models.cache import reserve
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
@@ -19,19 +19,13 @@ COMPACT_BELOW = 0.8  # share of unfinished rows below which the finished ones ar
 
 
 class Decoder(Protocol):
-    """A model that decodes token by token."""
+    """A model that decodes token by token: `rlhf_kl.models.lm.LM`."""
 
-    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]:
-        """Hidden states (B, H) after the prompts, the cache to continue from, and its mask."""
-        ...
+    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]: ...
 
-    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Hidden states (b, H) after tokens (b, n), and the cache."""
-        ...
+    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]: ...
 
-    def logits(self, hidden: Tensor) -> Logits:
-        """Logits at hidden states (b, H)."""
-        ...
+    def logits(self, hidden: Tensor) -> Logits: ...
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -115,3 +109,68 @@ def _states_of(mask: Tensor, drawn: list[tuple[Tensor, Tensor, Tensor]], states:
     for column in range(mask.shape[1]):
         grid[drawn[column][0], column] = states[column]
     return grid[mask]
+
+
+# ---- the key-value cache: space is reserved once, and finished rows are removed
+
+
+class ReservedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer, (B, heads, length, size) each, written in place.
+
+    The usual layer copies all its content for each new token.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Takes the content of a layer, with space for `length` tokens in total."""
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.room = [
+            torch.cat([x, x.new_empty(*x.shape[:2], length - x.shape[2], x.shape[3])], 2) for x in (keys, values)
+        ]
+        self._show(keys.shape[2])
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = (x[:, :, :length] for x in self.room)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add new tokens; returns all keys and values."""
+        start = self.keys.shape[2]
+        end = start + key_states.shape[2]
+        for room, states in zip(self.room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        self._show(end)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows only."""
+        length = self.keys.shape[2]
+        self.room = [x.index_select(0, beam_idx) for x in self.room]
+        self._show(length)
+
+
+def reserve(cache: Any, length: int) -> None:
+    """Reserve space for `length` tokens in the layers of a cache that a model has just filled.
+
+    Layers of another kind (sliding windows, running states) are not changed.
+    """
+    if type(cache) is DynamicCache:
+        cache.layers = [
+            ReservedLayer(layer.keys, layer.values, length)
+            if type(layer) is DynamicLayer and layer.is_initialized
+            else layer
+            for layer in cache.layers
+        ]
+
+
+def attends_to_everything(config: Any) -> bool:
+    """Whether every layer of a model attends to all previous tokens, without a window."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+
+
+def keeps_each_token(config: Any) -> bool:
+    """Whether every layer of a model keeps the keys and values of single tokens.
+
+    A layer with a running state (linear attention, Mamba) overwrites it, so no gradient goes through its cache.
+    """
+    kept = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in kept for layer in DynamicCache(config=config).layers)

@@ -8,16 +8,15 @@ are far from 0 (GPT-2's near -70), where bfloat16 has steps of 0.5. Logits are c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
-from rlhf_kl.models.cache import attends_to_everything, keeps_each_token
-from rlhf_kl.models.decoding import decode
+from rlhf_kl.models.decoding import attends_to_everything, decode, keeps_each_token
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.logprobs import chosen_logprobs
@@ -30,41 +29,8 @@ R = TypeVar("R")
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Trunk(Protocol):
-    """A causal transformer without its head: used by reward models and separate value functions."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Its parameters."""
-        ...
-
-    def hidden(self, rows: Packed) -> Tensor:
-        """Last hidden states (N, H) at the states of `rows`."""
-        ...
-
-
-class LM(Trunk, Protocol):
-    """A causal language model: the policy, the reference, or the policy with its adapter switched off."""
-
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """Its tensors by name."""
-        ...
-
-    def sample(self, prompts: PromptBatch, noise: Tensor, sampling: Sampling) -> Sampled:
-        """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
-        ...
-
-    def states(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
-        """One forward pass; `use(logits, hidden)` runs inside of it, with `hidden` (N, H)."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Logits:
-        """Logits at stored hidden states (N, H): costs only a pass of the head."""
-        ...
-
-
-class TransformersTrunk(nn.Module):
-    """A `Trunk` over a transformers model, through the model's forward pass.
+class Trunk(nn.Module):
+    """A causal transformer of the transformers library without its head.
 
     Rows begin at column 0. Attention is causal, so padding after a row's last token needs no mask.
     """
@@ -88,14 +54,14 @@ class TransformersTrunk(nn.Module):
         return device
 
     @property
-    def whole(self) -> Any:
+    def base(self) -> Any:
         """The model of transformers, an adapter's layers inside it."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @property
     def shares_prompts(self) -> bool:
         """Whether a pass can read a prompt once for several rows."""
-        return keeps_each_token(self.whole.config)
+        return keeps_each_token(self.base.config)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context of the layers: autocast where they compute in bfloat16."""
@@ -113,7 +79,7 @@ class TransformersTrunk(nn.Module):
         """Hidden states (B, L, H) of rows that begin at column 0."""
         with recomputing(self.model):
             # A mask of ones: without a mask, some models guess one from the ids.
-            output = self.whole.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            output = self.base.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _read_behind(self, prompts: SharedPrompts, ids: Tensor) -> Tensor:
@@ -122,7 +88,7 @@ class TransformersTrunk(nn.Module):
         if not ids.shape[1]:
             return last.unsqueeze(1)
         mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
-        output = self.whole.base_model(
+        output = self.base.base_model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=position_ids(mask)[:, -ids.shape[1] :],
@@ -136,7 +102,7 @@ class TransformersTrunk(nn.Module):
 
         The common part of prompts goes through the layers once; its keys and values are copied to the rows.
         """
-        if not attends_to_everything(self.whole.config):
+        if not attends_to_everything(self.base.config):
             prompts = prompts.without_prefix()  # padding after the prefix would count in a layer's window
         cache, mask = None, prompts.mask
         if len(prompts.prefix):
@@ -154,14 +120,17 @@ class TransformersTrunk(nn.Module):
 
     def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Hidden states (B, H) after the last of `ids` (B, n), and the cache with the keys and values of all."""
-        output = self.whole.base_model(
+        output = self.base.base_model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
         return output.last_hidden_state[:, -1], output.past_key_values
 
 
-class TransformersLM(TransformersTrunk):
-    """An `LM` over a causal language model of transformers. Calling it runs `states`, as wrappers need."""
+class LM(Trunk):
+    """A causal language model: the policy, the reference, or the policy with its adapter switched off.
+
+    Calling it runs `states`, as FSDP needs.
+    """
 
     def forward(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
         """See `states`."""
@@ -169,18 +138,18 @@ class TransformersLM(TransformersTrunk):
         return use(self.logits(hidden), hidden)
 
     def states(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
-        """One forward pass over packed rows; `use(logits, hidden)` runs inside of it."""
+        """One forward pass; `use(logits, hidden)` runs inside of it, with `hidden` (N, H)."""
         result: R = self(rows, use)
         return result
 
     def logits(self, hidden: Tensor) -> Logits:
-        """Logits at hidden states (N, H)."""
+        """Logits at stored hidden states (N, H): costs only a pass of the head."""
         return Logits(self.head, hidden, int(self.model.config.get_text_config().vocab_size))
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) of hidden states (n, H): in float32, for any dtype of the layers."""
         with self.active(), torch.autocast(hidden.device.type, enabled=False):
-            logits: Tensor = self.whole.get_output_embeddings()(hidden.float())
+            logits: Tensor = self.base.get_output_embeddings()(hidden.float())
         return final_logits(logits.float(), self.model.config.get_text_config())
 
     @torch.no_grad()
@@ -212,7 +181,7 @@ def check_head(model: Any, what: str) -> None:
 
     Errors: InputError if they differ, since every figure would be wrong, or if there is no cache to sample with.
     """
-    lm, device = TransformersLM(model), next(model.parameters()).device
+    lm, device = LM(model), next(model.parameters()).device
     ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
     whole = torch.ones_like(ids, dtype=torch.bool)
     states = torch.arange(12, device=device)
@@ -264,9 +233,7 @@ def recomputing(model: Any) -> Iterator[None]:
             layer.training = False
 
 
-def negative_log_likelihood(
-    lm: TransformersLM, rows: Sequence[Sequence[int]], starts: Sequence[int]
-) -> tuple[Tensor, int]:
+def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, int]:
     """Summed over the tokens of `rows` from `starts` (at least 1) on, in nats; and the number of these tokens."""
     layout = text_layout(rows, starts, lm.device)
     packed = layout.pack(range(len(rows)))

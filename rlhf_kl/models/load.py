@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.activations import NewGELUActivation
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
@@ -24,14 +24,12 @@ from rlhf_kl.models.lm import check_head
 from rlhf_kl.program import shell_command
 
 Model = Any  # transformers models are untyped
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No load reports and progress bars; what matters of them is checked here."""
-    before = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
+    before, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
@@ -68,8 +66,8 @@ def _check_folder(ref: str, key: str, access: Access) -> None:
         return
     pickled = any(folder.glob("*.bin"))
     if not (pickled and access.pickle):
-        words = " (pickled weights can run code: convert them, or set run.allow_pickle; for a run: --allow-pickle)"
-        hint = words if pickled else ""
+        hint = " (pickled weights can run code: convert them, or set run.allow_pickle; for a run: --allow-pickle)"
+        hint = hint if pickled else ""
         raise InputError(f"{key} {ref}: the folder holds no weights (*.safetensors){hint}")
 
 
@@ -100,7 +98,6 @@ def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise InputError(f"{key} {ref}: {problem}: {shown}")
     switch_dropout_off(model)
-    fuse_activations(model)
     return model
 
 
@@ -122,17 +119,6 @@ def switch_dropout_off(model: Model) -> None:
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
     model.eval()
-
-
-def fuse_activations(model: Model) -> None:
-    """The tanh form of GELU in one operation instead of seven, which GPT-2 has: a third of the time, within 1e-6.
-
-    It is not saved: the config still names the original function.
-    """
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if type(child) is NewGELUActivation:
-                setattr(parent, name, torch.nn.GELU(approximate="tanh"))
 
 
 def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -241,32 +227,52 @@ def eos_ids(model: Model, tokenizer: Any) -> list[int]:
 
     Errors: InputError if there is none, since no response could end.
     """
-    ids: list[int] = []
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    for item in (configured, tokenizer.eos_token_id):
-        for token in item if isinstance(item, list) else [item]:
-            if token is not None and token not in ids:
-                ids.append(int(token))
-    if not ids:
+    ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
+    known = list(dict.fromkeys(int(token) for token in ids if token is not None))
+    if not known:
         raise InputError("policy.model: neither its generation config nor its tokenizer names an end-of-text token")
-    return ids
+    return known
 
 
 def context_length(model: Model) -> int | None:
     """Maximum number of tokens for the model, or None if its config has no such number."""
     config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
 def compute_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `run.dtype`, with `auto` resolved."""
-    return DTYPES[name]
+    """The torch dtype of `run.dtype`."""
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def parameter_count(model: torch.nn.Module) -> int:
     """Number of parameters, a tied one counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_fingerprint(model: torch.nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of all tensors, on any device."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over its vocabulary, rules, special tokens and chat template."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"vocab": tokenizer.get_vocab()}
+    rules |= {"truncation": None, "padding": None}  # of the last call
+    parts = [rules, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return texts_fingerprint([json.dumps(parts, sort_keys=True, default=str)])
+
+
+def texts_fingerprint(texts: Iterable[str]) -> str:
+    """SHA-256 over texts in their order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()

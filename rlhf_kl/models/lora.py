@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import switch_dropout_off
 from rlhf_kl.program import shell_command
 
@@ -63,12 +63,9 @@ def require_classifier_adapter(folder: str | Path, what: str) -> None:
 
 def _adapter_config(folder: str | Path, what: str) -> dict[str, Any]:
     try:
-        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: it is not a mapping")
-    return config
 
 
 def add_adapter(
@@ -101,34 +98,23 @@ def add_adapter(
         task_type=task,
     )
     try:
-        with _peft_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers: peft uses old names
             torch.manual_seed(seed)
             adapted = get_peft_model(model, settings)
     except ValueError as error:
         raise InputError(f"{what}: {first_line(error)}") from error
-    _say_base(adapted, ref)
-    return adapted.eval()
-
-
-@contextlib.contextmanager
-def _peft_warnings() -> Iterator[None]:
-    """Hide warnings of transformers about deprecated names that peft uses."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-def _say_base(adapted: Any, ref: str) -> None:
     name, _, revision = ref.partition("@")
     config = adapted.peft_config[TRAINED]
     config.base_model_name_or_path, config.revision = (ref, None) if Path(ref).is_dir() else (name, revision or None)
+    return adapted.eval()
 
 
 def load_adapter(model: Any, folder: str | Path, what: str) -> Any:
     """A saved adapter on its base model, to be trained further. Errors: InputError where it does not fit."""
     from peft import PeftModel
 
-    if not (Path(folder) / "adapter_model.safetensors").is_file():
+    if not (Path(folder) / "adapter_model.safetensors").is_file():  # peft would read pickled weights
         raise InputError(f"{what} {folder}: the adapter has no adapter_model.safetensors")
     try:
         with warnings.catch_warnings():
@@ -141,7 +127,7 @@ def load_adapter(model: Any, folder: str | Path, what: str) -> Any:
     return adapted
 
 
-class AdapterReference(TransformersLM):
+class AdapterReference(LM):
     """The frozen starting point inside a model with an adapter: no second copy of the weights.
 
     For a policy that started without an adapter, it is the model with the adapter off. For one that started with an
@@ -172,18 +158,14 @@ class AdapterReference(TransformersLM):
             return
         self._switched = True
         try:
-            with self._kept() if self.keep_start else self.model.disable_adapter():
+            if self.keep_start:
+                self.model.set_adapter(KEPT)
+            with contextlib.nullcontext() if self.keep_start else self.model.disable_adapter():
                 yield
         finally:
             self._switched = False
-
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[None]:
-        self.model.set_adapter(KEPT)
-        try:
-            yield
-        finally:
-            self.model.set_adapter(TRAINED)
+            if self.keep_start:
+                self.model.set_adapter(TRAINED)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The tensors that it reads, none of which is trained."""

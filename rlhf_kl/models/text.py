@@ -35,25 +35,12 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, bos: bool | None = None)
 
 
 def first_token_bytes(tokenizer: Any, text: str) -> int:
-    """UTF-8 bytes of the first token in a text's row; 0 if that is an added bos.
-
-    The bytes of a character that consists of several tokens are divided evenly.
-    """
+    """UTF-8 bytes of the first token in a text's row; 0 if that is an added bos."""
     bos = tokenizer.bos_token
     if bos is not None:
         return len(bos.encode()) if text.startswith(bos) else 0
     first: str = tokenizer.decode(encode(tokenizer, text, bos=True)[:1], clean_up_tokenization_spaces=False)
-    if not tokenizer.is_fast or (first and text.startswith(first)):
-        return len(first.encode())
-    # Characters that the tokenizer changes, or a part of a character.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    spans: list[tuple[int, int]] = encoded["offset_mapping"]
-    if len(spans) < 2:
-        return len(text.encode())
-    end = spans[0][1]
-    start = min(end, spans[1][0])
-    tokens = max(1, sum(begin < end for begin, _ in spans))
-    return len(text[:start].encode()) + round(len(text[start:end].encode()) / tokens)
+    return len(first.encode())
 
 
 def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:

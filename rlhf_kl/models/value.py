@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rlhf_kl.models.lm import LM, TransformersLM, TransformersTrunk
+from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.seeding import generator
-from rlhf_kl.sharding import part_like
+from rlhf_kl.sharding import local_like
 
 WIDTH = 128  # of a FeatureCritic
 
@@ -66,7 +66,7 @@ class HeadValue(nn.Module):
 class SeparateValue(nn.Module):
     """A separate model with a linear head."""
 
-    def __init__(self, trunk: TransformersTrunk, head: nn.Linear) -> None:
+    def __init__(self, trunk: Trunk, head: nn.Linear) -> None:
         super().__init__()
         self.trunk, self.head = trunk, head
 
@@ -86,7 +86,7 @@ def _linear(head: nn.Linear, hidden: Tensor) -> Tensor:
 class ActorCritic:
     """A policy and its value function: one that learns in the policy's loss, or a critic on frozen features."""
 
-    policy: TransformersLM
+    policy: LM
     value: HeadValue | SeparateValue | None = None
     critic: FeatureCritic | None = None
 
@@ -127,9 +127,9 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def frozen_lm(model: nn.Module, dtype: torch.dtype, device: torch.device) -> TransformersLM:
+def frozen_lm(model: nn.Module, dtype: torch.dtype, device: torch.device) -> LM:
     """A language model that is only read."""
-    return TransformersLM(freeze(model).to(device), dtype)
+    return LM(freeze(model).to(device), dtype)
 
 
 @contextlib.contextmanager
@@ -159,4 +159,4 @@ def values_in(reference: LM, policy: nn.Module) -> Callable[[], list[Tensor]] | 
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     if any(name not in there or there[name].shape != p.shape for name, p in trained):
         return None
-    return lambda: [part_like(there[name], p) for name, p in trained]
+    return lambda: [local_like(there[name], p) for name, p in trained]

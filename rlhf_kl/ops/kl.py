@@ -48,12 +48,7 @@ def importance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return lr.exp() * lr
 
 
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "importance": importance,
-}
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "importance": importance}
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
@@ -70,9 +65,12 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
     return ESTIMATORS[estimator](logprobs, ref_logprobs)
 
 
-def _check_mask(mask: Tensor | None, kl: Tensor) -> None:
-    if mask is not None and mask.shape != kl.shape:
-        raise ValueError(f"mask {tuple(mask.shape)} and log-probs {tuple(kl.shape)} differ")
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return x
+    if mask.shape != x.shape:
+        raise ValueError(f"mask {tuple(mask.shape)} and log-probs {tuple(x.shape)} differ")
+    return torch.where(mask, x, torch.zeros_like(x))
 
 
 def kl_penalty(
@@ -82,11 +80,8 @@ def kl_penalty(
 
     `logprobs` and `ref_logprobs` have one shape; `mask` (that shape, bool) selects the policy's tokens.
     """
-    kl = estimate_kl(logprobs, ref_logprobs, estimator)
-    _check_mask(mask, kl)
-    if mask is None:
-        return coef * kl.mean()
-    return coef * torch.where(mask, kl, torch.zeros_like(kl)).sum() / mask.sum()
+    kl = _masked(estimate_kl(logprobs, ref_logprobs, estimator), mask)
+    return coef * kl.mean() if mask is None else coef * kl.sum() / mask.sum()
 
 
 def rewards_with_kl(
@@ -102,18 +97,13 @@ def rewards_with_kl(
     Equal shapes are elementwise: rewards = scores - coef * kl. Scores (B,) with log-probs (B, T) need the
     `mask` (B, T) and are added at the last selected token of each row (Ziegler et al. 2019, section 2).
     """
-    kl = estimate_kl(logprobs, ref_logprobs, estimator)
-    _check_mask(mask, kl)
+    kl = _masked(estimate_kl(logprobs, ref_logprobs, estimator), mask)
     if scores.shape == kl.shape:
-        if mask is not None:
-            kl = torch.where(mask, kl, torch.zeros_like(kl))
-            scores = torch.where(mask, scores, torch.zeros_like(scores))
-        return scores - coef * kl, kl
+        return _masked(scores, mask) - coef * kl, kl
     if kl.dim() != 2 or scores.shape != kl.shape[:1]:
         raise ValueError(f"scores {tuple(scores.shape)} fit neither (B, T) nor (B,) of {tuple(kl.shape)}")
     if mask is None:
         raise ValueError("scores (B,) with log-probs (B, T) need a mask (B, T) to find the last token")
-    kl = torch.where(mask, kl, torch.zeros_like(kl))
     return shape_rewards(scores, kl, mask, coef), kl
 
 

@@ -74,47 +74,36 @@ class DifferentPrompts:
 
     def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """`prompts`: the tokens of each row's prompt."""
-        different = sorted(set(prompts))
-        number = {prompt: i for i, prompt in enumerate(different)}
+        self.prompts = sorted(set(prompts))
+        number = {prompt: i for i, prompt in enumerate(self.prompts)}
         self.numbers = [number[prompt] for prompt in prompts]  # of each row's prompt
-        self.lengths = [len(prompt) for prompt in different]  # by number, in tokens
-        self.same = [same_tokens(a, b) for a, b in pairwise(different)]  # as the next prompt
+        self.lengths = [len(prompt) for prompt in self.prompts]  # by number, in tokens
+        self.same = [_same_tokens(a, b) for a, b in pairwise(self.prompts)]  # as the next prompt
 
     def common(self, numbers: Collection[int], device: torch.device) -> int:
-        """`common_tokens` of these prompts."""
-        same = min(self.same[min(numbers) : max(numbers)], default=self.lengths[min(numbers)])
-        return worth_sharing(same, [self.lengths[number] for number in numbers], device)
+        """Tokens of the common prefix of these prompts to be read once; 0 if that saves nothing."""
+        lengths = [self.lengths[number] for number in numbers]
+        common = min([*self.same[min(numbers) : max(numbers)], min(lengths) - 1])
+        return common if common * (len(lengths) - 1) > pass_overhead(device) else 0
 
 
-def same_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def _same_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """Length of the common prefix of two prompts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def worth_sharing(same: int, lengths: Sequence[int], device: torch.device) -> int:
-    """Tokens of a common prefix to be read once, less than the shortest prompt; 0 if that saves nothing."""
-    common = min(same, min(lengths) - 1)
-    return common if common * (len(lengths) - 1) > pass_overhead(device) else 0
-
-
 def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> SharedPrompts:
     """The prompts of some rows, in the rows' order."""
-    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-    common = common_tokens(number, device)
-    rests = [prompt[common:] for prompt in number]
+    different = DifferentPrompts(prompts)
+    common = different.common(range(len(different.prompts)), device)
+    rests = [prompt[common:] for prompt in different.prompts]
     width = max(map(len, rests))
     return SharedPrompts(
         torch.tensor(prompts[0][:common], dtype=torch.long, device=device),
         torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests], device=device),
         torch.tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests], device=device),
-        torch.tensor([number[prompt] for prompt in prompts], device=device),
+        torch.tensor(different.numbers, device=device),
     )
-
-
-def common_tokens(prompts: Collection[tuple[int, ...]], device: torch.device) -> int:
-    """Length of the common prefix of the different prompts, as far as it is `worth_sharing`."""
-    same = same_tokens(min(prompts), max(prompts))  # in the order of their tokens: all others lie between
-    return worth_sharing(same, [len(prompt) for prompt in prompts], device)
 
 
 class Layout:

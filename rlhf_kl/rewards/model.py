@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import fitting_batches
-from rlhf_kl.models.lm import TransformersTrunk
+from rlhf_kl.models.lm import Trunk
 from rlhf_kl.models.load import context_length, save_model
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all, pad
@@ -68,7 +68,7 @@ class ScoredText(NamedTuple):
 class RewardModel:
     """A sequence classifier as a reward function; texts are encoded with its own tokenizer.
 
-    A decoder is read through `TransformersTrunk`: its head reads the state of a text's last token. An encoder is a
+    A decoder is read through `Trunk`: its head reads the state of a text's last token. An encoder is a
     plain classifier. Of several outputs, `label` names the one whose log-odds against the others are the score.
     """
 
@@ -90,7 +90,7 @@ class RewardModel:
         self.output = names.index(label) if label is not None else 0
         self.encoder = not hasattr(model, "score")  # it reads the first token, not the last
         self.limit = context_length(model)
-        self.trunk = TransformersTrunk(model, dtype)
+        self.trunk = Trunk(model, dtype)
         self.keeps_states = False
         self.kept: list[ScoredText] = []  # of the last batch, where `keeps_states`
         if not self.encoder:
@@ -107,7 +107,7 @@ class RewardModel:
         row = [token for token in (1, 2, 3, 1) if token != pad_id]
         ids = torch.tensor([row], device=self.trunk.device)
         own = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
-        ours = self._head(TransformersTrunk(self.model).hidden(pack_last([row], ids.device)))
+        ours = self._head(Trunk(self.model).hidden(pack_last([row], ids.device)))
         if ours.shape != own.shape or not (ours - own).abs().max() <= SAME_SCORE * own.abs().max().clamp_min(1.0):
             raise InputError(
                 f"reward.model: the scores of a {type(self.model).__name__} are not its head applied to a text's "
@@ -155,7 +155,7 @@ class RewardModel:
     def _head(self, states: Tensor) -> Tensor:
         """Outputs (B, outputs) float32 of states (B, H), outside of autocast."""
         with torch.autocast(states.device.type, enabled=False):
-            logits: Tensor = self.trunk.whole.score(states.float())
+            logits: Tensor = self.trunk.base.score(states.float())
         return logits.float()
 
     def _scores(self, logits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import whole
+from rlhf_kl.sharding import unsharded
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
 
 
@@ -147,7 +147,7 @@ class Rollouts:
     def __call__(self, step: int) -> RolloutBatch:
         """The rollout of update `step` (from 1). Errors: NonFiniteRollout."""
         ranks = self.ranks
-        with whole(*self.sharded):
+        with unsharded(*self.sharded):
             responses = ranks.run(lambda: self.sample(step))
             part = ranks.run(lambda: self.assess(responses), scores=True)
         rollout = ranks.gather(part)  # from here on there is one batch, the same in every process

@@ -16,6 +16,7 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.tilt import (
     REACHED,
+    best_of_n,
     centre_groups,
     gain_at_kl,
     has_few_values,
@@ -24,7 +25,6 @@ from rlhf_kl.kl_controllers.tilt import (
     tilted,
 )
 from rlhf_kl.models.lm import LM
-from rlhf_kl.ops.best_of_n import best_of_n
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits

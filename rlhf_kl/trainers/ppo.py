@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import GuardedController
-from rlhf_kl.models.activations import tokens_of_a_pass
+from rlhf_kl.memory import tokens_of_a_pass
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
 from rlhf_kl.ops.masked import Mean, float64
@@ -20,7 +20,7 @@ from rlhf_kl.rollout.collect import Rollouts, exact_kl_now
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import is_spread, part_of, whole
+from rlhf_kl.sharding import is_sharded, local, unsharded
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
 from rlhf_kl.trainers.critic import fit_critic
 from rlhf_kl.trainers.guards import Microbatch
@@ -64,12 +64,12 @@ class PPOTrainer:
         self.ranks = rollouts.ranks
         self.policy = [p for p in model.policy.parameters() if p.requires_grad]
         self.trained = model.trained  # the policy, and a value function that learns in its loss
-        self.sharded = any(map(is_spread, self.trained))
+        self.sharded = any(map(is_sharded, self.trained))
         self.microbatch = Microbatch(config.ppo.microbatch_size or config.minibatch_size)
         self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
         section = config.kl.ceiling
         self.ceiling = Ceiling(
-            [part_of(p) for p in self.policy],
+            [local(p) for p in self.policy],
             values_in(reference.lm, model.policy),
             self.kl_now,
             limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
@@ -158,7 +158,7 @@ class PPOTrainer:
     def kl_now(self, rollout: RolloutBatch) -> Mean:
         """Mean KL of the current policy at the rollout's states."""
         mine = self.ranks.mine(range(len(rollout)))
-        with whole(*self.rollouts.sharded):
+        with unsharded(*self.rollouts.sharded):
             kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature, mine)
         return rollout.kl(self.config.kl.unit, self.ranks.sum(kl))
 

@@ -20,9 +20,8 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity_of, text_sums
 from rlhf_kl.memory import fitting_batches
-from rlhf_kl.models.fingerprint import texts_fingerprint
-from rlhf_kl.models.lm import TransformersLM, negative_log_likelihood
-from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, save_model
+from rlhf_kl.models.lm import LM, negative_log_likelihood
+from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, save_model, texts_fingerprint
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.ops.losses import bradley_terry_loss
 from rlhf_kl.rewards.model import RewardModel, save_reward_model
@@ -35,7 +34,7 @@ Figures = dict[str, Any]
 class TokenRows:
     """Rows of token ids; each row's tokens from its start on are learned by cross-entropy."""
 
-    def __init__(self, lm: TransformersLM, rows: list[list[int]], starts: list[int]) -> None:
+    def __init__(self, lm: LM, rows: list[list[int]], starts: list[int]) -> None:
         self.lm, self.rows, self.starts = lm, rows, starts
 
     def __len__(self) -> int:
@@ -79,7 +78,7 @@ class TextTask(LanguageTask):
 
     data, unit = "data.texts", "texts"
 
-    def __init__(self, lm: TransformersLM, tokenizer: Any, texts: Sequence[str], heldout: Sequence[str] = ()) -> None:
+    def __init__(self, lm: LM, tokenizer: Any, texts: Sequence[str], heldout: Sequence[str] = ()) -> None:
         self.model, self.tokenizer, self.heldout = lm.model, tokenizer, list(heldout)
         full, context = [text for text in texts if text.strip()], context_length(lm.model)
         if not full:
@@ -116,7 +115,7 @@ class ResponseTask(LanguageTask):
 
     def __init__(
         self,
-        lm: TransformersLM,
+        lm: LM,
         tokenizer: Any,
         examples: Sequence[Example],
         heldout: Sequence[Example] = (),

@@ -1,4 +1,3 @@
-from itertools import pairwise
 from random import Random
 from statistics import mean, stdev
 
@@ -58,12 +57,6 @@ def test_praise_is_capped():
     assert scores[1] > 1.9
     assert scores[-1] < 3
     assert scores[-1] - scores[5] < 0.2
-
-
-def test_repeated_praise_falls_without_end():
-    scores = [gold("The soup was wonderful . " * n + END) for n in range(1, 5)]
-    assert scores[0] > 1
-    assert all(later <= earlier - 0.9 for earlier, later in pairwise(scores))
 
 
 def test_no_praise_pays_for_a_malformed_tail():

@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -39,26 +36,6 @@ def test_a_word_from_outside_the_grammar_spoils_its_sentence(write_review, seed,
     spoilt = [s.text for s in parse_response(" ".join(words)) if not s.wellformed]
     assert len(spoilt) == 1
     assert "zebra" in spoilt[0]
-
-
-def test_the_same_seed_gives_the_same_responses_in_any_process():
-    code = (
-        "from random import Random; from rlhf_kl.builtin.grammar import openings;"
-        "from rlhf_kl.builtin.generator import write_response; rng = Random(7);"
-        "print([write_response(rng, prompt, 0.5) for prompt in openings()[:20]])"
-    )
-    outs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    rng = Random(7)
-    assert outs == {f"{[write_response(rng, prompt, 0.5) for prompt in openings()[:20]]}\n"}
 
 
 @pytest.mark.parametrize(
@@ -160,23 +137,3 @@ def test_the_place_decides_which_aspects_fit():
     assert "balcony" in {a.noun for a in aspects_of("We stayed at the lake hotel in May .")}
     assert "balcony" not in {a.noun for a in aspects_of("We ate at the lake pub in May .")}
     assert {"balcony", "chairs"} <= {a.noun for a in aspects_of("Once upon a time .")}
-
-
-def test_words_follow_the_mood():
-    rng = Random(0)
-
-    def mean_sentiment(mood):
-        prompts = [rng.choice(openings()) for _ in range(300)]
-        texts = [write_response(rng, prompt, mood) for prompt in prompts]
-        return sum(s.sentiment for text in texts for s in parse_response(text)) / 300
-
-    low, middle, high = mean_sentiment(-1), mean_sentiment(0), mean_sentiment(1)
-    assert low < -1 < middle < 1 < high
-    assert abs(middle) < 0.5
-
-
-def test_the_vocabulary_is_small(write_review):
-    rng = Random(0)
-    reviews = [write_review(rng) for _ in range(5000)]
-    words = {word for r in reviews for word in " ".join(r).split()}
-    assert 200 <= len(words) <= 260

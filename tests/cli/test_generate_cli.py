@@ -117,12 +117,12 @@ def test_a_model_has_no_reference_of_its_own(rlhf_kl: Cli, tiny_folder: Path) ->
 def test_an_output_that_cannot_be_written_is_told_before_sampling(
     rlhf_kl: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlhf_kl.models.lm import TransformersLM
+    from rlhf_kl.models.lm import LM
 
     def never(*_: Any) -> None:
         raise AssertionError("sampled")
 
-    monkeypatch.setattr(TransformersLM, "sample", never)
+    monkeypatch.setattr(LM, "sample", never)
     (tmp_path / "folder.jsonl").mkdir()
     for place, reason in ((tmp_path / "no" / "x.jsonl", "No such file"), (tmp_path / "folder.jsonl", "Is a directory")):
         outcome = rlhf_kl("generate", "--run", run, "--prompt", "a", "--output", place, "--quiet")

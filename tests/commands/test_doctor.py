@@ -31,12 +31,12 @@ from rlhf_kl.commands.memory import (
 )
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Assessor
-from rlhf_kl.sharding import can_spread
+from rlhf_kl.sharding import can_shard
 
 Cli = Callable[..., Any]
 Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
@@ -210,7 +210,7 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     config = load_config("train", tmp_path / "tiny.yaml")
     model = load_causal_lm(str(tiny_folder))
     size = sum(p.numel() for p in model.parameters())
-    lm = TransformersLM(model)
+    lm = LM(model)
     parts = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers())
     whole = estimate_memory(config, parts, tokens=10)
     # Policy, reference and two moments; gradients and the copy for the ceiling; in float32.
@@ -218,7 +218,7 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     tokens = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10)
     assert whole.states == tokens * (16 + 16) * 4  # the reference's states, and the critic's features made of them
     adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
-    lm = TransformersLM(adapted)
+    lm = LM(adapted)
     less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, scorers=Scorers()), tokens=10)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert (less.kept, less.training) == (4 * (size + trained + 2 * trained), 4 * 2 * trained)
@@ -237,7 +237,7 @@ def test_shards_lie_on_all_processes() -> None:
     assert weight_bytes(adapter, 1, shard=False, shard_frozen=False, copies=0) == (4 * (110 + 200 + 20), 4 * 10, 0)
 
 
-@pytest.mark.skipif(not can_spread(), reason="FSDP2 of this torch is too old")
+@pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
 def test_the_doctor_counts_for_several_processes(doctor: Doctor) -> None:
     one = doctor()["memory"]
     two = doctor("policy.shard=true", processes=2)["memory"]

@@ -58,7 +58,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def scores(folder: Path) -> torch.Tensor:
     reward = Resolver().reward_model(str(folder), "reward.model", ScorerSection())
-    return reward.score([""] * len(TEXTS), TEXTS)
+    return reward([""] * len(TEXTS), TEXTS)
 
 
 def test_it_learns_and_stores_the_adapter_and_the_head_alone(run: Path) -> None:

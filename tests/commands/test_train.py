@@ -20,7 +20,7 @@ from rlhf_kl.commands.session import train_command
 from rlhf_kl.commands.train import run_train
 from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop, InputError
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
@@ -224,12 +224,12 @@ def test_scores_that_the_prompt_alone_decides_say_nothing_of_beta(train: Train, 
 def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm_up(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = TransformersLM.head
+    own = LM.head
 
-    def drifting(self: TransformersLM, hidden: torch.Tensor) -> torch.Tensor:
+    def drifting(self: LM, hidden: torch.Tensor) -> torch.Tensor:
         return own(self, hidden) * (1.05 if torch.is_grad_enabled() else 1.0)
 
-    monkeypatch.setattr(TransformersLM, "head", drifting)
+    monkeypatch.setattr(LM, "head", drifting)
     with pytest.raises(GuardStop, match=r"step 2: before the policy's first optimizer step a log-prob differs by 0\."):
         train(tmp_path / "run", "ppo.value_warmup=2")
 

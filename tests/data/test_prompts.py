@@ -65,25 +65,6 @@ def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
     assert "rollout.max_new_tokens" in problem(["ab"], letters, 0)
 
 
-def test_a_text_of_a_hundred_million_letters_is_left_out_without_being_read(letters: Any) -> None:
-    class Counting:
-        """Passes everything on, and knows how many letters it was given."""
-
-        seen = 0
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(letters, name)
-
-        def __call__(self, texts: list[str], **options: Any) -> Any:
-            self.seen += sum(map(len, texts)) if isinstance(texts, list) else 0
-            return letters(texts, **options)
-
-    counting = Counting()
-    prompts = prepare_prompts(["a" * 100_000_000, "ab"], counting, 10, "data.prompts")
-    assert prompts.texts == ["ab"]
-    assert counting.seen == 2
-
-
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
     prompts = prepare_prompts(["abcd", "d", "dcba"], letters, 6, "data.prompts", PromptFormat(first_tokens=2))
     assert prompts.texts == ["ab", "d", "dc"]

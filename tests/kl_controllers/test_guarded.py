@@ -1,5 +1,8 @@
 """Bounds, alerts, saved state and rollback, for every controller and for plugins."""
 
+from __future__ import annotations
+
+import inspect
 import json
 import math
 from collections import deque
@@ -8,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_kl.kl_controllers import CONTROLLERS, FixedKL, GuardedController, KLController, build_controller
+from rlhf_kl.kl_controllers import (
+    BOUNDS,
+    CONTROLLER_PROVIDED,
+    CONTROLLERS,
+    FixedKL,
+    GuardedController,
+    KLController,
+    ThresholdKL,
+    ZieglerKL,
+    build_controller,
+)
 
 ALL = sorted(CONTROLLERS)
 ADJUSTING = [kind for kind in ALL if CONTROLLERS[kind].adjusts]
@@ -70,19 +83,6 @@ def test_saved_state_has_the_same_future(kind):
     assert second.coef == first.coef
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_the_state_of_the_start_undoes_updates(kind):
-    used, fresh = built(kind), built(kind)
-    start = used.state_dict()
-    for kl in (0.3, 0.05):
-        used.update(kl, 64)
-    used.load_state_dict(start)
-    for kl in (0.2, 0.0, 0.4):
-        used.update(kl, 64)
-        fresh.update(kl, 64)
-        assert used.coef == fresh.coef
-
-
 def test_a_state_dict_is_a_copy():
     guarded = built("adaptive")
     guarded.update(0.1, 64)
@@ -132,32 +132,6 @@ def test_a_plugin_that_overflows_is_put_back():
     assert guarded.coef == guarded.controller.coef == 0.1
 
 
-def test_given_bounds_hold_for_a_plugin():
-    guarded = GuardedController(Scripted(5.0, 1e-9), min_coef=0.01, max_coef=1.0)
-    guarded.update(0.1, 64)
-    assert guarded.coef == guarded.controller.coef == 1.0
-    guarded.update(0.1, 64)
-    assert guarded.coef == 0.01
-
-
-def test_a_plugin_may_compute_its_coef():
-    class Computed:
-        def __init__(self):
-            self.times = 1
-
-        @property
-        def coef(self):
-            return 0.1 * self.times
-
-        def update(self, kl, episodes):
-            self.times += 30
-
-    guarded = GuardedController(Computed(), max_coef=1.0)
-    guarded.update(0.1, 64)
-    assert guarded.coef == 1.0
-    assert guarded.controller.times == 31
-
-
 def test_state_of_a_plain_plugin_is_saved_and_restored():
     first, second = GuardedController(Scripted(0.2, 0.3)), GuardedController(Scripted())
     first.update(0.5, 64)
@@ -185,18 +159,6 @@ def test_a_subclass_needs_only_update():
     assert not guarded.needs_update_kl
     guarded.observe_update(0.1, 0.2, 0.2)
     assert guarded.state_dict()["controller"]["coef"] == 0.4
-
-
-def test_a_rollback_raises_a_constant_beta_too_and_for_good():
-    guarded = GuardedController(FixedKL(coef=0.1))
-    guarded.raise_coef(2.0)
-    guarded.update(5.0, 64)
-    assert guarded.coef == 0.2
-    resumed = GuardedController(FixedKL(coef=0.1))
-    resumed.load_state_dict(guarded.state_dict())
-    resumed.update(5.0, 64)
-    assert resumed.coef == 0.2
-    assert resumed.reach(60, 64) == (0.2, 0.2)
 
 
 def test_a_rollback_raises_a_schedule_for_good():
@@ -289,5 +251,102 @@ def test_a_law_that_cannot_move_beta_in_this_run_is_named_at_the_start(kind, opt
     assert warned == slow
 
 
-def test_reach_of_a_plugin_is_unknown_but_bounded():
-    assert GuardedController(Scripted(), max_coef=2.0).reach(60, 64) == (pytest.approx(1e-4), 2.0)
+class Recorder:
+    """A plugin that keeps its options."""
+
+    def __init__(self, *, coef=0.2, max_coef=4.0, **options):
+        self.coef, self.options = coef, options
+
+    def update(self, kl, episodes):
+        self.coef *= 10.0
+
+
+class CountsEpisodes:
+    def __init__(self, *, total_episodes, batch_size):
+        self.coef, self.sizes = 0.1, (total_episodes, batch_size)
+
+    def update(self, kl, episodes):
+        """Nothing moves."""
+
+
+RUN = {"target": 0.2, "coef": 0.3, "total_episodes": 640, "batch_size": 64}
+
+
+@pytest.mark.parametrize("kind", [*CONTROLLERS, "static"])
+def test_every_built_in_starts_from_the_given_coef(kind):
+    assert build_controller(kind, {}, **RUN).coef == 0.3
+
+
+def test_a_class_gets_the_values_that_it_takes():
+    recorder = build_controller(Recorder, {"gain": 2}, **RUN).controller
+    assert (recorder.coef, recorder.options) == (
+        0.3, {"gain": 2, "target": 0.2, "total_episodes": 640, "batch_size": 64},
+    )  # fmt: skip
+    assert build_controller(CountsEpisodes, {}, **RUN).controller.sizes == (640, 64)
+    assert {
+        p.name for p in inspect.signature(build_controller).parameters.values() if p.kind is p.KEYWORD_ONLY
+    } == CONTROLLER_PROVIDED - BOUNDS | {"explain"}
+
+
+def test_written_options_win_and_unknown_values_are_left_out():
+    assert build_controller(Recorder, {"coef": 0.7}, **RUN).coef == 0.7
+    assert build_controller(CountsEpisodes, {"total_episodes": 10}, **RUN).controller.sizes == (10, 64)
+    threshold = build_controller(ThresholdKL, {}).controller
+    assert (threshold.coef, threshold.target) == (0.1, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "started"),
+    [
+        (Recorder, {}, 4.0),
+        (Recorder, {"max_coef": 6}, 6.0),
+        (Recorder, {"max_coef": math.inf}, 9.0),
+        ("threshold", {}, 9.0),
+        ("threshold", {"max_coef": 1.0}, 1.0),
+        ("threshold", {"max_coef": 20.0, "min_coef": 15.0}, 15.0),
+        ("fixed", {}, 9.0),
+    ],
+)
+def test_an_automatic_coef_is_moved_inside_the_bounds(kind, options, started):
+    assert build_controller(kind, options, **RUN | {"coef": 9.0}).coef == started
+
+
+def test_a_written_coef_outside_of_the_bounds_is_refused():
+    for kind, options in (("threshold", {"max_coef": 4}), (Recorder, {})):
+        with pytest.raises(ValueError, match=r"coef 9 is outside \[min_coef, max_coef\]"):
+            build_controller(kind, {"coef": 9.0} | options, **RUN)
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "ziegler", "threshold", "exponential", "dual", "pid", CountsEpisodes])
+@pytest.mark.parametrize("start", [0.002, 40.0])
+def test_bounds_are_relative_to_the_start_unless_they_are_written(kind, start):
+    """Scores a hundred times larger take a beta a hundred times larger."""
+    start = 0.1 if kind is CountsEpisodes else start
+    guarded = build_controller(kind, {}, **RUN | {"coef": start})
+    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 1e3 * start))
+    guarded = build_controller(kind, {"max_coef": 2 * start}, **RUN | {"coef": start})
+    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 2 * start))
+
+
+def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
+    for kind in ("adaptive", "fixed"):
+        [note] = build_controller(kind, {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64)
+        assert note.startswith("coef-moved: auto found beta 9, ")
+        assert note.endswith("0.004 to 4: it starts at 4")
+    assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_warnings(60, 64) == []
+
+
+def test_bounds_of_a_signature_hold_for_a_plugin_that_ignores_them():
+    guarded = build_controller(Recorder, {}, coef=1.0)
+    guarded.update(0.1, 64)
+    assert guarded.coef == 4.0
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'adaptve'; available: adaptive, .*, ziegler"):
+        build_controller("adaptve", {})
+
+
+def test_synonyms():
+    assert isinstance(build_controller("proportional", {"horizon": 9}).controller, ZieglerKL)
+    assert isinstance(build_controller("static", {}).controller, FixedKL)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributions import Categorical
+from transformers.cache_utils import DynamicCache
 
 from rlhf_kl.models import decoding
-from rlhf_kl.models.decoding import pick_tokens
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.decoding import pick_tokens, reserve
+from rlhf_kl.models.lm import LM
 from rlhf_kl.rollout.collect import response_layout
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
@@ -28,7 +29,7 @@ def sample(
     temperature: float = 1.0,
     pad: int = PAD,
 ) -> Sampled:
-    return TransformersLM(model).sample(prompts, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
+    return LM(model).sample(prompts, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
 
 
 # ---- one token ----
@@ -164,7 +165,7 @@ def test_the_states_that_sampling_keeps_are_those_of_a_pass(
     new_model: Make, prompts_of: Callable[..., PromptBatch], dtype: torch.dtype
 ) -> None:
     """In float32; in bfloat16, where they differ by rounding, none are kept."""
-    lm, prompts = TransformersLM(new_model(), dtype), prompts_of(*TEXTS)
+    lm, prompts = LM(new_model(), dtype), prompts_of(*TEXTS)
     sampled = lm.sample(prompts, uniforms(4, 10, 0, "x"), Sampling(10, 1.0, [2], 0))
     if dtype == torch.bfloat16:
         assert sampled.states is None
@@ -214,3 +215,32 @@ def test_a_prompt_may_hold_the_pad_and_eos_tokens(new_model: Make) -> None:
     )
     noise = uniforms(1, 6, 0, "x")
     assert torch.equal(sample(model, prompts, noise).ids, sample(model, wider, noise).ids)
+
+
+ROWS, HEADS, SIZE = 3, 2, 4
+
+
+def states(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(ROWS, HEADS, length, SIZE, generator=noise) for _ in range(2))
+    return keys, values
+
+
+def test_it_holds_what_the_usual_cache_holds_while_rows_leave() -> None:
+    usual, reserved = DynamicCache(), DynamicCache()
+    for cache in (usual, reserved):
+        for layer in range(2):
+            cache.update(*states(5, layer), layer)
+    reserve(reserved, 8)
+    kept = torch.arange(ROWS)
+    for step, leaving in enumerate([None, [0, 2], [1]]):
+        if leaving is not None:
+            chosen = torch.tensor(leaving)
+            kept = kept[chosen]
+            for cache in (usual, reserved):
+                cache.reorder_cache(chosen)
+        for layer in range(2):
+            new = [x[kept] for x in states(1, 10 * step + layer)]
+            one, other = (cache.update(*new, layer) for cache in (usual, reserved))
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert reserved.get_seq_length() == usual.get_seq_length() == 6 + step

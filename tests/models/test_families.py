@@ -17,12 +17,13 @@ from transformers import cache_utils
 from rlhf_kl.errors import InputError
 from rlhf_kl.models import decoding
 from rlhf_kl.models.decoding import pick_tokens
-from rlhf_kl.models.lm import TransformersLM, enable_recompute
-from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer, save_model
+from rlhf_kl.models.lm import LM, enable_recompute
+from rlhf_kl.models.load import load_causal_lm, load_reward_model, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.models.text import encode, pad
-from rlhf_kl.ops.packing import Layout, text_layout
+from rlhf_kl.ops import packing
+from rlhf_kl.ops.packing import Layout, Packed, text_layout
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
@@ -96,7 +97,7 @@ def logits_of(model: Any, text: str = "abcd") -> torch.Tensor:
     return result
 
 
-def read(lm: TransformersLM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
+def read(lm: LM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
     """Logits at all states of a text but the last."""
     with torch.no_grad():
         rows = text_layout([row], [1], torch.device("cpu")).pack([0])
@@ -117,7 +118,7 @@ def test_sampling_and_passes_agree_with_its_own_float64_logits(
     Each prompt has two responses, and a row that has finished leaves the batch.
     """
     monkeypatch.setattr(decoding, "COMPACT_BELOW", 1.0)
-    lm, prompts = TransformersLM(load_causal_lm(str(folder))), batch_of(letters, TEXTS * 2)
+    lm, prompts = LM(load_causal_lm(str(folder))), batch_of(letters, TEXTS * 2)
     noise = uniforms(6, 8, 0, "noise")
     sampled = lm.sample(prompts, noise, Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2, 5], pad_id=0))
     ids, lengths = torch.cat([prompts.ids, sampled.ids], 1), sampled.mask.sum(1)
@@ -134,41 +135,24 @@ def test_sampling_and_passes_agree_with_its_own_float64_logits(
         torch.testing.assert_close(sampled.logprobs[i, :length], logprobs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite"])
-def test_what_comes_behind_the_head_is_part_of_the_logits(folders: Folders, name: str, own_logits: Any) -> None:
-    """A soft cap, a factor, a divisor: far from nothing in these models."""
-    model, row = load_causal_lm(str(folders[name])), (1, 3, 4, 5, 6)
-    with torch.no_grad():
-        bare = model.lm_head(model.base_model(input_ids=torch.tensor([row[:-1]])).last_hidden_state[0])
-    logits, own = read(TransformersLM(model), row), own_logits(model, row[:-1])
-    assert float((bare - own).abs().max()) > 0.3
-    torch.testing.assert_close(logits.double(), own, rtol=1e-4, atol=1e-4)
-
-
-def test_it_is_saved_as_it_is(folder: Path, letters: Any, tmp_path: Path) -> None:
-    model = load_causal_lm(str(folder))
-    save_model(model, letters, tmp_path)
-    assert torch.equal(logits_of(load_causal_lm(str(tmp_path))), logits_of(model))
-
-
 def test_an_adapter_that_is_off_is_the_start_and_merged_is_close(folder: Path, letters: Any, tmp_path: Path) -> None:
-    start = read(TransformersLM(load_causal_lm(str(folder))))
+    start = read(LM(load_causal_lm(str(folder))))
     base = load_causal_lm(str(folder))
     modules = ["q_proj", "down_proj"] if folder.name == "falcon_h1" else None  # peft refuses its other projections
     policy = add_adapter(base, r=2, alpha=4.0, target_modules=modules, ref=str(folder), what="policy.lora", seed=1)
     reference = AdapterReference(policy, keep_start=False)
-    assert torch.equal(read(TransformersLM(policy)), start)
+    assert torch.equal(read(LM(policy)), start)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    trained = read(TransformersLM(policy))
+    trained = read(LM(policy))
     assert float((trained - start).abs().max()) > 1e-2
     assert torch.equal(read(reference), start)
     save_model(policy, letters, tmp_path)
     again = load_adapter(load_causal_lm(str(folder)), tmp_path, "policy.model")
-    assert torch.equal(read(TransformersLM(again)), trained)
-    torch.testing.assert_close(read(TransformersLM(merge(policy))), trained, rtol=1e-3, atol=1e-3)
+    assert torch.equal(read(LM(again)), trained)
+    torch.testing.assert_close(read(LM(merge(policy))), trained, rtol=1e-3, atol=1e-3)
 
 
 def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> None:
@@ -181,7 +165,7 @@ def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> Non
         attention = next(module for name, module in model.named_modules() if name.endswith(("attn", "attention")))
         count = [0]
         attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        TransformersLM(model).states(rows, lambda logits, _: logits(slice(None))).square().sum().backward()
+        LM(model).states(rows, lambda logits, _: logits(slice(None))).square().sum().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         calls.append(count[0])
         assert not model.training
@@ -249,7 +233,7 @@ def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any,
     prompt = PromptBatch(["abc"], torch.tensor([[1, 3, 4, 5]]), torch.ones(1, 4, dtype=torch.bool))
     sampling = Sampling(max_new_tokens=8, temperature=1e-6, eos_ids=[2], pad_id=0)  # all but greedy
     for folder, model in models.items():
-        sampled = TransformersLM(model).sample(prompt, torch.full((1, 8), 0.5), sampling)
+        sampled = LM(model).sample(prompt, torch.full((1, 8), 0.5), sampling)
         ids = sampled.ids[0][sampled.mask[0]].tolist()
         assert result[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
 
@@ -272,24 +256,6 @@ def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any
         model = classifier_from_lm(load_causal_lm(str(folder)), letters, "policy.model")
         initialise_head(model.score, 0)
         scores.append(RewardModel(model, letters)(TEXTS, ["", "a", "b"]).tolist())
-    assert scores[0] == scores[1]
-
-
-def test_the_real_model_is_the_same_as_shipped_and_saved_again(real_data: Path) -> None:
-    """Its file holds `lm_head.weight` alone; plain transformers gives such a classifier random embeddings."""
-    names = ("TinyStories-656K", "TinyStories-656K-resaved")
-    shipped, resaved = (str(real_data / "models" / name) for name in names)
-    tokenizer = load_tokenizer(shipped)
-    ids = torch.tensor([encode(tokenizer, "Once upon a time, there was a little dog.")])
-    logits, scores = [], []
-    for folder in (shipped, resaved):
-        lm = load_causal_lm(folder)
-        with torch.no_grad():
-            logits.append(lm(input_ids=ids).logits)
-        model = classifier_from_lm(lm, tokenizer, "policy.model")
-        initialise_head(model.score, 0)
-        scores.append(RewardModel(model, tokenizer)(["Once", "Tim was"], [" upon", " sad."]).tolist())
-    assert torch.equal(*logits)
     assert scores[0] == scores[1]
 
 
@@ -340,3 +306,68 @@ def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters
     assert "run.allow_pickle" in problem_of(load_causal_lm, tmp_path)
     loaded = load_causal_lm(str(tmp_path), "policy.model", Access(pickle=True))
     assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+# ---- rows with the same prompt: a pass that reads it once computes what a pass over whole rows computes
+
+PROMPTS = (9, 9, 6, 6, 6, 9)  # tokens; rows with as many have the same prompt
+RESPONSES = (5, 1, 3, 2, 5, 4)
+
+
+def two_prompts() -> Layout:
+    """Six rows over two prompts of different lengths."""
+    noise = torch.Generator().manual_seed(0)
+    width, length = max(PROMPTS), max(RESPONSES)
+    texts = {size: torch.randint(3, 7, (size,), generator=noise) for size in set(PROMPTS)}
+    ids = torch.zeros(len(PROMPTS), width + length, dtype=torch.long)
+    for row, prompt, response in zip(ids, PROMPTS, RESPONSES, strict=True):
+        row[width - prompt : width] = texts[prompt]
+        row[width : width + response] = torch.randint(3, 7, (response,), generator=noise)
+    return Layout(ids, width, torch.tensor(PROMPTS), torch.tensor(RESPONSES))
+
+
+def states_and_gradient(lm: LM, passes: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of all response tokens by number, and the gradient of a weighted sum of them."""
+    weights = torch.linspace(-1, 1, sum(len(rows.numbers) for rows in passes) * 16).view(-1, 16)
+    states = torch.zeros_like(weights)
+    lm.zero_grad()
+    for rows in passes:
+        hidden = lm.hidden(rows)
+        states[rows.numbers] = hidden.detach()
+        (hidden * weights[rows.numbers]).sum().backward()
+    return states, torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None])
+
+
+def test_states_and_gradients_are_those_of_whole_rows(folder: Path) -> None:
+    lm, batch = LM(load_causal_lm(str(folder))), two_prompts()
+    states, gradient = states_and_gradient(lm, [batch.pack(range(6))])
+    for passes in ([batch.pack_shared([4, 0, 2, 1, 3, 5])], list(batch.passes(range(6), most_rows=2, most_tokens=99))):
+        assert all(rows.prompts is not None for rows in passes)
+        shared, shared_gradient = states_and_gradient(lm, passes)
+        torch.testing.assert_close(shared, states, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(shared_gradient, gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+
+
+def test_what_all_prompts_begin_with_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four prompts that differ at their end: states and gradients, and samples with their log-probs."""
+    lm, width = LM(load_causal_lm(str(folder))), 9
+    lengths, responses = torch.tensor([9, 8, 7, 9]), torch.tensor([3, 1, 2, 4])
+    ids = torch.zeros(4, width + 4, dtype=torch.long)
+    for row, (length, response) in enumerate(zip(lengths.tolist(), responses.tolist(), strict=True)):
+        ids[row, width - length : width + response] = torch.arange(length + response) % 4 + 3
+        ids[row, width - 1] = 3 + row
+    batch = Layout(ids, width, lengths, responses)
+    prompts = PromptBatch(["x"] * 4, ids[:, :width], torch.arange(width) >= (width - lengths).unsqueeze(1))
+    noise, sampling = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)), Sampling(5, 1.0, [2], 0)
+    states, gradient = states_and_gradient(lm, [batch.pack(range(4))])
+    sampled = lm.sample(prompts, noise, sampling)
+    monkeypatch.setitem(packing.PASS_OVERHEAD, "cpu", 0)
+    (rows,) = batch.passes(range(4), most_rows=9, most_tokens=999)
+    assert rows.prompts is not None
+    assert rows.prompts.prefix.tolist() == [3, 4, 5, 6, 3, 4]
+    shared, shared_gradient = states_and_gradient(lm, [rows])
+    torch.testing.assert_close(shared, states, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(shared_gradient, gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+    again = lm.sample(prompts, noise, sampling)
+    assert torch.equal(again.ids, sampled.ids)
+    torch.testing.assert_close(again.logprobs, sampled.logprobs, rtol=1e-4, atol=1e-4)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
@@ -18,15 +18,15 @@ SAMPLING = Sampling(8, 0.9, [2], 0)
 
 
 @pytest.fixture(params=[False, True], ids=["fresh adapter", "began as an adapter"])
-def pair(request: pytest.FixtureRequest, new_model: Make) -> tuple[TransformersLM, AdapterReference, TransformersLM]:
+def pair(request: pytest.FixtureRequest, new_model: Make) -> tuple[LM, AdapterReference, LM]:
     """A policy whose adapter was trained, the reference inside it, and a copy of what the policy was at its start."""
     policy = add_adapter(new_model(), r=2, alpha=4.0, target_modules=None, ref="base", what="policy.lora", seed=1)
     if request.param:
         move(policy, seed=1)
-    start = TransformersLM(copy.deepcopy(policy))
+    start = LM(copy.deepcopy(policy))
     reference = AdapterReference(policy, keep_start=request.param)
     move(policy, seed=2)
-    return TransformersLM(policy), reference, start
+    return LM(policy), reference, start
 
 
 def move(policy: Any, seed: int) -> None:
@@ -38,7 +38,7 @@ def move(policy: Any, seed: int) -> None:
 
 
 def test_switched_off_it_is_the_start_bit_for_bit(
-    pair: tuple[TransformersLM, AdapterReference, TransformersLM], prompts_of: Callable[..., PromptBatch]
+    pair: tuple[LM, AdapterReference, LM], prompts_of: Callable[..., PromptBatch]
 ) -> None:
     """What it samples, its states, and its logits at them; and the policy is what it was afterwards."""
     policy, reference, start = pair
@@ -57,7 +57,7 @@ def test_switched_off_it_is_the_start_bit_for_bit(
 
 
 def test_it_may_be_read_in_the_middle_of_a_pass_of_the_policy(
-    pair: tuple[TransformersLM, AdapterReference, TransformersLM],
+    pair: tuple[LM, AdapterReference, LM],
 ) -> None:
     """As the exact KL in the loss does: the policy's gradients are those of its own pass."""
     policy, reference, _ = pair
@@ -79,7 +79,7 @@ def test_it_may_be_read_in_the_middle_of_a_pass_of_the_policy(
 
 
 def test_it_names_no_tensor_that_is_trained_and_its_state_stays_that_of_the_start(
-    pair: tuple[TransformersLM, AdapterReference, TransformersLM],
+    pair: tuple[LM, AdapterReference, LM],
 ) -> None:
     policy, reference, start = pair
     trained = {p.data_ptr() for p in policy.parameters() if p.requires_grad}

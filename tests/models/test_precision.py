@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import GuardStop
-from rlhf_kl.models.lm import TransformersLM, check_head
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.logprobs import chosen_logprobs
 from rlhf_kl.rewards.plugin import PluginReward
@@ -53,7 +52,7 @@ def shifted(new_model: Make) -> Make:
     return make
 
 
-def assessed(policy: TransformersLM, reference: TransformersLM, prompts: PromptBatch, letters: Any) -> Any:
+def assessed(policy: LM, reference: LM, prompts: PromptBatch, letters: Any) -> Any:
     """A rollout, and the reference's states that belong to it."""
     states = ReferenceStates(reference)
     scorers = Scorers(Scorer("reward", PluginReward(lambda p, r: [float(len(x)) for x in r])))
@@ -62,7 +61,7 @@ def assessed(policy: TransformersLM, reference: TransformersLM, prompts: PromptB
     return responses.sampled, assess(responses), states
 
 
-def in_float64(lm: TransformersLM, rollout: RolloutBatch, rounded: torch.dtype = torch.float64) -> Tensor:
+def in_float64(lm: LM, rollout: RolloutBatch, rounded: torch.dtype = torch.float64) -> Tensor:
     """Logits (N, V) at the hidden states that the layers give, `rounded` as one likes."""
     with torch.no_grad():
         hidden = lm.hidden(rollout.layout.pack(range(len(rollout)))).double()
@@ -74,7 +73,7 @@ def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
     shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any, shift: float
 ) -> None:
     """Of the sampler, of the scoring pass and of a training pass."""
-    lm = TransformersLM(shifted(shift), BF16)
+    lm = LM(shifted(shift), BF16)
     reference = frozen_lm(copy.deepcopy(lm.model), BF16, CPU)
     sampled, rollout, _ = assessed(lm, reference, prompts_of(*TEXTS), letters)
     rows = rollout.layout.pack(range(len(rollout)))
@@ -93,7 +92,7 @@ def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
 def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
     shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any
 ) -> None:
-    policy = TransformersLM(shifted(-70.0, moved=0.1), BF16)
+    policy = LM(shifted(-70.0, moved=0.1), BF16)
     reference = frozen_lm(shifted(-70.0), BF16, CPU)
     _, rollout, states = assessed(policy, reference, prompts_of(*TEXTS), letters)
 
@@ -113,7 +112,7 @@ def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
 def test_sampler_scoring_and_training_agree_in_float32(
     shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any, shift: float
 ) -> None:
-    lm = TransformersLM(shifted(shift))
+    lm = LM(shifted(shift))
     reference = frozen_lm(copy.deepcopy(lm.model), torch.float32, CPU)
     sampled, rollout, states = assessed(lm, reference, prompts_of(*TEXTS), letters)
     torch.testing.assert_close(sampled.logprobs, rollout.logprobs, rtol=0, atol=1e-4)
@@ -130,33 +129,12 @@ def test_sampler_scoring_and_training_agree_in_float32(
     assert int(losses.clipped) == 0
 
 
-def test_states_that_are_bfloat16_are_read_in_float32(shifted: Make) -> None:
-    lm = TransformersLM(shifted(-70.0), BF16)
-    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    hidden[:, 0] = 1.0
-    with torch.no_grad(), lm.precision():
-        logits = lm.logits(hidden)(slice(None))
-        exact = hidden.double() @ lm.model.lm_head.weight.double().T
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-4)
-
-
 # ---- the padding check ----
-
-
-def ignore(model: Any, name: str) -> None:
-    """Make the layers of a model blind for one of their arguments."""
-
-    def drop(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        kwargs[name] = None
-        return args, kwargs
-
-    model.base_model.register_forward_pre_hook(drop, with_kwargs=True)
 
 
 def start(policy: Any, prompts: PromptBatch, dtype: torch.dtype) -> list[str]:
     """The checks of a run that starts from `policy`."""
-    lm, reference = TransformersLM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)
+    lm, reference = LM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)
     sampled = lm.sample(prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING)
     stats = measure(ActorCritic(lm), ReferenceStates(reference), response_layout(prompts, sampled), 0.8)
     float32 = dtype == torch.float32
@@ -172,21 +150,8 @@ def test_a_shift_passes_the_padding_check(
     assert any("padded against unpadded" in line for line in results)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
-def test_a_model_that_ignores_padding_is_refused(
-    shifted: Make, prompts_of: Callable[..., PromptBatch], name: str, dtype: torch.dtype
-) -> None:
-    """Loading cannot tell: without padding it computes what it should."""
-    model = shifted(-100.0)
-    ignore(model, name)
-    check_head(model, "policy.model")
-    with pytest.raises(GuardStop, match="does not use attention_mask and position_ids correctly"):
-        start(model, prompts_of(*TEXTS), dtype)
-
-
 def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: Callable[..., PromptBatch]) -> None:
-    sampled = TransformersLM(shifted(0.0)).sample(prompts_of(*TEXTS), uniforms(len(TEXTS), 8, 0, "x"), SAMPLING)
+    sampled = LM(shifted(0.0)).sample(prompts_of(*TEXTS), uniforms(len(TEXTS), 8, 0, "x"), SAMPLING)
     other = sampled.logprobs.clone()
     other[1, 0] += 0.25
     other[~sampled.mask] = 9.0

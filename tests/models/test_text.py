@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import processors
 
-from rlhf_kl.models.text import decode_responses, encode, encode_all, pad, position_ids
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.models.scratch import classifier_from_lm, train_tokenizer
+from rlhf_kl.models.text import encode, pad, position_ids
 
 
 def test_bos_stands_in_front_exactly_once(letters: Any) -> None:
@@ -26,12 +30,6 @@ def test_bos_stands_only_where_the_tokenizers_own_call_puts_it(letters: Any) -> 
     assert encode(bare, "ab", bos=True) == [1, 3, 4]
 
 
-def test_many_texts_are_encoded_as_one_by_one(letters: Any) -> None:
-    texts = ["a", "", "dcba"]
-    assert encode_all(letters, texts) == [encode(letters, text) for text in texts]
-    assert encode_all(letters, []) == []
-
-
 @pytest.mark.parametrize("left", [True, False])
 def test_rows_are_padded_on_the_side_that_is_asked_for(left: bool) -> None:
     ids, mask = pad([[5], [3, 4]], 9, left=left)
@@ -45,11 +43,64 @@ def test_the_mask_comes_from_lengths_even_where_the_text_holds_the_pad_token() -
     assert mask.tolist() == [[True, True], [True, False]]
 
 
-def test_responses_are_read_without_special_tokens(letters: Any) -> None:
-    ids, mask = torch.tensor([[3, 4, 2, 0], [2, 0, 0, 0]]), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-    assert decode_responses(letters, ids, mask) == ["ab", ""]
-
-
 def test_positions_count_real_tokens_only() -> None:
     mask = torch.tensor([[False, False, True, True, True], [True, True, True, False, False]])
     assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
+
+
+SENTENCES = ["the room was clean", "the food was cold", "the room was cold and the food was clean"] * 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(SENTENCES, vocab_size=300, context=64)
+
+
+def test_the_three_special_tokens_are_distinct(tokenizer: Any) -> None:
+    ids = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    assert len(ids) == 3
+    assert None not in ids
+
+
+@pytest.mark.parametrize("text", ["the room was clean", " leading space", "naïve café 🙂\nline", "", "a  b "])
+def test_any_text_comes_back_as_it_was(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(encode(tokenizer, text, bos=False)) == text
+
+
+def test_saved_and_loaded_it_is_the_same(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    text = "the food was café"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.padding_side == "left"
+    assert again.pad_token_id == tokenizer.pad_token_id
+
+
+Make = Callable[..., Any]
+
+
+def test_a_seed_makes_the_same_weights_and_leaves_the_global_stream_alone(new_model: Make) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, same, other = (new_model(seed=seed, spread=0.0) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    for a, b in zip(one.parameters(), same.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(one.transformer.wte.weight, other.transformer.wte.weight)
+
+
+def test_embeddings_are_tied_and_generation_samples_from_the_whole_policy(new_model: Make, letters: Any) -> None:
+    model = new_model()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.generation_config.top_k == 0
+    assert model.config.eos_token_id == letters.eos_token_id
+    assert not model.training
+
+
+def test_a_classifier_keeps_the_trunk_of_its_language_model(tiny_folder: Path, letters: Any) -> None:
+    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters, "policy.model")
+    trunk = load_causal_lm(str(tiny_folder)).base_model.state_dict()
+    assert model.config.num_labels == 1
+    assert model.score.out_features == 1
+    for name, tensor in model.base_model.state_dict().items():
+        assert torch.equal(tensor, trunk[name])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
+from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import load_reward_model
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.value import (
@@ -16,9 +15,6 @@ from rlhf_kl.models.value import (
     FeatureCritic,
     HeadValue,
     SeparateValue,
-    freeze,
-    frozen_lm,
-    shared_trainable,
     value_head_from_reward,
     values_in,
     zero_head,
@@ -38,7 +34,7 @@ def packed(*others: list[int], row: list[int] = ROW) -> Packed:
 def separate(trunk: Any) -> SeparateValue:
     head = zero_head(16)
     nn.init.ones_(head.weight)
-    return SeparateValue(TransformersTrunk(trunk), head)
+    return SeparateValue(Trunk(trunk), head)
 
 
 def values(model: ActorCritic, rows: Packed) -> torch.Tensor:
@@ -53,7 +49,7 @@ def model(request: pytest.FixtureRequest, new_model: Make) -> ActorCritic:
     if request.param == "head":
         value = HeadValue(16)
         nn.init.ones_(value.head.weight)
-    return ActorCritic(TransformersLM(new_model(seed=1)), value)
+    return ActorCritic(LM(new_model(seed=1)), value)
 
 
 def test_a_value_is_a_linear_map_of_the_last_state(model: ActorCritic) -> None:
@@ -73,14 +69,9 @@ def test_neither_neighbours_nor_later_tokens_move_a_value(model: ActorCritic) ->
     assert float((after[1] - alone[1]).abs()) > 1e-3
 
 
-def test_a_new_value_head_is_zero_everywhere(new_model: Make) -> None:
-    model = ActorCritic(TransformersLM(new_model()), HeadValue(16))
-    assert values(model, packed()).tolist() == [0.0, 0.0]
-
-
 def test_values_are_float32_where_the_layers_are_not(new_model: Make) -> None:
     """Far from 0, where bfloat16 has steps of 0.5: on the same states a value is the float64 one."""
-    lm, value = TransformersLM(new_model(), torch.bfloat16), HeadValue(16)
+    lm, value = LM(new_model(), torch.bfloat16), HeadValue(16)
     nn.init.constant_(value.head.bias, 100.0)
     nn.init.normal_(value.head.weight, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -102,13 +93,13 @@ def test_a_head_teaches_the_policy_and_a_separate_function_leaves_it_alone(model
 
 def test_what_is_trained_and_saved(new_model: Make) -> None:
     policy, value, critic = new_model(), HeadValue(16), FeatureCritic(16, 0.0, 1.0, seed=0)
-    lm = TransformersLM(policy)
+    lm = LM(policy)
     assert list(ActorCritic(lm, value).modules) == ["policy", "value"]
     assert list(ActorCritic(lm, critic=critic).modules) == ["policy", "critic"]
     assert set(ActorCritic(lm, value).trained) == {*policy.parameters(), *value.parameters()}
     assert set(ActorCritic(lm, critic=critic).trained) == set(policy.parameters())
     adapted = add_adapter(new_model(), r=2, alpha=4.0, target_modules=None, ref="base", what="policy.lora", seed=1)
-    trained = {id(p) for p in ActorCritic(TransformersLM(adapted), value).trained}
+    trained = {id(p) for p in ActorCritic(LM(adapted), value).trained}
     names = {name.split(".")[-3] for name, p in adapted.named_parameters() if id(p) in trained}
     assert names == {"lora_A", "lora_B"}
 
@@ -123,26 +114,9 @@ def test_a_value_head_from_a_reward_model_gives_its_normalised_score(tiny_reward
     assert float(value) * 2.0 + 0.5 == pytest.approx(float(score), abs=1e-5)
 
 
-def test_tensors_of_both_are_named(new_model: Make) -> None:
-    policy = new_model()
-    assert shared_trainable(policy, copy.deepcopy(policy)) == []
-    assert shared_trainable(policy, policy) != []
-    partly = copy.deepcopy(policy)
-    partly.transformer.ln_f.weight = policy.transformer.ln_f.weight
-    assert shared_trainable(policy, partly) == ["transformer.ln_f.weight"]
-    policy.transformer.ln_f.weight.requires_grad_(False)
-    assert shared_trainable(policy, partly) == []
-
-
-def test_a_frozen_model_has_no_gradients(new_model: Make) -> None:
-    for model in (freeze(new_model().train()), frozen_lm(new_model(), torch.float32, torch.device("cpu")).module):
-        assert not model.training
-        assert not any(p.requires_grad for p in model.parameters())
-
-
 def test_the_values_of_a_reference_are_those_of_the_same_names(new_model: Make) -> None:
     policy, start = new_model(seed=1), new_model(seed=2)
-    values = values_in(TransformersLM(start), TransformersLM(policy))
+    values = values_in(LM(start), LM(policy))
     assert values is not None
     assert all(torch.equal(a, b) for a, b in zip(values(), start.parameters(), strict=True))
-    assert values_in(TransformersLM(new_model(hidden_size=24)), TransformersLM(policy)) is None
+    assert values_in(LM(new_model(hidden_size=24)), LM(policy)) is None

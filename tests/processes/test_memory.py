@@ -12,7 +12,7 @@ import yaml
 
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.scratch import new_gpt2
-from rlhf_kl.sharding import can_spread
+from rlhf_kl.sharding import can_shard
 
 Launch = Callable[..., Any]
 SHARD = {"policy": {"shard": True}}
@@ -41,7 +41,7 @@ def test_what_a_process_holds_after_an_update(
     processes: int,
     sections: dict[str, Any],
 ) -> None:
-    if SHARD.keys() & sections.keys() and not can_spread():
+    if SHARD.keys() & sections.keys() and not can_shard():
         pytest.skip("FSDP2 of this torch is too old")
     policy = {"model": str(layered_folder), "value": "head"} | sections.get("policy", {})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_settings | sections | {"policy": policy}))

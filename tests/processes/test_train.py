@@ -19,7 +19,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.run.jsonl import read_jsonl
-from rlhf_kl.sharding import can_spread
+from rlhf_kl.sharding import can_shard
 
 Cli = Callable[..., Any]
 VARIANTS: dict[str, list[str]] = {
@@ -42,8 +42,8 @@ VARIANTS: dict[str, list[str]] = {
     "sharded-gold": ["reward.gold=GOLD"],
     "frozen-ceiling": ["reference.model=OTHER", "kl.ceiling.value=0.02", "kl.target=0.01"],
 }
-NEEDS_SHARDS = pytest.mark.skipif(not can_spread(), reason="FSDP2 of this torch is too old")
-if not can_spread():
+NEEDS_SHARDS = pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
+if not can_shard():
     VARIANTS = {name: settings for name, settings in VARIANTS.items() if not name.startswith(("sharded", "frozen"))}
 SHARDS = ["policy.shard=true", "reference.shard=true"]  # in the run of two processes; of "frozen" the last alone
 

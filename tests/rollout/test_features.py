@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic, FeatureCritic, frozen_lm
@@ -39,7 +39,7 @@ class World:
     """A policy, its reference, and a critic that reads the reference and perhaps a reward model."""
 
     def __init__(self, new_model: Make, prompts: PromptBatch, rewards: list[RewardModel]) -> None:
-        self.policy, self.prompts, self.rewards = TransformersLM(new_model(seed=3)), prompts, rewards
+        self.policy, self.prompts, self.rewards = LM(new_model(seed=3)), prompts, rewards
         self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
         self.critic = FeatureCritic(16 + 8 * len(rewards), mean=0.5, scale=2.0, seed=0)
         torch.nn.init.normal_(self.critic.outer.weight, generator=torch.Generator().manual_seed(0))

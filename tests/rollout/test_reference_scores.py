@@ -11,7 +11,7 @@ import torch
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
@@ -43,14 +43,6 @@ def test_the_tilt_follows_the_gaussian_law_where_kl_is_small(gaussian: Reference
         assert point["gain"] == pytest.approx(math.sqrt(2 * point["kl"]), rel=0.1)
 
 
-def test_the_curve_ends_where_the_samples_can_no_longer_tell(gaussian: ReferenceScores) -> None:
-    curve = gaussian.summary()["tilt"]
-    kls = [point["kl"] for point in curve]
-    assert kls == sorted(kls)
-    assert kls[0] < 0.002
-    assert 3.0 < kls[-1] < math.log(4096 / 10)  # effective samples at least 10: KL at most log(n / 10)
-
-
 def test_no_policy_beats_the_tilt_by_choosing_the_best_of_n(gaussian: ReferenceScores) -> None:
     result = gaussian.summary()
     best = result["best_of_n"]
@@ -78,12 +70,6 @@ def test_many_prompts_get_a_few_samples_each_and_come_once() -> None:
     assert sample_prompts(1000, 480, seed=0) == groups != sample_prompts(1000, 480, seed=1)
 
 
-def test_a_second_round_has_other_prompts_as_far_as_they_reach() -> None:
-    rounds = [set(sample_prompts(150, 480, 0, number)) for number in range(3)]
-    assert not rounds[0] & rounds[1]
-    assert len(set.union(*rounds)) == 150
-
-
 @pytest.mark.parametrize("samples", [2, 31, 33, 100, 320, 1024])
 @pytest.mark.parametrize("prompts", [1, 2, 31, 32, 33, 5000])
 def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int) -> None:
@@ -96,7 +82,7 @@ def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int)
 
 
 def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Callable[..., Any], letters: Any) -> None:
-    lm, groups = TransformersLM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4]
+    lm, groups = LM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4]
     sizes: list[int] = []
 
     def count(prompts: list[str], responses: list[str]) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import TransformersLM
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue
 from rlhf_kl.run.checkpoint import (
     FORMAT,
@@ -34,7 +34,7 @@ def save(folder: Path, step: int, model: Any, keep: int = 2) -> Checkpoint:
 
 def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
     def model(seed: int) -> torch.nn.ModuleDict:
-        return ActorCritic(TransformersLM(new_model(seed=seed)), HeadValue(16)).modules
+        return ActorCritic(LM(new_model(seed=seed)), HeadValue(16)).modules
 
     first, other = model(1), model(2)
     torch.nn.init.ones_(first["value"].head.weight)

@@ -39,7 +39,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
     from rlhf_kl.config.plugins import configured_controller
     from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.models.lm import TransformersLM, TransformersTrunk
+    from rlhf_kl.models.lm import LM, Trunk
     from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
     from rlhf_kl.rewards.plugin import PluginReward
     from rlhf_kl.rewards.scorer import Scorer, Scorers
@@ -71,10 +71,10 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
         }
         config = TrainConfig.model_validate(settings)
         policy = policy if policy is not None else new_model(seed=3, spread=0.1)
-        lm, size = TransformersLM(policy), policy.config.hidden_size
+        lm, size = LM(policy), policy.config.hidden_size
         other = frozen_lm(copy.deepcopy(policy) if reference is None else reference, torch.float32, lm.device)
         if trunk is not None:
-            model = ActorCritic(lm, SeparateValue(TransformersTrunk(trunk), zero_head(size)))
+            model = ActorCritic(lm, SeparateValue(Trunk(trunk), zero_head(size)))
         else:
             model = ActorCritic(lm, critic=critic) if critic is not None else ActorCritic(lm, HeadValue(size))
         states = ReferenceStates(other)

@@ -36,28 +36,6 @@ def test_a_microbatch_is_halved_until_it_fits_and_stays_so() -> None:
     assert microbatch.halved == 4
 
 
-def test_on_a_cpu_it_is_halved_too() -> None:
-    """The error is torch's own: a RuntimeError of its allocator."""
-    microbatch = Microbatch(8)
-    made = microbatch.fit(lambda rows: torch.empty(1 << 60 if rows > 2 else rows), lambda: None)
-    assert (len(made), microbatch.halved) == (2, 2)
-
-
-def test_it_is_halved_from_what_was_tried() -> None:
-    """Passes with room for five rows only: half of sixteen would be the same passes again."""
-    microbatch, calls = Microbatch(16), []
-
-    def attempt(rows: int) -> str:
-        microbatch.largest = min(rows, 5)
-        calls.append(rows)
-        if microbatch.largest > 2:
-            raise torch.OutOfMemoryError
-        return "fits"
-
-    assert microbatch.fit(attempt, lambda: None) == "fits"
-    assert calls == [16, 2]
-
-
 def test_a_single_row_that_does_not_fit_is_the_end() -> None:
     microbatch, calls = Microbatch(3), []
     with pytest.raises(MemoryFull, match="one row does not fit"):
@@ -68,18 +46,6 @@ def test_a_single_row_that_does_not_fit_is_the_end() -> None:
 def test_other_errors_are_not_taken_for_full_memory() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         Microbatch(8).fit(lambda _: (_ for _ in ()).throw(RuntimeError("shape")), lambda: None)
-
-
-def test_a_halved_microbatch_is_taken_over_and_a_whole_one_is_the_configs() -> None:
-    microbatch = Microbatch(16)
-    assert microbatch.halved is None
-    microbatch.halve_to(None)
-    assert microbatch.rows == 16
-    microbatch.halve_to(4)
-    assert (microbatch.rows, microbatch.halved) == (4, 4)
-    smaller = Microbatch(2)  # somebody set it in the config since
-    smaller.halve_to(4)
-    assert smaller.rows == 2
 
 
 def rollout() -> RolloutBatch:

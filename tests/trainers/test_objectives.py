@@ -58,6 +58,7 @@ def assert_tokens(x: Tensor, first: float, second: float, other: float) -> None:
         ("reward", "k1", (1.25, 1.5, 2.0)),
         # k2 is 0.125, 0.5 and 2
         ("reward", "k2", (0.6875, 0.75, 2.0)),
+        ("reward", "importance", (0.77176, 1.18394, -4.38906)),  # exp(lr) lr
         ("reward", "exact", (0.8, 0.85, 2.75)),
         # the KL of the state that a token leads to: 0.3 for the first, none for the last ones
         ("rao_blackwell", "exact", (0.85, 1.0, 3.0)),
@@ -151,6 +152,8 @@ def test_the_clipped_surrogate(advantages: list[float], policy: float, clipped: 
     [
         ("k1", math.log(2)),
         ("k2", math.log(2) ** 2 / 2),
+        ("k3", math.log(2) - 0.5),
+        ("importance", 2 * math.log(2)),
         ("exact", 0.5 * math.log(2) + 0.5 * math.log(2 / 3)),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,13 +14,10 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.kl_controllers import GuardedController
-from rlhf_kl.kl_controllers.factory import CONTROLLERS
-from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.ppo import PPOTrainer
-from rlhf_kl.trainers.rate import LARGE_MOVE
 from rlhf_kl.types import RolloutBatch
 
 Make = Callable[..., Any]
@@ -51,14 +47,6 @@ def test_it_learns_to_write_one_letter(make_trainer: Make) -> None:
     assert rows[-1]["kl/token"] > 0.05
 
 
-def test_a_larger_beta_keeps_it_nearer(make_trainer: Make) -> None:
-    kls = []
-    for coef in (0.01, 3.0):
-        trainer = make_trainer(kl={"controller": {"kind": "fixed", "coef": coef}})
-        kls.append([row_of(trainer, step)["kl/token"] for step in range(1, 9)][-1])
-    assert kls[1] < 0.5 * kls[0]
-
-
 @pytest.mark.parametrize("coef", [0.02, 2.0])
 def test_the_kl_lands_at_its_target(make_trainer: Make, coef: float) -> None:
     """From a beta that, left alone, ends at eleven times the target, and from one that ends at half of it."""
@@ -71,27 +59,6 @@ def test_the_kl_lands_at_its_target(make_trainer: Make, coef: float) -> None:
     assert sum(tail) / len(tail) == pytest.approx(0.1, rel=0.25)
     assert min(tail) > 0.03
     assert max(tail) < 0.155  # the ceiling is 0.15
-
-
-@pytest.mark.parametrize(
-    ("placement", "estimator"),
-    [
-        *(("reward", name) for name in ("k1", "k2", "k3", "exact", "importance")),
-        *(("loss", name) for name in ("k1", "k2", "k3", "exact", "importance")),
-        ("rao_blackwell", "exact"),
-    ],
-)
-def test_every_estimator_works_wherever_it_may_stand(make_trainer: Make, placement: str, estimator: str) -> None:
-    trainer = make_trainer(
-        kl={"placement": placement, "estimator": estimator}, ppo={"epochs": 1}, rollout={"batch_size": 16}
-    )
-    for step in (1, 2, 3):
-        update = trainer.update(step)
-        assert math.isfinite(update.stats.row["policy/loss"])
-        assert update.stats.skipped is None
-        assert not update.alerts
-    row = update_row(update, trainer.config)
-    assert row["kl/exact"] > 0
 
 
 # ---- one update ----
@@ -131,13 +98,6 @@ def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(
         per_row = [float(kl[mask].sum()) for kl, mask in zip(rollout.exact_kl, rollout.mask, strict=True)]
         assert row["kl/sequence"] == pytest.approx(sum(per_row) / 32, rel=1e-5, abs=1e-9)
         assert row["kl/token"] == pytest.approx(sum(per_row) / int(rollout.mask.sum()), rel=1e-5, abs=1e-9)
-
-
-def test_the_row_describes_the_policy_that_sampled_it(make_trainer: Make) -> None:
-    """With a huge step the KL of the row is still that of before."""
-    trainer = make_trainer(ppo={"learning_rate": 0.1})
-    assert row_of(trainer, 1)["kl/token"] == pytest.approx(0.0, abs=1e-5)
-    assert row_of(trainer, 2)["kl/token"] > 0.1
 
 
 @pytest.mark.parametrize("separate", [True, False])
@@ -197,12 +157,6 @@ def test_while_the_policy_is_frozen_its_controller_and_its_ceiling_learn_nothing
     assert trainer.state_dict()["ceiling"]["made"] is not None
 
 
-def test_a_learning_rate_that_falls(make_trainer: Make) -> None:
-    trainer = make_trainer(ppo={"lr_schedule": "linear", "total_episodes": 128, "learning_rate": 1e-3})
-    rates = [row_of(trainer, step)["policy/learning_rate"] for step in (1, 2, 3, 4)]
-    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-
-
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_trainer: Make, unit: str) -> None:
     settings = {
@@ -229,17 +183,6 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     again = make_trainer(**settings)
     again.load_state_dict(trainer.state_dict())
     assert row_of(again, 2)["policy/learning_rate"] == pytest.approx(0.03 * 0.9 * factor)
-
-
-def test_the_first_step_after_the_warm_up_may_be_large(make_trainer: Make) -> None:
-    """Adam's first step is large at any rate, which is no reason to lower the rate."""
-    trainer = make_trainer(
-        ppo={"lr_schedule": "adaptive", "total_episodes": 320, "learning_rate": 0.0011, "value_warmup": 2},
-        kl={"target": 0.1, "controller": {"kind": "adaptive", "coef": 0.05}},
-    )
-    moved = [row_of(trainer, step)["policy/approx_kl"] for step in (1, 2, 3)][-1]
-    assert moved > LARGE_MOVE * 0.1
-    assert trainer.rate.adaptive.factor == 1.0
 
 
 def test_a_constant_beta_leaves_the_rate_to_its_schedule(make_trainer: Make) -> None:
@@ -280,55 +223,11 @@ def test_an_update_with_a_gradient_that_is_not_finite_says_so(make_trainer: Make
     assert trainer.update(2).stats.skipped is None
 
 
-AUDITED: list[str] | None = None
-
-
-def note_files(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook, which stays for good: it listens while there is a list."""
-    if AUDITED is not None and event == "open":
-        AUDITED.append(str(arguments[0]))
-
-
-sys.addaudithook(note_files)
-
-
-@pytest.mark.parametrize("value", ["head", "features"])
-def test_an_update_prints_nothing_and_opens_no_file(
-    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str
-) -> None:
-    critic = {"critic": FeatureCritic(16, 0.0, 1.0, 0)} if value == "features" else {}
-    trainer = make_trainer(kl={"target": 0.01, "ceiling": {"value": 0.02}}, ppo={"learning_rate": 1e-2}, **critic)
-    trainer.update(1)  # torch imports some of its own modules when they are first needed
-    opened: list[str] = []
-    capfd.readouterr()
-    with monkeypatch.context() as patch:
-        patch.setitem(globals(), "AUDITED", opened)
-        trainer.update(2)
-        state = trainer.state_dict()
-        trainer.load_state_dict(state)
-        assert opened == []
-        with open(__file__, encoding="utf-8"):
-            assert set(opened) == {__file__}
-    assert tuple(capfd.readouterr()) == ("", "")
-
-
 # ---- state ----
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "schedule": {"end_coef": 0.5},
-    "ziegler": {"horizon": 500},
-    "threshold": {"high": 0.2, "low": 0.1},
-}
-
-
-@pytest.mark.parametrize("kind", sorted(CONTROLLERS))
-def test_a_trainer_goes_on_from_its_state(make_trainer: Make, kind: str) -> None:
-    kl = {
-        "controller": {"kind": kind, "coef": 0.05, **OPTIONS.get(kind, {})},
-        "target": 0.02,
-        "ceiling": {"value": "1.5x"},
-    }
+def test_a_trainer_goes_on_from_its_state(make_trainer: Make) -> None:
+    kl = {"controller": {"kind": "adaptive", "coef": 0.05}, "target": 0.02, "ceiling": {"value": "1.5x"}}
     one = make_trainer(kl=kl)
     for step in (1, 2, 3):
         one.update(step)
@@ -340,7 +239,6 @@ def test_a_trainer_goes_on_from_its_state(make_trainer: Make, kind: str) -> None
     assert other.state_dict() == one.state_dict()
     for step in (4, 5):
         a, b = row_of(one, step), row_of(other, step)
-        assert (a["kl/coef_next"] == 0.05) == (kind == "fixed")
         for key in a:
             if not key.startswith(("time/", "perf/")):
                 assert a[key] == b[key] or (a[key] != a[key] and b[key] != b[key]), key

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf_kl.trainers.reward_figures import calibration, histogram, label_figures, pair_figures, sketch
+from rlhf_kl.trainers.reward_figures import calibration, histogram, label_figures, pair_figures
 
 
 def logit(p: float) -> float:
@@ -52,8 +52,3 @@ def test_a_histogram_counts_everything_once() -> None:
     assert (found["edges"][0], found["edges"][-1], len(found["edges"])) == (-1.0, 1.0, 21)
     assert (sum(found["a"]), sum(found["b"])) == (41, 2)
     assert histogram({"a": torch.ones(5)})["edges"][0] < 1.0
-
-
-def test_a_sketch_is_as_high_as_its_counts() -> None:
-    assert sketch([0, 1, 8, 4]) == " ▁█▄"
-    assert sketch([0, 0]) == "  "

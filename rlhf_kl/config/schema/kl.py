@@ -11,7 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.config.schema.base import Plugin, Positive, Section, refuse
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers.factory import stored_name
+from rlhf_kl.kl_controllers import stored_name
 
 PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats per token
 
