@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from rlhf_kl.commands.parts import Parts
+from rlhf_kl.commands.build import Parts
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.run.folders import write_folder
@@ -20,7 +20,7 @@ def write_final(folder: Path, model: ActorCritic, parts: Parts, card: str, *, ke
     All processes call it together, since each may hold a part of the weights; the one with `keep` writes.
     """
     policy: Any = model.policy.module
-    tensors = tensors_of(policy, keep=keep) if parts.spread else None
+    tensors = tensors_of(policy, keep=keep) if parts.sharded else None
     value = {
         f"{part}.{name}": tensor
         for part, module in (("value", model.value), ("critic", model.critic))

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.commands.parts import Parts, feature_count
-from rlhf_kl.commands.spread import layers_of
+from rlhf_kl.commands.build import Parts, feature_count, layers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.memory import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count

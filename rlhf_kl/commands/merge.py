@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.models import load_language_model
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.load import Loader
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
@@ -33,13 +32,13 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
 def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig) -> Path:
     """Write `merged/` from `final/`; returns the folder."""
     folder = Path(config.run.output_dir)
-    resolver = Resolver.for_run(config.run, "cpu")
+    loader = Loader.for_run(config.run, "cpu")
     final = str(folder / "final")
     if isinstance(config, RewardModelConfig):
-        reward = resolver.reward_model(final, "--merge", ScorerSection())
+        reward = loader.reward_model(final, "--merge", ScorerSection())
         write_folder(folder / MERGED, lambda place: save_reward_model(reward, place))
     else:
-        loaded = load_language_model(resolver, final, "--merge")
+        loaded = loader.language_model(final, "--merge")
         card = _card(config, folder) if isinstance(config, TrainConfig) else None
 
         def write(place: Path) -> None:

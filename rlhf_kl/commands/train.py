@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from rlhf_kl import ui
+from rlhf_kl.commands.build import Parts, build_parts
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.guards import RunGuards, StepResult
-from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.samples import sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training

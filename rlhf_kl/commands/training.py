@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
+from rlhf_kl.commands.build import Parts, build_value, feature_rewards, shard_models
 from rlhf_kl.commands.session import LAUNCH
-from rlhf_kl.commands.spread import spread_models
 from rlhf_kl.config.plugins import config_secrets, configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
@@ -150,7 +149,7 @@ def build_trainer(
 ) -> PPOTrainer:
     """Wire the trainer."""
     model = build_value(config, parts, shaping, scores.mean, scores.spread or 1.0)
-    spread_models(config, parts, model)
+    shard_models(config, parts, model)
     reference = ReferenceStates(parts.reference)
     features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
     rows = ranks.mine(range(config.rollout.batch_size))
@@ -180,7 +179,7 @@ def build_trainer(
             clock.timed("time/rollout_s", room(sampler)),
             clock.timed("time/score_s", room(assessor)),
             ranks,
-            parts.spread,
+            parts.sharded,
         ),
         reference,
         configured_controller(config.kl, config.ppo, config.rollout, coef),
@@ -299,7 +298,7 @@ def evaluate_policy(
     texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
 
     def look() -> tuple[TextSums, PolicySamples]:
-        with unsharded(*parts.spread), library_state_kept(), parts.scorers.kept():
+        with unsharded(*parts.sharded), library_state_kept(), parts.scorers.kept():
             return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
                 parts.policy,
                 parts.reference,

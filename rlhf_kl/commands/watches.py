@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_kl.commands.parts import Parts
+from rlhf_kl.commands.build import Parts
 from rlhf_kl.commands.training import Training
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.run.alerts import KLAlerts

@@ -98,7 +98,7 @@ class Planner:
 def _reason(model: str) -> str:
     """Why a model cannot be had; empty where it can."""
     try:
-        model_folder(model, "policy.model")
+        model_folder(model)
     except InputError as error:
         return f"{error} (--real FOLDER, or the environment variable RLHF_KL_REAL, takes it from a folder)"
     return ""

@@ -137,5 +137,5 @@ def test_a_folder_and_its_splits_are_read_like_a_hub_id(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for split, prompt in (("train", "ab"), ("test", "cd")):
         (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    assert load_rows(str(tmp_path / "data"), "test", "data.prompts") == [{"prompt": "cd"}]
-    assert load_rows(str(tmp_path / "data"), "train[:1]", "data.prompts") == [{"prompt": "ab"}]
+    assert load_rows(str(tmp_path / "data"), "test") == [{"prompt": "cd"}]
+    assert load_rows(str(tmp_path / "data"), "train[:1]") == [{"prompt": "ab"}]

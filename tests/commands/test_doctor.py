@@ -217,7 +217,7 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     assert (whole.kept, whole.training, whole.gathered) == (4 * size * 4, 2 * size * 4, 0)
     tokens = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10)
     assert whole.states == tokens * (16 + 16) * 4  # the reference's states, and the critic's features made of them
-    adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
+    adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", seed=0)
     lm = LM(adapted)
     less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, scorers=Scorers()), tokens=10)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
@@ -312,7 +312,7 @@ def test_a_rate_that_does_not_fit_the_size(parameters: float, rate: float, level
 
 
 def test_an_adapter_is_judged_by_rates_of_adapters(new_model: Callable[..., Any]) -> None:
-    adapted = add_adapter(new_model(), r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
+    adapted = add_adapter(new_model(), r=1, alpha=1.0, target_modules=None, ref="x", seed=0)
     assert check_rate(config(ppo={"learning_rate": 5e-3}), adapted).level == "fine"
     assert check_rate(config(ppo={"learning_rate": 5e-3}), new_model()).level == "doubtful"
     low = check_rate(config(ppo={"learning_rate": 5e-4}), adapted)

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.load import Loader
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.load import save_model
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.scorer import Scorers
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.jsonl import read_jsonl
@@ -139,7 +140,8 @@ def test_a_gold_scorer_that_fails_now_and_then_is_reported_where_it_begins_to(
         return [float("nan") if now[0] in (2, 3, 5, 6) else 1.0] * len(responses)
 
     monkeypatch.setattr(Rollouts, "__call__", noting)
-    monkeypatch.setattr(Resolver, "gold", lambda *arguments: moody)
+    own, gold = Loader.scorers, Scorer("gold", PluginReward(moody), 0.0)
+    monkeypatch.setattr(Loader, "scorers", lambda *arguments: Scorers(*own(*arguments).trained.scorers, gold))
     settings = ("checkpoint.every=1", "eval.every=100")
     train(tmp_path / "whole", *settings)
     found = rows(tmp_path / "whole")

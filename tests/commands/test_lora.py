@@ -63,13 +63,12 @@ def test_the_base_was_not_touched(run: Path, tiny_folder: Path) -> None:
         assert torch.equal(tuned(input_ids=ids).logits, start)
 
 
-@pytest.mark.parametrize("kept", [2, 4])
-def test_a_crashed_run_goes_on_as_if_nothing_had_been(run: Path, train: Train, tmp_path: Path, kept: int) -> None:
+def test_a_crashed_run_goes_on_as_if_nothing_had_been(run: Path, train: Train, tmp_path: Path) -> None:
     crashed = Path(shutil.copytree(run, tmp_path / "crashed"))
     (crashed / "summary.json").unlink()
     shutil.rmtree(crashed / "final")
     for checkpoint in (crashed / "checkpoints").iterdir():
-        if int(checkpoint.name.removeprefix("step-")) > kept:
+        if int(checkpoint.name.removeprefix("step-")) > 2:
             shutil.rmtree(checkpoint)
     train(crashed, *LORA, resume=True)
     assert rows(crashed) == rows(run)
@@ -107,23 +106,6 @@ def test_an_adapter_is_trained_further_with_its_beginning_as_the_reference(
     assert found[0]["eval/perplexity"] == pytest.approx(rows(run)[-1]["eval/perplexity"], rel=1e-5)
     assert found[-2]["kl/token"] > 1e-3
     assert (tmp_path / "more" / "final" / "adapter_model.safetensors").is_file()
-
-
-def test_recomputed_layers_change_no_figure(run: Path, train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run", *LORA, "policy.gradient_checkpointing=true")
-    for one, other in zip(rows(tmp_path / "run"), rows(run), strict=True):
-        for key in ("kl/token", "objective/scores", "policy/loss", "value/loss"):
-            if key in one:
-                assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
-
-
-def test_bfloat16_computes_in_half_and_keeps_whole_weights(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run", *LORA, "run.dtype=bfloat16")
-    found = rows(tmp_path / "run")
-    assert found[0]["kl/token"] == pytest.approx(0.0, abs=1e-6)
-    assert found[-2]["kl/token"] > 1e-3
-    stored = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
 
 
 def test_merge_writes_the_whole_model(

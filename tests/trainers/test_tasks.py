@@ -94,7 +94,7 @@ UNSEEN, PAIRS = EVERY[::5], [pair for i, pair in enumerate(EVERY) if i % 5]
 @pytest.fixture
 def reward(tiny_folder: Path) -> RewardModel:
     tokenizer = load_tokenizer(str(tiny_folder))
-    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), tokenizer, "policy.model")
+    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), tokenizer)
     initialise_head(model.score, seed=0)
     return RewardModel(model, tokenizer)
 
