@@ -101,15 +101,14 @@ gpu-check: $(DEV_READY)  ## the tests of several processes with NCCL on two GPUs
 gpu-report: $(READY)  ## speed, memory and KL on this machine's GPUs as one JSON, for an issue
 	$(PY) scripts/gpu_report.py
 
-bench: $(READY)  ## speed and memory here (PEER_PYTHON= and PEER_SCRIPT= add the comparison; BENCH='phases --models gpt2')
-	$(PY) scripts/bench.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
+bench: $(READY)  ## speed and memory here (BENCH='phases --models gpt2')
+	$(PY) scripts/bench.py $(BENCH)
 
 bench-trl: $(READY) .venv-integrations/.ready  ## seconds beside TRL's RLOO and GRPO (BENCH='--model llama --dtype bfloat16'; an hour)
 	$(PY) scripts/bench_groups.py $(BENCH)
 
 bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
-	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json \
-		$(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON) --peer-script $(PEER_SCRIPT)) $(BENCH)
+	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json $(BENCH)
 
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-integrations .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

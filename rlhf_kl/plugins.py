@@ -1,7 +1,7 @@
-"""Classes and functions of the user's that a config names as "module:name" or "file.py:name".
+"""Classes and functions of the user's that a config names as "module:name" or "file.py:name", and their options.
 
-Reading a config looks for the name in the source and runs nothing (`look_up`). The commands that use a plugin import
-it (`load_attribute`) and check its options against its signature (`checked_options`) before anything slow begins.
+Reading a config only looks for the name in the source (`look_up`) and runs nothing. The commands that use a plugin
+import it (`load_attribute`) and check its options against its signature (`checked_options`) before anything slow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -18,21 +19,18 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
-from importlib.machinery import ModuleSpec, PathFinder
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from rlhf_kl.errors import FAMILIAR, InputError, suggestion
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.variables import filled, hidden, missing_variables, secrets_of
 
 # Files whose lines are not the user's.
 _LIBRARIES = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
-_BINDS_ANYTHING = {"*", "__getattr__", "globals", "locals", "vars", "exec", "eval", "setattr"}
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def is_reference(text: str) -> bool:
@@ -44,39 +42,31 @@ def is_reference(text: str) -> bool:
 def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
     """The existing file of a "file.py:attribute", looked for in each folder in `search`; else None."""
     name = ref.rpartition(":")[0]
-    if not name.endswith(".py"):
-        return None
-    for folder in search:
-        path = folder / Path(name).expanduser()
-        if os.path.isfile(path):  # unlike Path.is_file for a name that is too long
-            return path.resolve()
-    return None
+    paths = (folder / Path(name).expanduser() for folder in search if name.endswith(".py"))
+    return next((path.resolve() for path in paths if os.path.isfile(path)), None)
 
 
 # ---- in the source ----
 
 
-def look_up(ref: str) -> Literal["class", "function"] | None:
-    """What `ref` names, by the source of its module; None where this does not tell. Runs nothing.
-
-    Errors: InputError if there is no such file, module or name.
-    """
+def look_up(ref: str) -> None:
+    """Errors: InputError if `ref` names no file, module or name. Runs nothing."""
     module, _, name = ref.rpartition(":")
     path = _existing_file(ref) if module.endswith(".py") else _module_file(module)
     if path is None:
-        return None
-    tree = _parsed(path)
-    nodes = list(_module_nodes(tree))
-    words = {w for n in nodes for key in ("name", "asname", "id") if isinstance(w := getattr(n, key, None), str)}
-    if name not in words and not words & _BINDS_ANYTHING and not any(isinstance(n, ast.Global) for n in ast.walk(tree)):
-        public = {n.name for n in nodes if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in the user's strings
+            tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise InputError(f"{path} is not Python: {error.msg} (line {error.lineno})") from None
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
+    found = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
+    if not found & {name, "*", "__getattr__", "globals"}:
         raise InputError(f"{module} has no {name!r}{suggestion(name, public)}")
-    match [node for node in nodes if isinstance(node, _SCOPES) and getattr(node, "name", None) == name]:
-        case [ast.ClassDef()]:
-            return "class"
-        case [ast.FunctionDef(decorator_list=[])]:  # a decorator may return anything
-            return "function"
-    return None
 
 
 def _existing_file(ref: str) -> Path:
@@ -88,50 +78,18 @@ def _existing_file(ref: str) -> Path:
 
 def _module_file(module: str) -> Path | None:
     """The .py file of a module, without an import of its parents; None if it has none (one written in C, say)."""
-    spec, places = None, None
-    parts = module.split(".")
-    for number in range(len(parts)):
-        spec = _spec(".".join(parts[: number + 1]), places)
-        if spec is None:
-            raise InputError(f"no module {module!r} in {Path.cwd()} or in this environment")
-        places = list(spec.submodule_search_locations or ())
-    origin = spec.origin if spec is not None and spec.has_location else None
-    return Path(origin) if origin is not None and origin.endswith(".py") else None
-
-
-def _spec(name: str, places: list[str] | None) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        on_path = places is None and finder is PathFinder
-        try:
-            # Modules in the working directory too, as for the import.
-            spec = finder.find_spec(name, [os.getcwd(), *sys.path] if on_path else places)
-        except (ImportError, ValueError, OSError):  # names that no module can have
-            continue
-        if spec is not None:
-            return spec
-    return None
-
-
-def _parsed(path: Path) -> ast.Module:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in the user's strings
-            return ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        place = f" (line {error.lineno})" if error.lineno is not None else ""
-        raise InputError(f"{path} is not Python: {error.msg}{place}") from None
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-
-
-def _module_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported: not those inside its functions and classes."""
-    waiting = [tree]
-    while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            yield node
-            if not isinstance(node, _SCOPES):
-                waiting.append(node)
+    spec, folders = None, None
+    with _on_path(Path.cwd()):
+        for name in accumulate(module.split("."), "{}.{}".format):
+            try:
+                specs = [finder.find_spec(name, folders) for finder in sys.meta_path]
+            except (ImportError, ValueError):  # names that no module can have
+                specs = []
+            spec = next((spec for spec in specs if spec is not None), None)
+            if spec is None:
+                raise InputError(f"no module {module!r} in {Path.cwd()} or in this environment")
+            folders = list(spec.submodule_search_locations or ())
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
 # ---- imported ----
@@ -188,8 +146,8 @@ def _on_path(*folders: Path) -> Iterator[None]:
 
 
 @contextmanager
-def users_code(what: str, secrets: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Errors: InputError, `what` and "ValueError: no route (mine.py:12)", without the values of secrets.
+def users_code(what: str) -> Iterator[None]:
+    """Errors: InputError, `what` and "ValueError: no route (mine.py:12)".
 
     Full memory is no fault of the user's code. An exit code of its own must not become the program's.
     """
@@ -200,14 +158,14 @@ def users_code(what: str, secrets: Mapping[str, str] | None = None) -> Iterator[
     except (Exception, SystemExit) as error:
         if memory_is_full(error):
             raise
-        raise InputError(f"{what} {explain(error, secrets)}") from error
+        raise InputError(f"{what} {explain(error)}") from error
 
 
-def explain(error: BaseException, secrets: Mapping[str, str] | None = None) -> str:
+def explain(error: BaseException) -> str:
     """ "ValueError: no route (mine.py:12)": an exception, and the last line of the user's that it passed."""
     text = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     line = users_line(error)
-    return hidden(f"{text} ({line})" if line else text, secrets or {})
+    return hidden(f"{text} ({line})" if line else text)
 
 
 def users_line(error: BaseException) -> str | None:
@@ -217,6 +175,57 @@ def users_line(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None
+
+
+# ---- variables: `${NAME}` in an option is read from the environment when it is used, and stored as it is written ----
+
+_VARIABLE = re.compile(r"\$(\$?)\{(?:([A-Za-z_][A-Za-z0-9_]*)\})?")  # `$${` is a literal `${`
+_SECRETS: dict[str, str] = {}  # values that were filled in -> how they are written: no message shows the value
+
+
+def filled(value: Any) -> Any:
+    """A value with the variables in its texts filled in; one that is not set stays as written."""
+    if isinstance(value, str):
+        return _VARIABLE.sub(_fill, value)
+    if isinstance(value, dict):
+        return {key: filled(item) for key, item in value.items()}
+    return [filled(item) for item in value] if isinstance(value, list) else value
+
+
+def _fill(match: re.Match[str]) -> str:
+    if match[1]:
+        return match[0][1:]
+    value = os.environ.get(match[2] or "", "")
+    if len(value) >= 4:  # a shorter one is no secret, and would be found in every text
+        _SECRETS[value] = match[0]
+    return value or match[0]
+
+
+def hidden(text: str) -> str:
+    """A text with variables as they are written in place of their values."""
+    values = sorted(_SECRETS, key=len, reverse=True)  # a value may be a part of another one
+    return re.sub("|".join(map(re.escape, values)), lambda m: _SECRETS[m[0]], text) if values else text
+
+
+def broken_variables(options: Any, where: str) -> list[str]:
+    """Problems of options as they are written; `where` is their dotted path."""
+    keys = [key for key, name in _variables(options, where) if not name]
+    return [f"{key}: write a variable as ${{NAME}}, and a literal ${{ as $${{" for key in keys]
+
+
+def missing_variables(options: Any, where: str) -> list[str]:
+    """Problems of variables that the environment lacks."""
+    missing = [(key, name) for key, name in _variables(options, where) if name and not os.environ.get(name)]
+    return [f"{key}: the environment variable {name} is not set" for key, name in missing]
+
+
+def _variables(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Dotted key and name of each variable; the name is empty where it is broken."""
+    if isinstance(value, str):
+        yield from ((key, match[2] or "") for match in _VARIABLE.finditer(value) if not match[1])
+    elif isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else (("", item) for item in value):
+            yield from _variables(item, f"{key}.{name}" if name else key)
 
 
 # ---- options ----
@@ -248,7 +257,7 @@ def checked_options(
     complete: whether parameters without a default get their values from the options only.
     """
     values, parameters, name = filled(dict(written)), parameters_of(target), getattr(target, "__name__", repr(target))
-    problems = missing_variables(written, where)
+    problems = missing_variables(dict(written), where)
     if parameters is None:
         return values, problems
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -264,21 +273,20 @@ def checked_options(
         # The types of JSON are those of YAML: a list may be a tuple, a text may be a path, but "1" is no number.
         checked = model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        reasons: dict[str, str] = {}
-        for kind, loc, reason in ((e["type"], e["loc"], e["msg"]) for e in error.errors(include_url=False)):
-            key = str(loc[0]) if loc else ""
-            if len(loc) == 1 and kind == "missing":
-                reasons[key] = f"missing, {name} needs it"
-            elif len(loc) == 1 and kind == "extra_forbidden":
+        reasons: dict[str, str] = {}  # one for each option, also where the annotation is a union
+        for problem in error.errors(include_url=False):
+            key, kind = str(problem["loc"][0]), problem["type"] if len(problem["loc"]) == 1 else ""
+            if kind == "missing":
+                reason = f"missing, {name} needs it"
+            elif kind == "extra_forbidden":
                 hint = suggestion(key, set(named) - (set(provided) - set(written)), prefix=f"{where}.")
                 familiar = FAMILIAR.get(key, "")
                 hint = f"; did you mean {familiar}?" if familiar.startswith(f"{where}.") else hint
-                reasons[key] = f"unknown option of {name}{hint}"
-            else:  # several where the annotation is a union
-                shown = written.get(key, written)
-                reasons[key] = f"{reasons[key]} / {reason}" if key in reasons else f"{shown!r} does not fit: {reason}"
-        problems += [f"{where}.{key}: {reason}" for key, reason in reasons.items()]
-        return {}, [hidden(problem, secrets_of(written)) for problem in problems]
+                reason = f"unknown option of {name}{hint}"
+            else:
+                reason = f"{written[key]!r} does not fit: {problem['msg']}"
+            reasons.setdefault(key, reason)
+        return {}, [hidden(line) for line in [*problems, *(f"{where}.{key}: {text}" for key, text in reasons.items())]]
     typed = {p.name: getattr(checked, f"option_{i}") for i, p in enumerate(named.values()) if p.name in values}
     # An iterator would be empty after its first use.
     return values | {key: value for key, value in typed.items() if not hasattr(value, "__next__")}, problems

@@ -1,18 +1,16 @@
-"""How well each KL controller holds its target in real runs: a table, a picture, and a verdict.
+"""How well each KL controller holds its target in real runs: a table and a picture.
 
     python scripts/bench_control.py --jobs 2          the ten rows: 42 runs of about a minute each
     python scripts/bench_control.py --rows adaptive   one row: three seeds x three starting betas
     python scripts/bench_control.py --rows stress     settings that nobody tuned `adaptive` for, and a real small model
     python scripts/bench_control.py --rows stress --reach   whether some constant beta holds the target there
-    python scripts/bench_control.py --table-only      the results so far
 
-The rows are comparisons in bench_control.yaml. Their runs are trained as `rlhf-kl compare` does: finished ones
-are used again, an interrupted one goes on. A quick look: --seed 0 --set ppo.total_episodes=640
-Into --out: bench_control.json, bench_control.png, runs/, one folder per run, and reach.json of --reach.
+The rows are in bench_control.yaml. Their runs are trained as `rlhf-kl compare` does: finished ones are used again, an
+interrupted one goes on. A quick look: --seed 0 --set ppo.total_episodes=640
+Into --out: bench_control.json, bench_control.png and runs/, one folder per run.
 The real model, TinyStories-656K, comes from the hub, or from --real FOLDER.
 
 tail error  mean over the second half of the updates of |exact KL / target - 1|
-reachable   lowest tail error of a constant beta without a ceiling, of at most six; NO: above 0.25, out of the goals
 peak        largest KL / target
 in band     share of the updates from number 15 on within 25 % of the target
 sd log beta standard deviation of log beta over the second half
@@ -24,112 +22,233 @@ of limit    score gain over the most that any policy could have at the same KL (
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from control.reach import reach_table, read_reach, search
-from control.results import by_beta, by_row, charts, goal_lines, read_results, stress_lines
-from control.rows import Planner, is_stress
-
 from rlhf_kl import ui
-from rlhf_kl.commands.compare import train_grid
-from rlhf_kl.commands.grid import check_folders
-from rlhf_kl.config.compare import ComparePlan, PlannedRun, check_variants
-from rlhf_kl.errors import InputError, Interrupted
-from rlhf_kl.report.drawing import save_sheet
+from rlhf_kl.commands.grid import train_grid
+from rlhf_kl.config.compare import ComparePlan, PlannedRun, check_variants, plan_comparison
+from rlhf_kl.config.yaml import read_yaml
+from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.report.charts import ratio_chart
+from rlhf_kl.report.control import BAND, tail
+from rlhf_kl.report.drawing import ORDERED, Chart, save_sheet
+from rlhf_kl.report.run import RunResult, read_run
+from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.run_folder import write_json
-from rlhf_kl.ui import log
+from rlhf_kl.text import format_number, format_percent
+
+ROWS = Path(__file__).with_suffix(".yaml")
+DEFAULT_ROWS = 10
+LEAN = ("eval.every=1000000", "tracking.samples_every=1000000", "tracking.tensorboard=false", "checkpoint.every=20",
+        "checkpoint.keep=1")  # fmt: skip
+STORIES = "data/tinystories-1000/stories.jsonl"
+REAL = {"policy.model": "models/TinyStories-656K", "data.prompts": STORIES, "eval.texts": STORIES}  # below --real
+TRIES = 6  # constant betas of a row
+FARTHEST = 10.0  # largest factor between two of them
+INNER = (0.15, 0.85)  # part of a bracket that the next beta lies in
+
+Results = dict[str, dict[float | str, list[RunResult]]]  # by row and starting beta
 
 
-def show(rows: dict[str, list[PlannedRun]], planner: Planner) -> bool:
+def chosen(names: Sequence[str], rows: Mapping[str, Any]) -> list[str]:
+    """Names of rows; `all`, `stress` and none stand for several. Errors: InputError."""
+    groups = {"all": list(rows), "stress": [row for row in rows if row.startswith("stress-")]}
+    wanted = [row for name in names for row in groups.get(name, [name])] or list(rows)[:DEFAULT_ROWS]
+    if unknown := [name for name in wanted if name not in rows]:
+        raise InputError(*(f"--rows: no row {name!r}{suggestion(name, [*rows, *groups])}" for name in unknown))
+    return list(dict.fromkeys(wanted))
+
+
+def plan_row(name: str, row: Mapping[str, Any], args: Any, constant: float | str | None = None) -> list[PlannedRun]:
+    """A row's runs: its seeds times its starting betas, or one run with a constant beta and no ceiling."""
+    base, seeds, betas = row.get("base", "base.yaml"), row.get("seeds", [0]), row.get("betas", ["auto"])
+    change = {key: value for key, value in row.items() if key not in ("base", "seeds", "betas", "reach")}
+    kl = change.get("kl", {})
+    if constant is None:
+        label = {beta: name if beta == "auto" else f"{name}-b{beta:g}" for beta in betas}
+        controllers = {beta: {"kind": "adaptive"} | kl.get("controller", {}) | {"coef": beta} for beta in betas}
+    else:
+        seeds, change = [0], change | row.get("reach", {})
+        kl = kl | {"ceiling": None}
+        label = {constant: f"{name}-constant-{constant}"}
+        controllers = {constant: {"kind": "fixed", "coef": constant}}
+    variants = {label[beta]: change | {"kl": kl | {"controller": law}} for beta, law in controllers.items()}
+    sets = [f"{key}={(args.real / path).absolute()}" for key, path in REAL.items() if args.real and "base" in row]
+    raw = {"base": base, "seeds": seeds, "variants": variants}
+    return plan_comparison(raw, ROWS, [*LEAN, *sets, *args.sets], args.out, args.seed).runs
+
+
+def finished(planned: PlannedRun) -> RunResult | None:
+    """A run that has all its updates; None for any other."""
+    folder = Path(planned.config.run.output_dir)
+    run = read_run(folder) if (folder / "config.yaml").is_file() else None
+    return run if run and run.status == "finished" and len(run.updates) == planned.config.updates else None
+
+
+def over(runs: Sequence[RunResult], key: str, reduce: Callable[[list[float]], float] = fmean) -> float | None:
+    """A figure of several runs as one; None where a run has none."""
+    values = [run.summary.get(key) if key == "tilt_share" else run.figures[key] for run in runs]
+    return reduce(values) if values and None not in values else None
+
+
+def by_row(results: Results) -> str:
+    """One line a row: means over its runs, and the worst where the header names it."""
+    header = ("", "runs", "tail error", "worst", "peak", "worst", "in band", "worst", "sd log beta", "cut", "score",
+              "gold", "KL", "of limit")  # fmt: skip
+    columns: list[tuple[Any, str, Any]] = [
+        (format_number, "tail_error", fmean), (format_number, "tail_error", max),
+        (format_number, "peak", fmean), (format_number, "peak", max),
+        (format_percent, "time_in_band", fmean), (format_percent, "time_in_band", min),
+        (format_number, "log_beta_sd", fmean), (format_percent, "cut", fmean),
+        (format_number, "scores_shaped", fmean), (format_number, "gold", fmean), (format_number, "kl", fmean),
+        (format_percent, "tilt_share", fmean),
+    ]  # fmt: skip
+    body = []
+    for row, found in results.items():
+        runs = [run for same in found.values() for run in same]
+        body.append([row, str(len(runs)), *(form(over(runs, key, reduce)) for form, key, reduce in columns)])
+    return text_table(header, body)
+
+
+def by_beta(results: Results) -> str:
+    """Tail error, and in brackets the peak, by row and starting beta; means over the seeds."""
+    betas = list(dict.fromkeys(beta for found in results.values() for beta in found))
+    body = [
+        [row, *(f"{format_number(over(found.get(beta, []), 'tail_error'))} "
+                f"({format_number(over(found.get(beta, []), 'peak'))}x)" for beta in betas)]
+        for row, found in results.items()
+    ]  # fmt: skip
+    return text_table(("tail error (peak) from beta", *map(str, betas)), body)
+
+
+def chart(row: str, found: Mapping[float | str, Sequence[RunResult]]) -> Chart:
+    """KL / target over the updates, coloured by starting beta."""
+    tints = [ORDERED[2 * i % len(ORDERED)] for i in range(len(found))]
+    curves = [
+        (run, tint, str(beta) if run is runs[0] else "")
+        for (beta, runs), tint in zip(found.items(), tints, strict=True)
+        for run in runs
+    ]
+    every = [run for run, _, _ in curves]
+    return ratio_chart(row, row, curves, f"tail error {format_number(over(every, 'tail_error'), 2)}")
+
+
+def show(rows: Mapping[str, list[PlannedRun]], out: Path) -> bool:
     """Print tables, write bench_control.json and .png; returns whether no run is missing."""
-    results, missing = read_results(rows)
-    reach, out = read_reach(planner), planner.out
-    asked = {row: len(runs) for row, runs in rows.items()}
-    print(f"{by_row(results, asked, reach)}\n")
-    if not all(map(is_stress, rows)):  # these start from one beta only
-        print(f"{by_beta(results)}\n")
-    if "adaptive" in rows:
-        print("\n".join(goal_lines(results["adaptive"], asked["adaptive"])))
-    if any(map(is_stress, rows)):
-        print("\n".join(stress_lines(results, asked, reach)))
-    for line in missing:
-        print(f"missing: {line}")
-    revisions = sorted({str(result.run.summary.get("git")) for runs in results.values() for result in runs})
-    if len(revisions) > 1:
-        print(f"note: made by different revisions of the code: {', '.join(revisions)}")
-    figures = {row: {result.run.name: result.figures for result in runs} for row, runs in results.items()}
-    out.mkdir(parents=True, exist_ok=True)
+    results: Results = {row: {} for row in rows}
+    missing = []
+    for row, runs in rows.items():
+        for planned in runs:
+            if (run := finished(planned)) is None:
+                missing.append(planned.name)
+            else:
+                results[row].setdefault(planned.config.kl.controller.coef, []).append(run)
+    print(f"{by_row(results)}\n\n{by_beta(results)}\n", *(f"missing: {name}\n" for name in missing))
+    every = {row: [run for runs in found.values() for run in runs] for row, found in results.items()}
+    revisions = sorted({str(run.summary.get("git")) for runs in every.values() for run in runs})
+    figures = {row: {run.name: run.figures for run in runs} for row, runs in every.items()}
     write_json(out / "bench_control.json", {"rows": figures, "revisions": revisions, "missing": missing})
-    columns = min(3 if len(rows) > 4 else 2, len(rows))
-    save_sheet(charts(results), out / "bench_control.png", columns=columns,
+    save_sheet([chart(row, found) for row, found in results.items()], out / "bench_control.png",
+               columns=min(3 if len(rows) > 4 else 2, len(rows)),
                footer="Lines: runs, named by starting beta. Band: target ± 25 %.")  # fmt: skip
-    print(f"{out / 'bench_control.png'}, {out / 'bench_control.json'}")
     return not missing
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> Any:
+# ---- whether some constant beta holds a row's target
+
+
+def next_coef(tries: Sequence[tuple[float, float, float]]) -> float | str | None:
+    """The constant beta to try next; the first is auto, and None ends the search.
+
+    tries: beta, mean KL/target and tail error of each run so far. A larger beta means a lower KL. Betas that are 3x
+    apart would miss the target: at rest the KL falls as 1/beta to 1/beta², so within 25 % lies a range of betas no
+    wider than 1.3x to 1.7x.
+    """
+    if not tries:
+        return "auto"
+    if len(tries) >= TRIES or min(error for _, _, error in tries) <= BAND:
+        return None
+    above = max(((coef, level) for coef, level, _ in tries if level > 1.0), default=None)  # the nearest to the target
+    below = min(((coef, level) for coef, level, _ in tries if level <= 1.0), default=None)
+    if above is None or below is None:
+        coef, level = above or below or (1.0, 1.0)
+        return float(f"{coef * min(max(level, 1 / FARTHEST), FARTHEST):.3g}")
+    low, high = (math.log(max(level, 1e-3)) for _, level in (above, below))
+    share = min(max(low / (low - high), INNER[0]), INNER[1])
+    return float(f"{above[0] * (below[0] / above[0]) ** share:.3g}")
+
+
+def search(name: str, row: Mapping[str, Any], args: Any) -> list[tuple[float, float, float]]:
+    """Beta, mean KL/target of the second half and tail error of each constant beta that was tried."""
+    tries: list[tuple[float, float, float]] = []
+    while (coef := next_coef(tries)) is not None:
+        (planned,) = plan_row(name, row, args, coef)
+        train([planned], args)
+        if (run := finished(planned)) is None:
+            raise InputError(f"{planned.name}: the run has not come to its end")
+        tries.append((run.updates[0]["kl/coef"], fmean(tail(run.ratios)), run.figures["tail_error"]))
+    return tries
+
+
+def show_reach(names: Sequence[str], rows: Mapping[str, Any], args: Any) -> None:
+    """A line a row: the best constant beta, and all that were tried with their mean KL/target."""
+    body = []
+    for name in names:
+        tries = search(name, rows[name], args)
+        coef, _, error = min(tries, key=lambda one: one[2])
+        tried = ", ".join(f"{format_number(one[0])}: {format_number(one[1], 2)}" for one in sorted(tries))
+        body.append([name, "yes" if error <= BAND else "NO", format_number(coef), format_number(error), tried])
+    print(text_table(("reachable by a constant beta", "", "beta", "tail error", "tried: KL/target"), body))
+
+
+def train(runs: list[PlannedRun], args: Any) -> None:
+    """Train those that are not finished."""
+    plan = ComparePlan(args.out.name, args.out, runs, [])
+    check_variants(plan)
+    train_grid(plan, jobs=args.jobs, overwrite=args.overwrite)
+
+
+def parse_arguments(words: Sequence[str] | None) -> Any:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", "--output-dir", type=Path, default=Path("runs/bench_control"))
-    add("--rows", nargs="+", default=[], metavar="ROW",
-        help="default: the first ten of bench_control.yaml; or `all`, or `stress`")  # fmt: skip
+    add("--out", type=Path, default=Path("runs/bench_control"))
+    add("--rows", nargs="+", default=[], metavar="ROW", help="default: the first ten; or `all`, or `stress`")
     add("--seed", type=int, help="this one only, instead of the row's")
-    add("--jobs", type=int, default=1, help="runs at once; above 1 each has one thread")
-    add("--set", dest="sets", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="for every run; wins over its row")  # fmt: skip
+    add("--jobs", type=int, default=1, help="runs at once; above 1 each has its share of the cores")
+    add("--set", dest="sets", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
     add("--overwrite", action="store_true", help="start all runs anew")
     add("--real", type=Path, default=os.environ.get("RLHF_KL_REAL") or None, metavar="FOLDER",
         help="with models/TinyStories-656K and data/tinystories-1000; default: RLHF_KL_REAL, else the hub")  # fmt: skip
-    add("--reach", action="store_true",
-        help="search a constant beta that holds each row's target, and keep the results in reach.json")  # fmt: skip
+    add("--reach", action="store_true", help="search a constant beta that holds each row's target")
     add("--table-only", action="store_true", help="run nothing, show the results so far")
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run and show the rows; returns the exit code."""
-    asked = parse_arguments(arguments)
+    args, rows = parse_arguments(words), read_yaml(ROWS)
+    args.out = args.out.absolute()
     ui.start()
-    out = asked.out.absolute()
-    planner = Planner(out, asked.sets, asked.seed, asked.real)
-
-    def train(runs: list[PlannedRun]) -> None:
-        plan = ComparePlan(out.name, out, runs, [])
-        check_variants(plan)
-        if asked.table_only:
-            check_folders(plan)
-        else:
-            train_grid(plan, jobs=asked.jobs, overwrite=asked.overwrite)
-
     try:
-        if asked.jobs < 1:
-            raise InputError("--jobs must be at least 1")
-        names = [name for text in asked.rows for name in text.split(",") if name]
-        rows = planner.plan(names)
-        left_out = [] if asked.table_only else planner.left_out(rows)
-        for name, reason in left_out:
-            log.error(f"{name} is left out: {reason}")
-            del rows[name]
-        if not rows:
-            return 1
-        if asked.reach:
-            reach = search(planner, list(rows), train, anew=asked.overwrite)
-            print(reach_table(reach))
-            return 0 if len(reach) == len(rows) and not left_out else 1
-        train([run for runs in rows.values() for run in runs])
-        return 0 if show(rows, planner) and not left_out else 1
+        names = chosen(args.rows, rows)
+        if args.reach:
+            show_reach(names, rows, args)
+            return 0
+        planned = {name: plan_row(name, rows[name], args) for name in names}
+        if not args.table_only:
+            train([run for runs in planned.values() for run in runs], args)
+        return 0 if show(planned, args.out) else 1
     except InputError as error:
         for problem in error.problems:
-            log.error(problem)
+            ui.log.error(problem)
         return 2
-    except (KeyboardInterrupt, Interrupted):
-        log.info("interrupted; the same command goes on from the last checkpoints")
-        return 130
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import rlhf_kl
-from rlhf_kl.config.compare import COMPARE_SCHEMA
+from rlhf_kl.config.compare import compare_schema
 from rlhf_kl.config.load import json_schema
 from rlhf_kl.config.schema import KIND_NAMES, MODELS, Section, section_of
 
@@ -100,7 +100,7 @@ def _bounds(metadata: Any) -> str:
 
 def documents() -> dict[Path, str]:
     """Path and content of every file."""
-    schemas = {**{kind: json_schema(kind) for kind in KIND_NAMES}, "compare": COMPARE_SCHEMA}
+    schemas = {**{kind: json_schema(kind) for kind in KIND_NAMES}, "compare": compare_schema()}
     folder = PACKAGE.parent / "configs" / "schema"
     return {
         PACKAGE / "guide" / "config_reference.md": config_reference(),

@@ -16,70 +16,45 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
-from bench import SHAPES, random_world
+from bench import SHAPES, WARM_UP, random_world
 
 from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.versions import git_revision, versions
 
-WARM_UP = 2
 TARGET = 0.1  # nats per token
-RANDOM = {"rollout.max_new_tokens": 32, "reward.missing_eos_penalty": 0.0, "ppo.learning_rate": 1e-5}
 
 
-def figures(rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
+def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The reported figures of a run, from its rows."""
     steady, tail = rows[WARM_UP:] or rows, rows[len(rows) // 2 :]
-    found = {name: median(row[f"perf/{name}"] for row in steady) for name in ("samples_per_s", "tokens_per_s")}
-    found |= {f"{part}_s": median(row[f"time/{part}_s"] for row in steady) for part in ("rollout", "score", "update")}
-    return {
-        **found,
+    speeds = ("perf/samples_per_s", "perf/tokens_per_s", "time/rollout_s", "time/score_s", "time/update_s")
+    return {key.partition("/")[2]: median(row[key] for row in steady) for key in speeds} | {
         "peak_memory_mb": max(row["perf/peak_memory_mb"] for row in rows),
         "updates": len(rows),
-        "kl_over_target": fmean(row["kl/token"] for row in tail) / target,
+        "kl_over_target": fmean(row["kl/token"] for row in tail) / TARGET,
         "score": fmean(row["objective/scores"] for row in tail),
         "logratio_first_max": max(row["policy/logratio_first_max"] for row in rows),
         "held": rows[-1]["dist/held"],
     }
 
 
-def runs(args: argparse.Namespace, place: Path) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """What each run is, and its settings."""
-    world = random_world(place, SHAPES["gpt2"], [8, 16, 24] * 40) if "gpt2" in args.models else None
-    for model in args.models:
-        own = {}
-        if world is not None and model == "gpt2":
-            own = {"policy.model": world.policy, "reward.model": world.reward, "data.prompts": world.prompts}
-            own |= {"eval.texts": world.prompts, "eval.column": "prompt", **RANDOM}
-        for dtype in ("float32", "bfloat16"):
-            for count in dict.fromkeys((1, args.processes)):
-                for shard in (False, True) if count > 1 else (False,):
-                    settings = {"run.device": args.device, "run.dtype": dtype, "policy.shard": shard, **own}
-                    settings |= {"reference.shard": shard, "ppo.total_episodes": 64 * args.updates}
-                    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-                    yield {"model": model, "dtype": dtype, "processes": count, "sharded": shard}, words
-
-
-def run(about: dict[str, Any], words: list[str], folder: Path) -> dict[str, Any]:
+def run(about: dict[str, Any], settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A run, and its reported figures."""
-    count = about["processes"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
-    command = [sys.executable, *launch, "-m", "rlhf_kl", "train", "--config", "ppo_adaptive.yaml", "--quiet"]
-    command += ["--set", f"kl.target={TARGET}"]
-    done = subprocess.run(
-        [*command, "--output-dir", str(folder), "--overwrite", *words], capture_output=True, text=True, check=False
-    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(about["processes"])]
+    command = [sys.executable, *(launch if about["processes"] > 1 else []), "-m", "rlhf_kl", "train", "--quiet"]
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command += ["--config", "ppo_adaptive.yaml", "--output-dir", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         told = [line for line in lines if line.startswith("error:")] or lines[-3:]
         return {**about, "failed": done.returncode, "words": told}
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("kl/token") is not None]
-    return {**about, **figures(rows, TARGET)}
+    return about | figures([row for row in read_jsonl(folder / "metrics.jsonl") if row.get("kl/token") is not None])
 
 
 def main() -> int:
@@ -94,18 +69,24 @@ def main() -> int:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if args.device == "cuda" and not gpus:
         parser.error("no CUDA device is available here; --device cpu tries the script out")
-    args.processes = args.processes or max(1, len(gpus))
-    report: dict[str, Any] = {
-        "gpus": gpus,
-        "cuda": torch.version.cuda,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "revision": git_revision(Path(__file__).parent),
-        "versions": versions(),
-        "runs": [],
-    }
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    report: dict[str, Any] = {"gpus": gpus, "cuda": torch.version.cuda, "machine": machine, "versions": versions(),
+                              "revision": git_revision(Path(__file__).parent), "runs": []}  # fmt: skip
+    common = {"run.device": args.device, "kl.target": TARGET, "ppo.total_episodes": 64 * args.updates}
+    counts = dict.fromkeys((1, args.processes or max(1, len(gpus))))
     with tempfile.TemporaryDirectory() as folder:
-        for number, (about, words) in enumerate(runs(args, Path(folder))):
-            report["runs"].append(run(about, words, Path(folder) / f"run-{number}"))
+        own: dict[str, dict[str, Any]] = {"reviews": {}}
+        if "gpt2" in args.models:
+            world = random_world(Path(folder), SHAPES["gpt2"], [8, 16, 24] * 40)
+            own["gpt2"] = {"policy.model": world.policy, "reward.model": world.reward, "data.prompts": world.prompts,
+                           "eval.texts": world.prompts, "eval.column": "prompt", "rollout.max_new_tokens": 32,
+                           "reward.missing_eos_penalty": 0.0, "ppo.learning_rate": 1e-5}  # fmt: skip
+        kinds = [(model, dtype, count, shard) for model in args.models for dtype in ("float32", "bfloat16")
+                 for count in counts for shard in ((False, True) if count > 1 else (False,))]  # fmt: skip
+        for number, (model, dtype, count, shard) in enumerate(kinds):
+            about = {"model": model, "dtype": dtype, "processes": count, "sharded": shard}
+            settings = {**common, "run.dtype": dtype, "policy.shard": shard, "reference.shard": shard, **own[model]}
+            report["runs"].append(run(about, settings, Path(folder) / f"run-{number}"))
             print(json.dumps(report["runs"][-1]), flush=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"{args.out}: paste it into an issue")

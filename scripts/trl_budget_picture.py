@@ -14,6 +14,7 @@ import os
 import string
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,20 +41,10 @@ def make_model(folder: str) -> None:
         tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(ids),
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    sizes = {"vocab_size": len(ids), "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **special)).save_pretrained(folder)
 
 
 def wanted(completions: list[str], **_: Any) -> list[float]:
@@ -124,10 +115,9 @@ def record_exact_kl(trainer: Any) -> list[float]:
     return kls
 
 
-def tail_error(kls: list[float], target: float = TARGET) -> float:
+def tail_error(kls: list[float]) -> float:
     """Mean |KL/target - 1| over the second half."""
-    tail = kls[len(kls) // 2 :]
-    return sum(abs(kl / target - 1.0) for kl in tail) / len(tail)
+    return fmean(abs(kl / TARGET - 1.0) for kl in kls[len(kls) // 2 :])
 
 
 def main() -> None:
@@ -138,15 +128,13 @@ def main() -> None:
     parser.add_argument("--short", action="store_true")
     arguments = parser.parse_args()
 
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     from rlhf_kl.integrations.trl import KLBudget
 
     seed, short = arguments.seed, arguments.short
-    figure, axes = plt.subplots(1, 2, figsize=(7.6, 2.7), sharey=True, layout="constrained")
+    figure = Figure(figsize=(7.6, 2.7), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         for name, axis in zip(("constant beta", "KLBudget"), axes, strict=True):

@@ -35,7 +35,7 @@ SLOW_FIXTURES = {
 }
 SLOW_FILES = (
     *("processes/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py", "models/test_families.py"),
-    *("cli/test_eval_cli.py", "cli/test_generate_cli.py", "cli/test_trust.py"),
+    "cli/test_read_run.py",
     *(
         "commands/test_lora.py",
         "commands/test_reward_lora.py",

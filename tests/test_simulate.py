@@ -81,13 +81,6 @@ def test_without_a_penalty_the_kl_goes_where_the_least_beta_leads(law, limit):
     assert rows[-1].kl == pytest.approx(limit, rel=1e-3)
 
 
-def test_noise_is_relative_and_seeded():
-    def kls(seed):
-        return [r.kl for r in simulate_plant(FixedKL(coef=1.0), Plant(gaussian_law(1.0), seed=seed), 20)]
-
-    assert kls(1) == kls(1) != kls(2)
-
-
 def test_a_ceiling_cuts_updates_and_the_controller_gets_the_uncut_kl():
     class Recorder(FixedKL):
         def observe_update(self, kl_before, kl_after, kl_uncut):
@@ -113,8 +106,7 @@ def test_sticky_and_climbing_plants_do_what_they_say():
 
 
 @pytest.mark.parametrize("law", ["gaussian", "saturating"])
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("speed", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize(("sigma", "speed"), [(0.5, 0.1), (1.0, 0.2), (2.0, 0.4)])
 def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
     equilibrium = laws(law, sigma)
     ideal = ideal_coef(equilibrium, TARGET * LENGTH)
@@ -142,14 +134,6 @@ def test_adaptive_beats_ziegler_where_both_start_wrong():
     assert peak(ours, TARGET) < peak(theirs, TARGET)
 
 
-def test_adaptive_under_a_ceiling_settles_below_it():
-    law = gaussian_law(1.0)
-    controller = adaptive(0.1 * ideal_coef(law, TARGET * LENGTH))
-    rows = simulate_plant(controller, Plant(law, length=LENGTH, noise=0.0), ceiling=1.3 * TARGET)
-    assert tail_error(rows, TARGET) < 0.15
-    assert peak(rows, TARGET) < 1.3 + 1e-9
-
-
 @pytest.mark.parametrize("kind", CONTROLLERS)
 def test_rows_chain(kind):
     rows = simulate_sequence(build_controller(kind, {}, total_episodes=256), [0.0, 0.05, 0.3, 0.1])
@@ -161,18 +145,6 @@ def test_alerts_of_a_sequence_carry_their_step():
     alerts: list[str] = []
     simulate_sequence(ThresholdKL(), [0.1, math.nan], alerts=alerts)
     assert [alert.split(": ")[:2] for alert in alerts] == [["step 2", "kl-not-finite"]]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speed": 0.0}, {"speed": math.nan}, {"noise": -1.0}, {"noise": math.nan}, {"noise": math.inf},
-        {"length": 0.0}, {"inertia": 1.0}, {"climb": 0.0},
-    ],
-)  # fmt: skip
-def test_a_plant_that_makes_no_sense_is_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        Plant(gaussian_law(1.0), **options)
 
 
 # ---- the command ----
@@ -210,24 +182,12 @@ def test_a_kl_that_is_not_a_number_is_null_and_said(run):
     assert "step 2: kl-not-finite" in output.err
 
 
-@pytest.mark.parametrize("plant", ["gaussian", "saturating"])
-def test_the_default_law_on_a_plant(run, plant):
-    rows = rows_of(run("--plant", plant, "--coef", "0.1", "--target", "0.05", "--json"))
-    assert len(rows) == 60
-    assert rows[0]["coef"] == 0.1
-    assert sum(abs(row["kl"] / 0.05 - 1) for row in rows[30:]) / 30 < 0.15
-
-
 def test_the_plant_of_a_finished_run(run, tmp_path):
     curve = [{"coef": coef, "kl": 0.5 / coef**2, "gain": 1.0} for coef in (0.2, 1.0, 5.0)]
     (tmp_path / "summary.json").write_text(json.dumps({"reference": {"tilt": curve, "length": 10.0}}))
     fixed = ["--controller", "fixed", "--coef", "1", "--noise", "0", "--updates", "80", "--target", "0.1"]
     rows = rows_of(run("--plant", str(tmp_path), *fixed, "--json"))
     assert rows[-1]["kl"] == pytest.approx(0.05)  # 0.5 nats per response of 10 tokens
-    for broken in ({"tilt": curve[:1], "length": 10.0}, {"tilt": curve, "length": 0.0}):
-        (tmp_path / "summary.json").write_text(json.dumps({"reference": broken}))
-        with pytest.raises(InputError, match=r"^--plant: "):
-            run("--plant", str(tmp_path))
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(InputError, match="finished run"):
         run("--plant", str(tmp_path))
@@ -285,19 +245,14 @@ def test_a_plugin_from_a_file(run, tmp_path):
     ("arguments", "word"),
     [
         (["--controller", "adaptiv"], "did you mean adaptive"),
-        (["--controller", "statc"], "did you mean static"),
         (["--plant", "gausian"], "did you mean gaussian"),
         (["--kl", "0.1,x"], "--kl"),
         (["--kl", "-0.1"], "--kl"),
-        (["--kl", ","], "--kl"),
         (["--kl", "0.1", "--plant", "gaussian"], "exclude each other"),
         (["--set", "kl.target=0.1"], "--config"),
         (["--coef", "-1"], "coef"),
-        (["--target", "0"], "target"),
         (["--target", "-1", "--controller", "fixed"], "^--target must be a finite number above 0: -1$"),
-        (["--plant", "gausian"], "^--plant: neither"),
         (["--speed", "2"], "^--speed must be above 0 and at most 1: 2$"),
-        (["--noise", "-1"], "^--noise must be a finite number from 0 on: -1$"),
         (["--noise", "nan", "--updates", "3"], "^--noise must be a finite number from 0 on: nan$"),
         (["--updates", "3", "--plot", "loop.nonsense"], "--plot"),
     ],
@@ -308,17 +263,10 @@ def test_bad_input_is_one_line(run, arguments, word):
     assert len(caught.value.problems) == 1
 
 
-def test_both_wrong_options_of_a_plant_are_said(run):
-    with pytest.raises(InputError) as caught:
-        run("--speed", "0", "--noise", "-1")
-    assert [problem.split()[0] for problem in caught.value.problems] == ["--speed", "--noise"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--config", "ppo_no_kl.yaml"],
-        ["--controller", "static", "--coef", "0"],
         ["--controller", "static", "--coef", "0", "--plant", "gaussian"],
     ],
 )

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, config, doctor, evaluate, generate, guide, report, simulate, training
+from rlhf_kl.cli import compare, config, evaluate, generate, guide, simulate, training
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import shell_command
@@ -37,9 +37,9 @@ app.command("eval")(evaluate.evaluate)
 app.command()(training.sft)
 app.command("reward-model")(training.reward_model)
 app.command()(compare.compare)
-app.command()(report.report)
+app.command()(compare.report)
 app.command()(generate.generate)
-app.command()(doctor.doctor)
+app.command()(training.doctor)
 app.command()(simulate.simulate)
 app.command()(guide.guide)
 app.add_typer(config.app, name="config")
@@ -73,14 +73,13 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; problems go to stderr, one line each."""
     try:
-        result = _command(list(arguments) or ["--help"])
+        result: Any = app(list(arguments) or ["--help"], prog_name=shell_command(), standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
-        return result
+        return result if isinstance(result, int) else 0
     except RlhfKlError as error:
-        if _follows() if error.told is None else error.told:
-            return error.exit_code
-        for line in getattr(error, "problems", None) or [str(error)]:
-            print(f"error: {safe_text(line)}", file=sys.stderr)
+        if not (_follows() if error.told is None else error.told):
+            for line in getattr(error, "problems", None) or [str(error)]:
+                print(f"error: {safe_text(line)}", file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupted:
         print(f"interrupted; to go on from the last checkpoint: {_going_on(arguments)}", file=sys.stderr)
@@ -92,11 +91,22 @@ def run(arguments: Sequence[str]) -> int:
         # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (RuntimeError, MemoryError) as error:
-        if not memory_is_full(error):
+    except Exception as error:
+        if memory_is_full(error):
+            print(
+                "error: memory is full: use a smaller model, or a device with more memory (run.device)", file=sys.stderr
+            )
+            return 1
+        if not hasattr(error, "format_message"):  # of typer's usage errors: it has a click of its own
             raise
-        print("error: memory is full: use a smaller model, or a device with more memory (run.device)", file=sys.stderr)
-        return 1
+        if not _follows():
+            print(f"error: {_usage_error(error, arguments)}", file=sys.stderr)
+        return int(getattr(error, "exit_code", 2))
+
+
+def _follows() -> bool:
+    """Whether a launcher started another process of a group on this machine before this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("LOCAL_RANK", "0")) > 0
 
 
 def _going_on(arguments: Sequence[str]) -> str:
@@ -109,37 +119,19 @@ def _going_on(arguments: Sequence[str]) -> str:
     return safe_text(f"{shell_command()} {shlex.join(words)}")
 
 
-def _advice(error: Any, arguments: list[str], path: str) -> str:
-    """What helps after a usage error."""
-    command = arguments[0] if arguments else ""
-    if command in TRAINING and type(error).__name__ == "NoSuchOption":
+def _usage_error(error: Any, arguments: Sequence[str]) -> str:
+    """What is wrong with a command line, and what helps."""
+    message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
+    path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
+    command, kind = arguments[0], type(error).__name__
+    if command in TRAINING and kind == "NoSuchOption":
         from rlhf_kl.config.errors import all_keys, nearest_keys
         from rlhf_kl.config.schema import MODELS
 
         key = error.option_name.lstrip("-").replace("-", "_")
         model = next((model for kind, model in MODELS.items() if kind == command), MODELS["train"])
-        keys = nearest_keys(key, all_keys(model)) or ["KEY"]
-        return f"config keys are changed with --set: --set {keys[0]}=VALUE (see {path} --help)"
-    if command in TRAINING and type(error).__name__ == "MissingParameter":
-        return f"such as {path} --config {TRAINING[command]} (see {path} --help)"
-    return f"see {path} --help"
-
-
-def _follows() -> bool:
-    """Whether a launcher started another process of a group on this machine before this one."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("LOCAL_RANK", "0")) > 0
-
-
-def _command(arguments: list[str]) -> int:
-    try:
-        result: Any = app(arguments, prog_name=shell_command(), standalone_mode=False)
-    except Exception as error:
-        # typer's usage errors, recognised by a method, since typer has a click of its own.
-        if not hasattr(error, "format_message"):
-            raise
-        path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
-        if not _follows():
-            message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
-            print(f"error: {message}; {_advice(error, arguments, path)}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 2))
-    return result if isinstance(result, int) else 0
+        nearest = (nearest_keys(key, all_keys(model)) or ["KEY"])[0]
+        return f"{message}; config keys are changed with --set: --set {nearest}=VALUE (see {path} --help)"
+    if command in TRAINING and kind == "MissingParameter":
+        return f"{message}; such as {path} --config {TRAINING[command]} (see {path} --help)"
+    return f"{message}; see {path} --help"

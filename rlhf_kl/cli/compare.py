@@ -1,4 +1,4 @@
-"""`rlhf-kl compare`."""
+"""The commands that show runs: `compare`, which may train them first, and `report`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from rlhf_kl import ui
 from rlhf_kl.cli.options import Overwrite, Quiet, Set
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import stdout_width
+from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
-    from rlhf_kl.ui import log
+    from rlhf_kl.config.compare import ComparePlan
 
 
 def compare(
@@ -43,50 +44,49 @@ def compare(
         raise InputError("--set, --seed, --jobs, --resume and --overwrite need --config: RUN folders are only read")
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: choose one")
-
     ui.start(quiet)
-    if config is None:
-        return _read(runs or [], output_dir or Path("runs/compare"))
-    return _train(config, set_ or [], output_dir, seed, jobs, overwrite)
+    plan: ComparePlan | None = None
+    if config is not None:
+        from rlhf_kl.config.compare import check_variants, load_compare
 
-
-def _read(runs: list[Path], folder: Path) -> int:
-    from rlhf_kl.commands.compare import write_comparison
+        plan = load_compare(config, set_ or [], output_dir, seed)  # errors of the config come before torch is imported
+        check_variants(plan)
+    from rlhf_kl.commands.grid import train_grid
+    from rlhf_kl.commands.report import planned_comparison, write_comparison
     from rlhf_kl.report.compare import read_comparison
 
+    failures = train_grid(plan, jobs=jobs, overwrite=overwrite) if plan else []
     with ui.waiting("reading the runs"):
-        comparison = read_comparison(runs)
-    _show_notes(comparison.notes)
+        comparison = planned_comparison(plan) if plan else read_comparison(runs or [])
+    for note in comparison.notes:
+        log.info(f"note: {note}")
+    folder = plan.folder if plan else output_dir or Path("runs/compare")
     with ui.waiting("drawing the comparison"):
-        text = write_comparison(comparison, folder, folder.name, stdout_width())
-    print(text)
-    return 0
-
-
-def _train(
-    config: str,
-    sets: list[str],
-    output_dir: Path | None,
-    seed: int | None,
-    jobs: int,
-    overwrite: bool,
-) -> int:
-    from rlhf_kl.config.compare import check_variants, load_compare
-
-    plan = load_compare(config, sets, output_dir, seed)  # errors of the config come before torch is imported
-    check_variants(plan)
-    from rlhf_kl.commands.compare import planned_comparison, train_grid, write_comparison
-
-    failures = train_grid(plan, jobs=jobs, overwrite=overwrite)
-    with ui.waiting("reading the runs"):
-        comparison = planned_comparison(plan)
-    _show_notes(comparison.notes)
-    with ui.waiting("drawing the comparison"):
-        text = write_comparison(comparison, plan.folder, plan.name, stdout_width())
+        text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
     print(text)
     return 1 if failures else 0
 
 
-def _show_notes(notes: list[str]) -> None:
-    for note in notes:
-        log.info(f"note: {note}")
+def report(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders; default: the newest under runs/.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Write it again while the run goes on.")] = False,
+    every: Annotated[int, typer.Option(metavar="SECONDS", min=1, help="With --watch: how often.")] = 10,
+    quiet: Quiet = False,
+) -> None:
+    """Show a finished or running run as one self-contained page: RUN/report.html."""
+    from rlhf_kl.commands.report import watch_reports, write_report
+    from rlhf_kl.run.run_folder import newest_run
+
+    ui.start(quiet)
+    paths = runs or [newest_run()]
+    if watch:
+        log.info(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
+        watch_reports(paths, every)
+    for path in paths:
+        with ui.waiting(f"drawing {path / 'report.html'}"):
+            notes = write_report(path).notes
+        for note in notes:
+            log.info(f"{path}: {note}")
+        print(path / "report.html")

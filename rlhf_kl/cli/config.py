@@ -51,7 +51,7 @@ def schema(
     ] = "train",
 ) -> None:
     """Print the JSON Schema, for completion and checks in an editor."""
-    from rlhf_kl.config.compare import COMPARE_SCHEMA
+    from rlhf_kl.config.compare import compare_schema
     from rlhf_kl.config.load import json_schema
 
-    print(json.dumps(COMPARE_SCHEMA if kind == "compare" else json_schema(kind), indent=2))
+    print(json.dumps(compare_schema() if kind == "compare" else json_schema(kind), indent=2))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode, loading
+from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
 
 LABELS = {
     "perplexity": "held-out perplexity",
@@ -44,13 +44,13 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
-    with loading(quiet):
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
         from rlhf_kl.commands.evaluate import EvalRequest, run_eval
         from rlhf_kl.commands.trust import Trust
 
     trust = Trust(plugins, trust_remote_code, allow_pickle)
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, trust)
-    ui.start(quiet)
     figures = run_eval(request)
     print(json.dumps(figures, indent=2) if as_json else _table(figures))
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode, loading
+from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
 from rlhf_kl.text import safe_text
 
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token
@@ -38,7 +38,8 @@ def generate(
     quiet: Quiet = False,
 ) -> None:
     """Sample responses from a run's policy, or from any model."""
-    with loading(quiet):
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
         from rlhf_kl.commands.generate import GenerateRequest, run_generate
         from rlhf_kl.commands.trust import Trust
 
@@ -58,7 +59,6 @@ def generate(
         seed=seed,
         trust=Trust(plugins, trust_remote_code, allow_pickle),
     )
-    ui.start(quiet)
     results = run_generate(request)
     if output is not None:
         return

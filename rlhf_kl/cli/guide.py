@@ -51,18 +51,14 @@ def _show(text: str) -> None:
     """Markdown in a pager, at most 100 columns wide."""
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.markdown import Markdown, TableElement
-    from rich.table import Table
 
     class Cells(TableElement):
-        """A table that cuts no word short: names in the first column stay whole where they fit, others go on below."""
+        """A table that cuts no word short."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
             for part in super().__rich_console__(console, options):
-                if isinstance(part, Table):
-                    for column in part.columns:
-                        column.overflow = "fold"
-                    names = [len(str(cell)) for cell in part.columns[0].cells]
-                    part.columns[0].no_wrap = max(names) <= options.max_width // 2
+                for column in getattr(part, "columns", []):
+                    column.overflow = "fold"
                 yield part
 
     class Page(Markdown):

@@ -1,11 +1,9 @@
-"""What the commands share: options, and what a terminal shows while torch is imported."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -62,15 +60,3 @@ def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: 
     if seed is not None:
         changes.append(f"run.seed={seed}")
     return changes
-
-
-@contextmanager
-def loading(quiet: bool) -> Iterator[None]:
-    """A spinner around imports that take seconds; a log shows nothing."""
-    if quiet or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("loading torch"):
-        yield

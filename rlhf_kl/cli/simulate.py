@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -58,7 +57,7 @@ def simulate(
     setup = _setup(controller, config, sets or [], target, coef, episodes, updates, kls)
     notes: list[str] = []
     if kls is None:
-        policy = _plant(plant or "saturating", speed, noise, seed, setup)
+        policy = _plant(plant or "saturating", speed, noise, seed, setup.length)
         notes += setup.controller.start_warnings(setup.updates, setup.episodes)
         rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
     else:
@@ -93,7 +92,9 @@ def _setup(
     kls: list[float] | None,
 ) -> _Setup:
     """The controller with the sizes of the config, of the command line, or the defaults."""
+    from rlhf_kl.config.plugins import controller_class, make_controller
     from rlhf_kl.kl_controllers import stored_name
+    from rlhf_kl.plugins import takes
 
     options: dict[str, Any] = {}
     total, per_sequence = None, False
@@ -120,67 +121,47 @@ def _setup(
         raise InputError(f"--target must be a finite number above 0: {target:g}")
     updates = updates or (60 if kls is None else len(kls))
     sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
-    guarded = _controller(kind, options, coef, sizes)
+    if coef is not None and takes(controller_class(kind), "coef"):
+        options = options | {"coef": coef}
+    guarded = make_controller(kind, options, **sizes)
     target = float(target or getattr(guarded.controller, "target", None) or 0.1)
-    length = 1.0 if per_sequence else PLANT_NATS / target
-    return _Setup(guarded, kind, target, length, episodes, updates)
-
-
-def _controller(kind: str, options: dict[str, Any], coef: float | None, sizes: dict[str, Any]) -> GuardedController:
-    """coef: the starting beta, passed on if it is given and the class takes it."""
-    from rlhf_kl.config.plugins import controller_class, make_controller
-    from rlhf_kl.plugins import takes
-
-    written = {} if coef is None or not takes(controller_class(kind), "coef") else {"coef": coef}
-    return make_controller(kind, {**options, **written}, **sizes)
+    return _Setup(guarded, kind, target, 1.0 if per_sequence else PLANT_NATS / target, episodes, updates)
 
 
 def _kls(text: str) -> list[float]:
     try:
         kls = [float(word) for word in text.split(",") if word.strip()]
     except ValueError:
-        raise InputError(f"--kl must be numbers with commas between: {text!r}") from None
+        kls = []
     if not kls or any(kl < 0.0 for kl in kls):
-        raise InputError(f"--kl must be KLs in nats, 0 or more: {text!r}")
+        raise InputError(f"--kl must be KLs in nats, 0 or more, with commas between: {text!r}")
     return kls
 
 
-def _plant(law: str, speed: float, noise: float, seed: int, setup: _Setup) -> Plant:
-    from rlhf_kl.simulate import Plant
+def _plant(name: str, speed: float, noise: float, seed: int, length: float) -> Plant:
+    """The simulated policy of a law; of a run's folder with the tilt and the length of its reference samples."""
+    from rlhf_kl.simulate import Plant, example_scores, gaussian_law, measured_law, tilt_law
 
-    equilibrium, length = _law(law, setup.length)
+    if Path(name).is_dir():
+        try:
+            reference = json.loads((Path(name) / "summary.json").read_text(encoding="utf-8"))["reference"]
+            law = measured_law([(point["coef"], point["kl"]) for point in reference["tilt"]])
+            length = reference["length"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise InputError(
+                f"--plant: {name} has no summary.json with reference samples: name a finished run"
+            ) from None
+    elif name == "gaussian":
+        law = gaussian_law(1.0)
+    elif name == "saturating":
+        law = tilt_law(example_scores())
+    else:
+        known = suggestion(name, ["gaussian", "saturating"])
+        raise InputError(f"--plant: neither a plant nor a run's folder: {name!r}{known}")
     try:
-        return Plant(equilibrium, speed=speed, noise=noise, length=length, seed=seed)
+        return Plant(law, speed=speed, noise=noise, length=length, seed=seed)
     except InputError as error:  # its fields have the names of the options
         raise InputError(*(f"--{problem}" for problem in error.problems)) from None
-
-
-def _law(name: str, length: float) -> tuple[Callable[[float], float], float]:
-    """KL per sequence as a function of beta, and the tokens of a response: `length`, or the mean of a named run."""
-    from rlhf_kl.simulate import example_scores, gaussian_law, measured_law, tilt_law
-
-    laws = {"gaussian": lambda: gaussian_law(1.0), "saturating": lambda: tilt_law(example_scores())}
-    if not Path(name).is_dir():
-        if name not in laws:
-            raise InputError(f"--plant: neither a plant nor a run's folder: {name!r}{suggestion(name, laws)}")
-        return laws[name](), length
-    curve, length = _reference_of(Path(name))
-    try:
-        return measured_law(curve), length
-    except ValueError as error:
-        raise InputError(f"--plant: {name}: {error}") from None
-
-
-def _reference_of(folder: Path) -> tuple[list[tuple[float, float]], float]:
-    """The tilt of a run's reference samples as (beta, KL per sequence), and their mean length."""
-    try:
-        reference = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["reference"]
-        length = float(reference["length"])
-        if not 0.0 < length < math.inf:
-            raise ValueError(length)
-        return [(float(p["coef"]), float(p["kl"])) for p in reference["tilt"]], length
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"--plant: {folder} has no summary.json with reference samples: name a finished run") from None
 
 
 def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
@@ -195,11 +176,6 @@ def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
     for name in ("step", "kl", "kl/target", "coef", "coef_next"):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(
-            str(row.step),
-            f"{row.kl:.4f}",
-            f"{row.kl / setup.target:.2f}",
-            f"{row.coef:.4f}",
-            f"{row.coef_next:.4f}",
-        )
+        kl, ratio = f"{row.kl:.4f}", f"{row.kl / setup.target:.2f}"
+        table.add_row(str(row.step), kl, ratio, f"{row.coef:.4f}", f"{row.coef_next:.4f}")
     Console().print(table)

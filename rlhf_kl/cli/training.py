@@ -1,27 +1,21 @@
-"""`rlhf-kl train`, `rlhf-kl sft` and `rlhf-kl reward-model`."""
+"""The commands that take a config of one run: `train`, `sft`, `reward-model` and `doctor`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rlhf_kl.cli.options import (
-    Config,
-    Merge,
-    OutputDir,
-    Overwrite,
-    Quiet,
-    Resume,
-    Seed,
-    Set,
-    Updates,
-    loading,
-    overrides,
-)
+import typer
+
+from rlhf_kl import ui
+from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
+from rlhf_kl.text import hanging, stdout_width
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import Kind
+
+STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}
 
 
 def train(
@@ -36,7 +30,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    _train("train", config, set_, output_dir, seed, resume, overwrite, merge, quiet, updates)
+    _run("train", **locals())
 
 
 def sft(
@@ -50,7 +44,7 @@ def sft(
     quiet: Quiet = False,
 ) -> None:
     """Train a language model on texts: fine-tuning, or from scratch."""
-    _train("sft", config, set_, output_dir, seed, resume, overwrite, merge, quiet)
+    _run("sft", **locals())
 
 
 def reward_model(
@@ -64,13 +58,13 @@ def reward_model(
     quiet: Quiet = False,
 ) -> None:
     """Train a reward model from preference pairs (Bradley-Terry)."""
-    _train("reward-model", config, set_, output_dir, seed, resume, overwrite, merge, quiet)
+    _run("reward-model", **locals())
 
 
-def _train(
+def _run(
     kind: Kind,
     config: str,
-    sets: Sequence[str] | None,
+    set_: list[str] | None,
     output_dir: Path | None,
     seed: int | None,
     resume: bool,
@@ -84,29 +78,66 @@ def _train(
     from rlhf_kl.config.schema import TrainConfig
 
     # Errors of the config come before torch is imported.
-    changes = overrides(sets, output_dir, seed)
+    changes = overrides(set_, output_dir, seed)
     settings: Any = load_config(kind, config, changes)
     if updates is not None:
         changes.append(f"ppo.total_episodes={updates * settings.rollout.batch_size}")
         settings = load_config(kind, config, changes)
     if isinstance(settings, TrainConfig):
         check_plugins(settings)
-    with loading(quiet):
-        from rlhf_kl import ui
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
         from rlhf_kl.commands.closing import supervised_closing, train_closing
-        from rlhf_kl.commands.merge import merge_final, require_adapter
+        from rlhf_kl.commands.final import merge_final, require_adapter
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
 
-    ui.start(quiet)
     if merge:
         require_adapter(settings)
-    runs: dict[str, Any] = {"train": run_train, "sft": run_supervised, "reward-model": run_supervised}
-    summary = train_command(runs[kind], settings, resume=resume, overwrite=overwrite)
+    run: Any = run_train if kind == "train" else run_supervised
+    summary = train_command(run, settings, resume=resume, overwrite=overwrite)
     if not summary:  # the first process shows it
         return
     if merge:
         merge_final(settings)
     closing = train_closing if kind == "train" else supervised_closing
     ui.print_summary(*closing(summary, settings.run.output_dir))
+
+
+def doctor(
+    config: Config,
+    set_: Set = None,
+    seed: Seed = None,
+    pairs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Held-out preference pairs to test the reward model on.")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of processes of the training, for the memory estimate.")
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    quiet: Quiet = False,
+) -> int:
+    """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
+    from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import check_plugins
+
+    settings = load_config("train", config, overrides(set_, None, seed))
+    check_plugins(settings)
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.commands.doctor import run_doctor
+
+    findings = run_doctor(settings, pairs, processes)
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(soft_wrap=True)
+        for level, topic, text, change in findings:
+            head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
+            words = text + (f"; advice: {change}" if change else "")
+            console.print(head + hanging(words, stdout_width(), len(head)))
+    return 2 if any(finding.level == "fatal" for finding in findings) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,11 @@ of the reference.
 ## Load it
 
 ```python
-{load}
+from {library} import {auto}
+from transformers import AutoTokenizer
+
+model = {auto}.from_pretrained(".")  # this folder, or its hub id
+tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 {local_base}
 ## Repeat it
@@ -72,12 +76,13 @@ def model_card(
         front=yaml.safe_dump(front, sort_keys=True),
         name=name,
         base=base,
-        version=_version(),
+        version=version("rlhf-kl"),
         control=_control(config, held(ratios(rows))),
         table="\n".join(f"| {key} | {value} |" for key, value in _table(config, rows, closing).items()),
         temperature=format_number(config.rollout.temperature),
         count=len(last),
-        load=(LOAD_ADAPTER if adapter else LOAD).strip(),
+        library=front["library_name"],
+        auto=f"Auto{'Peft' * adapter}ModelForCausalLM",
         local_base=LOCAL_BASE.format(base=base) if adapter and not on_hub else "",
         slug=re.sub(r"[^\w.-]+", "-", name),
         lm_eval=f"pretrained={loaded if on_hub else 'FOLDER-OF-THE-BASE'},peft=." if adapter else "pretrained=.",
@@ -120,21 +125,6 @@ def _table(config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapp
     }
 
 
-LOAD = """
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(".")  # this folder, or its hub id
-tokenizer = AutoTokenizer.from_pretrained(".")
-"""
-LOAD_ADAPTER = """
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForCausalLM.from_pretrained(".")  # this folder, or its hub id
-tokenizer = AutoTokenizer.from_pretrained(".")
-"""
-
-
 def _name(source: str | None) -> tuple[str, str]:
     """A name to be shared and the revision of a hub id; of a local path no folder but that of a run."""
     path = Path(source or "")
@@ -147,10 +137,3 @@ def _name(source: str | None) -> tuple[str, str]:
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [value for row in rows if (value := read_number(row, key)) is not None]
     return sum(values) / len(values) if values else None
-
-
-def _version() -> str:
-    try:
-        return version("rlhf-kl")
-    except PackageNotFoundError:
-        return "from a checkout"

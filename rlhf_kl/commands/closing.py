@@ -17,24 +17,19 @@ Closing = tuple[dict[str, object], list[str]]
 def train_closing(summary: dict[str, Any], folder: str) -> Closing:
     """Figures and next steps after `train`. folder: where the run is now, which its summary may not know."""
     final, place = summary["final"], short_path(folder)
-    kl, control = summary["config"]["kl"], summary.get("control")  # which a run by an earlier version lacks
+    kl, control, share = summary["config"]["kl"], summary["control"], summary.get("tilt_share")
+    same = collapsed(final)  # which a gain in score does not make good
+    verdict = _verdict(kl["controller"]["kind"], final["kl/target"], control)
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         "score": _number(final.get("objective/scores"), ".2f"),
-        "score gain": None,
-        "responses": None,
+        "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
+        "responses": "nearly all are the same text" if same else None,
         "gold": _number(final.get("objective/gold"), ".2f"),
-        f"KL per {kl['unit']}": None,
+        f"KL per {kl['unit']}": None if control["kl"] is None else f"{control['kl']:.3f}, {verdict}",
         "beta": _number(final.get("kl/coef_next"), ".4g"),
         "held-out perplexity": _number(final.get("eval/perplexity"), ".2f"),
     }
-    if collapsed(final):
-        shown["responses"] = "nearly all are the same text"  # which a gain in score does not make good
-    elif summary.get("tilt_share") is not None:
-        shown["score gain"] = f"{summary['tilt_share']:.0%} of the most that this KL allows"
-    if control is not None and control["kl"] is not None:
-        verdict = _verdict(kl["controller"]["kind"], final["kl/target"], control)
-        shown[f"KL per {kl['unit']}"] = f"{control['kl']:.3f}, {verdict}"
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",
         f"{shell_command()} eval --run {place}",

@@ -22,7 +22,7 @@ from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, learning_rate, prepare_training
 from rlhf_kl.commands.world import with_files
-from rlhf_kl.config.notes import gradient_notes, unused_notes, world_notes
+from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.memory import memory_is_full
@@ -124,8 +124,6 @@ def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
     check_installed(config.tracking.trackers)
     for note in unused_notes(config):
         yield judged("config", False, note, "leave the key out")
-    for note in world_notes(config):
-        yield judged("config", False, note, "name your own in its place")
 
 
 def unsharded(config: TrainConfig) -> TrainConfig:

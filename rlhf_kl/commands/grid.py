@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +17,10 @@ from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.run import stored_config
-from rlhf_kl.run.contents import link_problems
 from rlhf_kl.run.files import write_atomic
 from rlhf_kl.run.resume import finished_summary
 from rlhf_kl.run.run_folder import RunFolder
+from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.threads import NUMBER, cores
 from rlhf_kl.ui import Advance, log
 
@@ -44,24 +43,27 @@ class Job:
     process: subprocess.Popen[bytes]
     log: Path
     started: float
-    seen: int = 0  # bytes of its metrics that have been counted
-    updates: int = 0
+    updates: int = 0  # that have been counted
 
     def new_updates(self) -> int:
-        """Updates since the last call."""
-        try:
-            with _run_folder(self.run).metrics.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self.seen:  # the rows of a run that this one has replaced
-                    self.seen = 0
-                file.seek(self.seen)
-                data = file.read()
-        except OSError:
-            return 0
-        lines = data.count(b"\n")
-        self.seen += data.rfind(b"\n") + 1
-        new = min(lines, self.run.config.updates - self.updates)  # the closing evaluation is not an update
-        self.updates += new
-        return new
+        """Updates since the last call; rows of a run that this one replaces are older than it."""
+        metrics, before = _run_folder(self.run).metrics, self.updates
+        if metrics.exists() and metrics.stat().st_mtime >= self.started:
+            rows = metrics.read_bytes().count(b"\n")
+            self.updates = max(before, min(rows, self.run.config.updates))  # the closing evaluation is no update
+        return self.updates - before
+
+
+def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[Failure]:
+    """Train the missing runs; returns those that failed. Errors: InputError if a folder holds another run."""
+    if not overwrite:
+        check_folders(plan)
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{plan.folder} cannot be created: {error.strerror}") from None
+    with ending_on_sigterm():
+        return Grid(plan, jobs, overwrite).work()
 
 
 def check_folders(plan: ComparePlan) -> None:
@@ -69,24 +71,13 @@ def check_folders(plan: ComparePlan) -> None:
     problems = []
     for run in plan.runs:
         folder = _run_folder(run)
-        if folder.config.exists():
-            changed = differences(stored_config(folder.config), on_this_machine(run.config))
-            if changed:
-                problems.append(
-                    f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs "
-                    "anew, another --output-dir keeps it"
-                )
+        changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(run.config))
+        if changed:
+            problems.append(
+                f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs anew, "
+                "another --output-dir keeps it"
+            )
     if problems:
-        raise InputError(*problems)
-
-
-def check_links(plan: ComparePlan, pages: Iterable[str]) -> None:
-    """Errors: InputError for each link among `pages`, configs and logs: their targets would be written to.
-
-    The folder of the plan and those of its runs may be links; each run checks its own files.
-    """
-    paths = [plan.folder / name for name in (*pages, "configs", "logs")]
-    if problems := link_problems([*paths, *(path for run in plan.runs for path in _places(plan, run))]):
         raise InputError(*problems)
 
 
@@ -136,8 +127,7 @@ class Grid:
         if self.jobs > 1:
             # Each its share, or the processes fight for the same cores.
             environment.setdefault(NUMBER, str(max(1, cores() // self.jobs)))
-        metrics = _run_folder(run).metrics
-        before = metrics.stat().st_size if self.overwrite and metrics.exists() else 0
+        log.unlink(missing_ok=True)  # it may be a link
         with log.open("wb") as out:
             # A session of its own: Ctrl-C reaches it once, through `_stop`, and the run ends with a checkpoint.
             process = subprocess.Popen(
@@ -148,10 +138,10 @@ class Grid:
                 env=environment,
                 start_new_session=True,
             )
-        return Job(run, process, log, time.monotonic(), before)
+        return Job(run, process, log, time.time())
 
     def _report(self, job: Job) -> None:
-        code, seconds = job.process.returncode, time.monotonic() - job.started
+        code, seconds = job.process.returncode, time.time() - job.started
         ended = len(self.plan.runs) - len(self.waiting) - len(self.running)
         text = f"[{ended}/{len(self.plan.runs)}] {job.run.name}: "
         if code == 0:

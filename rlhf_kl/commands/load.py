@@ -312,8 +312,8 @@ def _prompt(row: Example | Pair) -> Hashable:
 
 
 def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:
-    target, arguments, secrets = load_reward(plugin)
-    return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit, secrets)
+    target, arguments = load_reward(plugin)
+    return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
 
 
 # ---- models to train

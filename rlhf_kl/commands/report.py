@@ -1,32 +1,30 @@
-"""`rlhf-kl report`: a run's page and its picture."""
+"""The pages of `rlhf-kl report` and `rlhf-kl compare`, and the pictures beside them."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import run_charts
+from rlhf_kl.report.charts import compare_charts, end_charts, held_charts, held_columns, run_charts
+from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
-from rlhf_kl.report.page import report_page
+from rlhf_kl.report.page import compare_page, report_page
 from rlhf_kl.report.run import RunResult, read_run
-from rlhf_kl.run.contents import CLAIMS, link_problems
+from rlhf_kl.report.verdict import COLUMNS, judge, text_table, variant_rows
 from rlhf_kl.run.files import write_atomic
-from rlhf_kl.run.run_folder import RunFolder
-
-PICTURE = "report.png"
+from rlhf_kl.run.run_folder import RunFolder, write_json
+from rlhf_kl.text import hanging
 
 
 def write_report(path: Path, refresh: int | None = None) -> RunResult:
     """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
-    run = read_run(path)
-    folder = RunFolder(path)
-    if problems := link_problems(path / name for name in (folder.report.name, PICTURE, CLAIMS)):
-        raise InputError(*problems)
+    run, folder = read_run(path), RunFolder(path)
     try:
         write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))
         if charts := run_charts(run):
-            save_sheet(charts, folder.claim(PICTURE), columns=2, heading=run.name)
+            save_sheet(charts, folder.claim("report.png"), columns=2, heading=run.name)
     except OSError as error:
         raise InputError(f"{path}: the report cannot be written: {error.strerror or error}") from None
     return run
@@ -39,3 +37,31 @@ def watch_reports(paths: list[Path], seconds: int) -> None:
         waiting = [path for path in waiting if write_report(path, refresh=seconds).status == "unfinished"]
         if waiting:
             time.sleep(seconds)
+
+
+def planned_comparison(plan: ComparePlan) -> Comparison:
+    """The runs of a plan that have been started, with the names that the plan gives them."""
+    names = {Path(run.config.run.output_dir): run.variant for run in plan.runs}
+    started = {path: name for path, name in names.items() if (path / "config.yaml").is_file()}
+    if not started:
+        raise InputError(f"{plan.folder}: none of the runs has started")
+    comparison = read_comparison(list(started), started)
+    return Comparison(comparison.variants, [*plan.notes, *comparison.notes])
+
+
+def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
+    """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
+    lines = judge(comparison)
+    target = f": KL against its target, {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "compare.json", comparison.to_json(lines))
+        write_atomic(folder / "compare.html", compare_page(comparison, name, lines))
+        save_sheet(held_charts(comparison), folder / "compare.png", columns=held_columns(comparison),
+                   heading=f"{name}{target}", footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
+        for chart in [*compare_charts(comparison), *end_charts(comparison)]:
+            save_sheet([chart], folder / f"{chart.slug}.png")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    verdict = "\n".join(hanging(line, width, 2) for line in lines)
+    return "\n\n".join([text_table(COLUMNS, variant_rows(comparison)), verdict, str(folder / "compare.html")])

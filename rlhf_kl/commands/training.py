@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.commands.build import Parts, build_value, feature_rewards, shard_models
 from rlhf_kl.commands.session import LAUNCH
-from rlhf_kl.config.plugins import config_secrets, configured_controller
+from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
@@ -81,7 +81,7 @@ class Training:
         """Restore everything that learns from a checkpoint; the count of updates goes on."""
         step, adaptive = self.next_step, self.trainer.rate.adaptive
         factor = 1.0 if adaptive is None else adaptive.factor
-        self.load(checkpoint, checkpoint.state(config_secrets(self.trainer.config)), self.trainer.ranks.index)
+        self.load(checkpoint, checkpoint.state(), self.trainer.ranks.index)
         if adaptive is not None:  # a rate that was too high stays lower
             adaptive.factor = min(factor, adaptive.factor)
         self.next_step = step

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from rlhf_kl.config.load import config_diff, kinds_of, load_any, load_variant
+from pydantic import Field, model_validator
+
+from rlhf_kl.config.errors import check_mapping
+from rlhf_kl.config.load import config_diff, detect_kind, load_any, load_variant
 from rlhf_kl.config.paths import find_config
 from rlhf_kl.config.plugins import check_plugins
-from rlhf_kl.config.schema import SEEDS, TrainConfig
+from rlhf_kl.config.schema import SEEDS, Section, TrainConfig
+from rlhf_kl.config.schema.base import Name, inner, refuse
 from rlhf_kl.config.yaml import read_yaml
-from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.errors import InputError
 
-COMPARE_SCHEMA: dict[str, Any] = {
-    "title": "A comparison",
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["base", "variants"],
-    "properties": {
-        "base": {"type": "string", "description": "The config of `rlhf-kl train` that all variants start from."},
-        "seeds": {"type": "array", "items": {"type": "integer", "minimum": 0}, "description": "A run for each."},
-        "variants": {
-            "type": "object",
-            "description": "By name: what each changes of the base.",
-            "additionalProperties": {"$ref": "train.json"},
-        },
-    },
-}
-KEYS = ("base", "seeds", "variants")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
 # Keys that are equal in two runs with the same prompts in the same order.
 PAIRED = ("data.", "rollout.batch_size", "policy.model")
+
+
+class CompareConfig(Section):
+    """Variants of one training run, each with several seeds."""
+
+    base: Name
+    """The config of `rlhf-kl train` that all variants start from."""
+    seeds: list[Annotated[int, Field(ge=0, lt=SEEDS)]] = Field(default_factory=lambda: [0])
+    """Each variant is trained with each of these seeds."""
+    variants: dict[str, dict[str, Any] | None]
+    """By name: what each changes of the base."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        problems = [] if self.variants else ["variants must name at least one"]
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            problems.append(f"seeds must be a list of different numbers: {self.seeds}")
+        for name, fragment in self.variants.items():
+            if not NAME.fullmatch(name):
+                problems.append(f"variants: a name has letters, digits and ._+- only: {name!r}")
+            if "extends" in (fragment or {}):
+                problems.append(f"variants.{name}.extends: all variants start from `base`")
+            taken = sorted({"name", "seed", "output_dir"} & inner(fragment or {}, "run").keys())
+            problems += [f"variants.{name}.run.{key}: set by the program, remove it" for key in taken]
+        refuse(*problems)
+        return self
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,13 @@ class ComparePlan:
     folder: Path
     runs: list[PlannedRun]
     notes: list[str]  # shown with the comparison
+
+
+def compare_schema() -> dict[str, Any]:
+    """JSON Schema of the file, for editors."""
+    schema = CompareConfig.model_json_schema()
+    schema["properties"]["variants"]["additionalProperties"] = {"$ref": "train.json"}
+    return schema
 
 
 def is_compare_config(path: Path) -> bool:
@@ -88,32 +108,34 @@ def plan_comparison(
     overrides: `--set` for every run; they win over the variants. output_dir: default runs/NAME-OF-THE-FILE.
     seed: one seed instead of those of the file. Raises InputError with every problem.
     """
-    _require_comparison(raw, path)
-    problems = [f"{key}: unknown key{suggestion(key, KEYS)}" for key in raw if key not in KEYS]
-    seeds = [seed] if seed is not None else _seeds(raw.get("seeds", [0]), problems)
-    variants = _variants(raw.get("variants"), problems)
-    base = raw.get("base")
-    if not isinstance(base, str) or not base:
-        problems.append("base must be the name of a train config" + ("" if "base" in raw else ": it is missing"))
-    wrong_seed = [] if seed is None or _is_seed(seed) else [f"--seed must be a whole number below {SEEDS}: {seed}"]
-    if problems:
-        raise InputError(*wrong_seed, *(f"{path}: {problem}" for problem in problems))
-    problems = wrong_seed
-    parent = _base(str(base), path)
+    kind = load_any(path)[0] if "extends" in raw else detect_kind(raw)
+    if kind not in (None, "compare"):
+        raise InputError(f"{path} is a config for `rlhf-kl {kind}`, not for `rlhf-kl compare`")
+    _, config, problems = check_mapping(CompareConfig, {**raw, **({} if seed is None else {"seeds": [seed]})})
+    if config is None or problems:
+        raise InputError(*(f"{path}: {problem}" for problem in problems))
+    try:
+        base = find_config(config.base, folder=path.parent, but=path)
+        load_variant(base, {}, [])
+    except InputError as error:
+        raise InputError(*(f"{path}: base: {problem}" for problem in error.problems)) from None
     folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / path.stem)))
     by_variant: dict[str, TrainConfig] = {}
-    for name, fragment in variants.items():
+    for name, fragment in config.variants.items():
         try:
-            by_variant[name] = load_variant(parent, fragment, [path.parent, Path.cwd()], overrides)
+            by_variant[name] = load_variant(base, fragment or {}, [path.parent, Path.cwd()], overrides)
         except InputError as error:
-            problems += [
-                problem if problem.startswith("--set") else f"variants.{name}: {problem}" for problem in error.problems
-            ]
-    problems += _twins(by_variant)
-    if problems:
-        raise InputError(*dict.fromkeys(problems))
+            problems += [line if line.startswith("--set") else f"variants.{name}: {line}" for line in error.problems]
+    problems += [
+        f"variants: {name} and {other} are the same run"
+        for name, other in combinations(by_variant, 2)
+        if not differences(by_variant[name], by_variant[other])
+    ]
+    refuse(*dict.fromkeys(problems))
     runs = [
-        PlannedRun(name, seed, _placed(by_variant[name], folder, name, seed)) for seed in seeds for name in variants
+        PlannedRun(name, seed, _placed(by_variant[name], folder, f"{name}-s{seed}", seed))
+        for seed in config.seeds
+        for name in by_variant
     ]
     return ComparePlan(path.stem, folder, runs, _unpaired(by_variant))
 
@@ -126,80 +148,12 @@ def check_variants(plan: ComparePlan) -> None:
             check_plugins(run.config)
         except InputError as error:
             problems += [f"variants.{run.variant}: {problem}" for problem in error.problems]
-    if problems:
-        raise InputError(*dict.fromkeys(problems))
+    refuse(*dict.fromkeys(problems))
 
 
-def _require_comparison(raw: Mapping[str, Any], path: Path) -> None:
-    """Errors: InputError for the config of another command, all of whose keys would be unknown."""
-    if raw.keys() & set(KEYS):
-        return
-    kinds = kinds_of(raw)
-    if not kinds and "extends" in raw:
-        kinds = [load_any(path)[0]]
-    if kinds:
-        raise InputError(f"{path} is a config for `rlhf-kl {kinds[0]}`, not for `rlhf-kl compare`")
-
-
-def _placed(config: TrainConfig, folder: Path, variant: str, seed: int) -> TrainConfig:
-    name = f"{variant}-s{seed}"
+def _placed(config: TrainConfig, folder: Path, name: str, seed: int) -> TrainConfig:
     run = config.run.model_copy(update={"name": name, "output_dir": str(folder / "runs" / name), "seed": seed})
     return config.model_copy(update={"run": run})
-
-
-def _seeds(value: Any, problems: list[str]) -> list[int]:
-    if not isinstance(value, list) or not value or not all(_is_seed(seed) for seed in value):
-        shown = json.dumps(value, default=str)
-        problems.append(f"seeds must be a list of whole numbers from 0 to {SEEDS - 1}: {shown}")
-        return []
-    if len(set(value)) < len(value):
-        problems.append(f"seeds must not repeat: {value}")
-    return value
-
-
-def _is_seed(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < SEEDS
-
-
-def _variants(value: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
-    if not isinstance(value, dict) or not value:
-        problems.append(
-            "variants must be a mapping of names to config fragments" + (": it is missing" if value is None else "")
-        )
-        return {}
-    variants: dict[str, dict[str, Any]] = {}
-    for name, fragment in value.items():
-        fragment = {} if fragment is None else fragment
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            problems.append(f"variants: a name has letters, digits and ._+- only: {name!r}")
-        elif not isinstance(fragment, dict):
-            problems.append(f"variants.{name} must be a config fragment (section: {{key: value}})")
-        elif "extends" in fragment:
-            problems.append(f"variants.{name}.extends: all variants start from `base`")
-        else:
-            run = fragment.get("run")
-            taken = sorted({"name", "seed", "output_dir"} & run.keys()) if isinstance(run, dict) else []
-            problems += [f"variants.{name}.run.{key}: set by the program, remove it" for key in taken]
-            variants[name] = fragment
-    return variants
-
-
-def _base(name: str, path: Path) -> Path:
-    try:
-        base = find_config(name, folder=path.parent, but=path)
-        load_variant(base, {}, [])
-        return base
-    except InputError as error:
-        raise InputError(*(f"{path}: base: {problem}" for problem in error.problems)) from None
-
-
-def _twins(variants: Mapping[str, TrainConfig]) -> list[str]:
-    """Variants that are the same run, for example when --set gives all of them the same controller."""
-    return [
-        f"variants: {name} and {other} are the same run"
-        for name, other in combinations(variants, 2)
-        if not differences(variants[name], variants[other])
-    ]
 
 
 def _unpaired(variants: Mapping[str, TrainConfig]) -> list[str]:

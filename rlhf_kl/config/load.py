@@ -11,7 +11,6 @@ from rlhf_kl.config.errors import check_mapping
 from rlhf_kl.config.paths import find_config, missing_sources, with_absolute_paths
 from rlhf_kl.config.plugins import plugin_problems
 from rlhf_kl.config.schema import (
-    KIND_NAMES,
     MODELS,
     AnyConfig,
     ControllerSection,
@@ -25,12 +24,12 @@ from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import stored_name
 
-MAX_CHAIN = 20
-MAX_KEY_DEPTH = 10
-OWN_SECTIONS: dict[Kind, set[str]] = {
-    "train": {"reference", "reward", "rollout", "ppo", "kl"},
+# The sections that only one command's config has.
+OWN_SECTIONS: dict[str, set[str]] = {
     "sft": {"sft"},
     "reward-model": {"reward_model"},
+    "compare": {"variants"},
+    "train": {"reference", "reward", "rollout", "ppo", "kl"},
 }
 NAMED_LATER = {"model", "prompts", "texts"}  # null in a base config: to be named in the one that extends it
 # Mappings whose keys depend on their `kind`: a new kind drops the old one's.
@@ -85,8 +84,10 @@ def _load(
 ) -> tuple[Kind, AnyConfig]:
     changes, problems = _parse_overrides(overrides)
     raw = _merge(_merge(_read_file(path, chain=[]), fragment), changes)
-    kind = kind or detect_kind(raw)
-    _require_kind(kind, raw, path)
+    own = detect_kind(raw)
+    kind = kind or (own if own in MODELS else "train")
+    if own not in (None, kind):
+        raise InputError(f"{path} is a config for `rlhf-kl {own}`, not for `rlhf-kl {kind}`")
     run = raw.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
@@ -100,20 +101,9 @@ def _load(
     return kind, config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
 
 
-def detect_kind(raw: Mapping[str, Any]) -> Kind:
-    """The command that a merged mapping is for; train unless it has another one's section."""
-    return next((kind for kind in ("sft", "reward-model") if OWN_SECTIONS[kind] & raw.keys()), "train")
-
-
-def kinds_of(raw: Mapping[str, Any]) -> list[str]:
-    """The commands whose own sections a mapping holds."""
-    return [kind for kind in KIND_NAMES if OWN_SECTIONS[kind] & raw.keys()]
-
-
-def _require_kind(kind: Kind, raw: Mapping[str, Any], path: Path) -> None:
-    kinds = kinds_of(raw) or (["compare"] if "variants" in raw else [])
-    if kinds and kind not in kinds:
-        raise InputError(f"{path} is a config for `rlhf-kl {kinds[0]}`, not for `rlhf-kl {kind}`")
+def detect_kind(raw: Mapping[str, Any]) -> str | None:
+    """The command whose own sections a merged mapping holds; None if it has only those that all share."""
+    return next((command for command, sections in OWN_SECTIONS.items() if sections & raw.keys()), None)
 
 
 # ---- writing and comparing ----
@@ -168,10 +158,7 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
     if path in chain:
-        names = " -> ".join(str(link) for link in [*chain[chain.index(path) :], path])
-        raise InputError(f"configs extend each other in a cycle: {names}")
-    if len(chain) == MAX_CHAIN:
-        raise InputError(f"{chain[0]}: more than {MAX_CHAIN} configs extend one another")
+        raise InputError(f"configs extend each other in a circle: {' -> '.join(map(str, [*chain, path]))}")
     raw = read_yaml(path)
     parent_name = raw.pop("extends", None)
     raw = with_absolute_paths(raw, [path.parent, Path.cwd()])
@@ -187,14 +174,13 @@ def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """All valid `--set` as one fragment, and the problems of the others."""
+    """All valid `--set` as one fragment, of which the last wins, and the problems of the others."""
     problems: list[str] = []
     fragment: dict[str, Any] = {}
-    accepted: list[tuple[str, dict[str, Any]]] = []
     for text in overrides:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
-        if not equals or not all(parts) or len(parts) > MAX_KEY_DEPTH:
+        if not equals or not all(parts):
             problems.append(f"--set {text!r}: write section.key=value")
             continue
         try:
@@ -204,23 +190,9 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
             continue
         for part in reversed(parts):
             parsed = {part: parsed}
-        contradicted = [other for other, mapping in accepted if _contradict(mapping, parsed)]
-        problems += [f"--set {other!r} and --set {text!r} contradict each other: drop one" for other in contradicted]
-        if not contradicted:
-            # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
-            fragment = _merge(fragment, parsed, kinds=False)
-            accepted.append((text, parsed))
+        # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
+        fragment = _merge(fragment, parsed, kinds=False)
     return with_absolute_paths(fragment, [Path.cwd()]), problems
-
-
-def _contradict(a: Any, b: Any) -> bool:
-    """Whether one holds a single value where the other holds a mapping.
-
-    Of two single values the later wins, and of a mapping and null, which leaves a section out.
-    """
-    if isinstance(a, dict) and isinstance(b, dict):
-        return any(_contradict(a[key], b[key]) for key in a.keys() & b.keys())
-    return a is not None and b is not None and isinstance(a, dict) != isinstance(b, dict)
 
 
 def _merge(parent: dict[str, Any], child: dict[str, Any], where: str = "", *, kinds: bool = True) -> dict[str, Any]:

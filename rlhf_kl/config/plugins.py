@@ -19,7 +19,7 @@ from rlhf_kl.config.schema import (
     TermSection,
     TrainConfig,
 )
-from rlhf_kl.config.schema.base import refuse
+from rlhf_kl.config.schema.base import inner, refuse
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.kl_controllers import (
     COEF_WITHOUT_SCORES,
@@ -31,21 +31,20 @@ from rlhf_kl.kl_controllers import (
     stored_name,
 )
 from rlhf_kl.plugins import (
+    broken_variables,
     checked_options,
     explain,
     is_reference,
     load_attribute,
     look_up,
-    parameters_of,
+    missing_variables,
     reference_file,
     takes,
     users_line,
 )
-from rlhf_kl.variables import missing_variables, secrets_of, variable_problems
 
 REWARD_PROVIDED = {"prompts", "responses"}
 TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-_ANY_ATTRIBUTE = {"setattr", "vars", "__dict__", "__getattr__", "__setattr__"}  # code that gives attributes any name
 
 
 class NamedPlugin(NamedTuple):
@@ -62,14 +61,6 @@ class NamedPlugin(NamedTuple):
         return self.key.removesuffix(".kind")
 
 
-class Loaded(NamedTuple):
-    """An imported class or function, and the arguments that its options are."""
-
-    target: Any
-    arguments: dict[str, Any]
-    secrets: dict[str, str]  # values that no message may show -> how the config writes them
-
-
 def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
     """The plugins that a config names."""
     return list(_named(config.model_dump(include={"kl", "reward"}))) if isinstance(config, TrainConfig) else []
@@ -77,28 +68,18 @@ def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
 
 def _named(raw: Mapping[str, Any]) -> Iterator[NamedPlugin]:
     """The plugins in a mapping of `train`, whatever else is wrong with it."""
-    reward = _mapping(raw, "reward")
-    sections: list[tuple[str, Mapping[str, Any], Any]] = [
-        ("kl.controller", _mapping(_mapping(raw, "kl"), "controller"), ControllerSection),
-        ("reward", reward, RewardSection),
-        *((f"reward.terms.{name}", _mapping(reward["terms"], name), TermSection) for name in _mapping(reward, "terms")),
-    ]
-    for where, section, model in sections:
-        options = {key: value for key, value in section.items() if key not in model.model_fields}
-        if model is ControllerSection:
-            options.pop("target", None)
-        yield from _plugin(f"{where}.kind", section.get("kind"), options, section.get("interface") == "trl")
-    yield from _plugin("reward.gold", reward.get("gold"), {})
-
-
-def _plugin(key: str, ref: Any, options: dict[str, Any], trl: bool = False) -> Iterator[NamedPlugin]:
-    if isinstance(ref, str) and is_reference(ref):
-        yield NamedPlugin(key, ref, options, trl)
-
-
-def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key)
-    return value if isinstance(value, dict) else {}
+    reward, terms = inner(raw, "reward"), inner(raw, "reward", "terms")
+    sections: dict[str, tuple[Mapping[str, Any], Any]] = {
+        "kl.controller": (inner(raw, "kl", "controller"), ControllerSection),
+        "reward": (reward, RewardSection),
+        **{f"reward.terms.{name}": (inner(terms, name), TermSection) for name in terms},
+    }
+    for where, (section, model) in sections.items():
+        if isinstance(section.get("kind"), str) and is_reference(section["kind"]):
+            options = {key: value for key, value in section.items() if key not in model.model_fields}
+            yield NamedPlugin(f"{where}.kind", section["kind"], options, section.get("interface") == "trl")
+    if isinstance(reward.get("gold"), str) and is_reference(reward["gold"]):
+        yield NamedPlugin("reward.gold", reward["gold"], {})
 
 
 def plugin_files(config: AnyConfig) -> dict[str, Path]:
@@ -107,48 +88,36 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
     return {key: path for key, path in files.items() if path is not None}
 
 
-def config_secrets(config: AnyConfig) -> dict[str, str]:
-    """Values of the variables in the options of all plugins -> how they are written."""
-    return secrets_of([plugin.options for plugin in plugins_of(config)])
-
-
-# ---- without running code of the user's ----
-
-
-def _source_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Problems of the plugins in a mapping of `train` that their source and the config show."""
-    problems = []
-    for plugin in _named(raw):
-        problems += variable_problems(plugin.options, plugin.where)
-        try:
-            if look_up(plugin.ref) == "function" and plugin.key == "kl.controller.kind":
-                problems.append(_no_class(plugin.ref))
-        except InputError as error:
-            problems += [f"{plugin.key}: {problem}" for problem in error.problems]
-    return problems
+# ---- checks ----
 
 
 def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Problems of the controller and the reward functions that a mapping of `train` names. Runs no code of the user's.
+    """Problems of the controller and the reward functions in a mapping of `train`. Runs no code of the user's.
 
     A built-in controller is made, since only that tells which values it refuses.
     """
-    problems = _source_problems(raw)
-    section = _mapping(_mapping(raw, "kl"), "controller")
+    problems = []
+    for plugin in _named(raw):
+        problems += broken_variables(plugin.options, plugin.where)
+        try:
+            look_up(plugin.ref)
+        except InputError as error:
+            problems += [f"{plugin.key}: {problem}" for problem in error.problems]
+    section = inner(raw, "kl", "controller")
     kind = section.get("kind", ControllerSection.model_fields["kind"].default)
-    if not isinstance(kind, str) or not kind or is_reference(kind):
-        return problems
-    options = {k: v for k, v in section.items() if k not in ControllerSection.model_fields and k != "target"}
-    try:
-        load_controller(kind, options)
-        kl = KLSection.model_validate(raw.get("kl", {}))
-        ppo = PPOSection.model_validate(raw.get("ppo", {}))
-        rollout = RolloutSection.model_validate(raw.get("rollout", {}))
-        configured_controller(kl, ppo, rollout)
-    except InputError as error:
-        problems += error.problems
-    except ValidationError:  # these problems are reported already
-        pass
+    if isinstance(kind, str) and kind and not is_reference(kind):
+        options = {k: v for k, v in section.items() if k not in ControllerSection.model_fields and k != "target"}
+        try:
+            load_controller(kind, options)
+            configured_controller(
+                KLSection.model_validate(raw.get("kl", {})),
+                PPOSection.model_validate(raw.get("ppo", {})),
+                RolloutSection.model_validate(raw.get("rollout", {})),
+            )
+        except InputError as error:
+            problems += error.problems
+        except ValidationError:  # these problems are reported already
+            pass
     return problems
 
 
@@ -160,9 +129,6 @@ def plugin_notes(config: AnyConfig) -> list[str]:
         for plugin in plugins_of(config)
         if plugin.options
     ]
-
-
-# ---- imported ----
 
 
 def check_plugins(config: TrainConfig) -> None:
@@ -186,30 +152,32 @@ def _import(key: str, ref: str) -> Any:
         raise InputError(*(f"{key}: {problem}" for problem in error.problems)) from error
 
 
-def load_reward(plugin: NamedPlugin) -> Loaded:
-    """A reward function or class. Errors: InputError with every problem."""
+# ---- reward functions ----
+
+
+def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
+    """A reward function or class, and its arguments. Errors: InputError with every problem."""
     key, ref, options, trl = plugin
     target = _import(key, ref)
     if not callable(target):
         raise InputError(f"{key}: {ref!r} is not a class or function")
     is_class = inspect.isclass(target)
-    provided = TRL_PROVIDED if trl else REWARD_PROVIDED
-    problems = []
-    if not is_class:
-        problems += [f"{plugin.where}.{name}: set by the program, remove it" for name in sorted(provided & {*options})]
-    elif not any("__call__" in vars(base) for base in target.__mro__):
+    provided = set() if is_class else TRL_PROVIDED if trl else REWARD_PROVIDED
+    problems = [f"{plugin.where}.{name}: set by the program, remove it" for name in sorted(provided & {*options})]
+    # Other parameters of a function may be columns of the data set.
+    arguments, wrong = checked_options(target, options, plugin.where, provided=provided, complete=is_class)
+    problems += wrong
+    if is_class and not any("__call__" in vars(base) for base in target.__mro__):
         called = "__call__(prompts, completions, **columns)" if trl else "__call__(prompts, responses)"
         problems.append(f"{key}: {target.__name__} has no {called}")
-    # Other parameters of a function may be columns of the data set.
-    arguments, wrong = checked_options(
-        target, options, plugin.where, provided=() if is_class else provided, complete=is_class
-    )
-    problems += wrong
     if not is_class and not trl and not all(takes(target, name) for name in REWARD_PROVIDED):
         hint = ": if it is written for TRL, set interface: trl" if takes(target, "completions") else ""
         problems.append(f"{key}: a reward function takes (prompts, responses, ...): {ref!r}{hint}")
     refuse(*problems)
-    return Loaded(target, arguments, secrets_of(options))
+    return target, arguments
+
+
+# ---- controllers ----
 
 
 def controller_class(kind: str) -> type:
@@ -222,58 +190,23 @@ def controller_class(kind: str) -> type:
         raise InputError(f"{key}: unknown name {kind!r}{hint} (or write file.py:Class or module:Class)")
     law = _import(key, kind)
     if not inspect.isclass(law):
-        raise InputError(_no_class(kind))
+        raise InputError(f"{key}: {kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
     return law
 
 
-def _no_class(ref: str) -> str:
-    name = ref.rpartition(":")[2]
-    return f"kl.controller.kind: {name} is not a class: a controller is a class with coef and update(kl, episodes)"
-
-
-def load_controller(kind: str, options: Mapping[str, Any]) -> Loaded:
-    """The class of a controller. Errors: InputError with every problem."""
+def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """The class of a controller, and its arguments. Errors: InputError with every problem."""
     law = controller_class(kind)
-    arguments, problems = checked_options(
-        law, {key: value for key, value in options.items() if takes(law, key) or key not in ("min_coef", "max_coef")},
-        "kl.controller", provided=CONTROLLER_PROVIDED,
-    )  # fmt: skip
-    if stored_name(kind) not in CONTROLLERS:
-        problems += _interface_problems(law)
-    refuse(*problems)
-    return Loaded(law, dict(options) | arguments, secrets_of(options))
-
-
-def _interface_problems(law: type) -> list[str]:
-    """What a class lacks of a controller. Tutorials write `kl_coef` and `update(observed_kl)`: to be renamed."""
-    words, lacking, renamed = _attributes(law), [], []
-    update = getattr(law, "update", None)
+    written = {key: value for key, value in options.items() if takes(law, key) or key not in ("min_coef", "max_coef")}
+    arguments, problems = checked_options(law, written, "kl.controller", provided=CONTROLLER_PROVIDED)
     try:
-        inspect.signature(update).bind(None, 0.1, 64)  # type: ignore[arg-type]
+        inspect.signature(getattr(law, "update", None)).bind(None, 0.1, 64)  # type: ignore[arg-type]
     except TypeError:
-        if not words & (_ANY_ATTRIBUTE | {"update"} if update is None else set()):
-            lacking.append("update(kl, episodes)")
-            given = ", ".join(p.name for p in (parameters_of(update) or [])[1:])
-            renamed += [f"update({given}) to update(kl, episodes)"] if update is not None else []
+        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes)")
     except ValueError:  # written in C
         pass
-    if not words & (_ANY_ATTRIBUTE | {"coef"}):
-        lacking.append("coef")
-        renamed += ["kl_coef to coef"] if "kl_coef" in words else []
-    hint = f": rename {' and '.join(renamed)}" if renamed else ""
-    return [f"kl.controller.kind: {law.__name__} has no {' and no '.join(lacking)}{hint}"] if lacking else []
-
-
-def _attributes(cls: type) -> set[str]:
-    """The names that a class defines and that its methods use."""
-    words = set[str]()
-    for base in cls.__mro__[:-1]:  # but for `object`
-        own = vars(base)
-        words |= own.keys() - {"__dict__", "__weakref__"}
-        for member in own.values():
-            code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", None)
-            words |= set(code.co_names) if inspect.iscode(code) else set()
-    return words
+    refuse(*problems)
+    return law, dict(options) | arguments
 
 
 def configured_controller(
@@ -288,16 +221,9 @@ def configured_controller(
 
 def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> GuardedController:
     """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
-    law, arguments, secrets = load_controller(kind, options)
-
-    def told(error: BaseException) -> str:
-        return explain(error, secrets)
-
+    law, arguments = load_controller(kind, options)
     try:
-        return build_controller(law, arguments, explain=told, **sizes)
-    except (Exception, SystemExit) as error:
-        if users_line(error):
-            raise InputError(f"kl.controller: {law.__name__} cannot be created: raised {told(error)}") from error
-        if isinstance(error, (TypeError, ValueError)):  # values that do not fit together
-            raise InputError(f"kl.controller: {error}") from error
-        raise
+        return build_controller(law, arguments, explain=explain, **sizes)
+    except Exception as error:  # values that do not fit together, or an error in the user's code
+        raised = f"{law.__name__} cannot be created: raised {explain(error)}" if users_line(error) else error
+        raise InputError(f"kl.controller: {raised}") from error

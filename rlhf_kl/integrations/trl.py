@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from rlhf_kl.errors import InputError
-from rlhf_kl.integrations.trl_checks import doubts, estimate_of, problems
+from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.kl_controllers import GuardedController, build_controller
 from rlhf_kl.ops.kl import k3
 from rlhf_kl.plugins import is_reference, load_attribute
 
+TESTED = "1.16.0"
+FITS = "1.16."  # the trainers' private attributes that are read here may change with any minor version
+ESTIMATES = {"GRPOTrainer": "k3", "RLOOTrainer": "k1"}  # of the KL that each logs
+UNITS = ("token", "sequence")
 logger = logging.getLogger(__name__)
 # `adaptive` is fitted to the four optimizer steps of a PPO update. With fewer, Adam's momentum outlasts a rollout.
 APPROACH_PER_STEP, MOST_APPROACH = 0.08, 0.3
@@ -67,8 +72,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         log_only: log the beta that would follow each rollout, without changing the trainer's.
         Raises InputError with every problem and how to fix it.
         """
-        found = problems(trainer, target, unit, attached=_attached(trainer))
-        if found:
+        if found := problems(trainer, target, unit):
             raise InputError(*found)
         guarded = _build(controller, options, trainer, float(target))
         budget = cls(trainer, guarded, float(target), unit, log_only)
@@ -131,13 +135,8 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint."""
-        kept = {
-            "target": self.target,
-            "unit": self.unit,
-            "rate": self.rate,
-            "controller": self.controller.state_dict(),
-        }
-        return {"args": {}, "attributes": kept}
+        kept = {"target": self.target, "unit": self.unit, "rate": self.rate}
+        return {"args": {}, "attributes": kept | {"controller": self.controller.state_dict()}}
 
     def _read(self) -> None:
         """Record the KL of the last microbatch, if the policy is still the one that sampled it."""
@@ -179,11 +178,6 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.warned.add(name)
 
 
-def _attached(trainer: Any) -> bool:
-    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
-    return any(isinstance(callback, KLBudget) for callback in callbacks)
-
-
 def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float) -> GuardedController:
     """The controller, guarded. Raises InputError."""
     args = trainer.args
@@ -196,7 +190,8 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
         kind: str | Callable[..., Any] = controller
         if isinstance(controller, str):
             if controller == "adaptive":
-                options = _smaller_moves(steps) | options
+                approach = min(MOST_APPROACH, 1.0 - (1.0 - APPROACH_PER_STEP) ** steps)
+                options = {"approach": approach, "down": 0.8, "up": 1.2} | options
             kind = load_attribute(controller) if is_reference(controller) else controller
         rollouts = args.max_steps / steps
         return build_controller(
@@ -209,11 +204,6 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
         )
     except (ValueError, TypeError) as error:
         raise InputError(f"kl-budget: controller: {error}") from None
-
-
-def _smaller_moves(steps: float) -> dict[str, float]:
-    """Options of `adaptive` for this many optimizer steps per rollout."""
-    return {"approach": min(MOST_APPROACH, 1.0 - (1.0 - APPROACH_PER_STEP) ** steps), "down": 0.8, "up": 1.2}
 
 
 class Entries:
@@ -264,3 +254,69 @@ def log_k3(trainer: Any) -> str:
     trainer._get_per_token_logps_and_entropies = get_logprobs
     trainer._generate_and_score_completions = rollout
     return name
+
+
+# ---- what stands in the way
+
+
+def estimate_of(trainer: Any) -> str | None:
+    """The estimator behind the KL that `trainer` logs; None for a trainer that is neither GRPO nor RLOO."""
+    names = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.trainer.")]
+    return next((ESTIMATES[name] for name in names if name in ESTIMATES), None)
+
+
+def problems(trainer: Any, target: Any, unit: Any) -> list[str]:
+    """Every problem, one line each, with how to fix it."""
+    version = trl_version()
+    if version is None:
+        return [f"kl-budget: TRL is not installed: pip install 'trl=={TESTED}'"]
+    if not version.startswith(FITS):
+        return [f"kl-budget: TRL {version} is installed, {FITS}* is needed: pip install 'trl=={TESTED}'"]
+    name = type(trainer).__name__
+    if estimate_of(trainer) is None:
+        return [f"kl-budget: it holds the KL of {' and '.join(ESTIMATES)}; {name} is neither"]
+    found = []
+    if any(isinstance(callback, KLBudget) for callback in trainer.callback_handler.callbacks):
+        found.append("kl-budget: this trainer already has a KL budget: attach one")
+    if not trainer.beta:
+        found.append(
+            f"kl-budget: beta is 0, so {name} has no reference model and logs no KL: "
+            f"{name.removesuffix('Trainer')}Config(beta=0.04) sets the starting beta"
+        )
+    if isinstance(target, bool) or not isinstance(target, int | float) or not 0.0 < target < math.inf:
+        found.append(f"kl-budget: target must be a number of nats above 0, got {target!r}")
+    if unit not in UNITS:
+        found.append(f"kl-budget: unknown unit {unit!r}{suggestion(str(unit), UNITS)}")
+    if trainer.args.restore_callback_states_from_checkpoint:
+        found.append(
+            "kl-budget: restore_callback_states_from_checkpoint creates callbacks without their trainer: remove it; "
+            "the budget restores itself"
+        )
+    return found
+
+
+def doubts(trainer: Any) -> list[str]:
+    """Settings that change the meaning of the measured KL, `name: text` each."""
+    args = trainer.args
+    found = []
+    if args.top_k or args.top_p != 1.0 or args.min_p or args.repetition_penalty != 1.0:
+        found.append(
+            "sampling: top_k, top_p, min_p or repetition_penalty change the policy that samples, so the estimated KL "
+            "may be too low, or below 0"
+        )
+    if args.sync_ref_model:
+        found.append("moving-reference: sync_ref_model changes the reference; the budget is the KL to the current one")
+    dropout = any(
+        getattr(module, "p", 0.0) > 0.0 for module in trainer.model.modules() if "Dropout" in type(module).__name__
+    )
+    if dropout and not args.disable_dropout:
+        found.append("dropout: the policy's dropout is on, and its noise counts as KL: disable_dropout=True")
+    return found
+
+
+def trl_version() -> str | None:
+    """The version that is installed; None where there is none."""
+    try:
+        return metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        return None

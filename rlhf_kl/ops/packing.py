@@ -74,11 +74,11 @@ class DifferentPrompts:
 
     def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """`prompts`: the tokens of each row's prompt."""
-        self.prompts = sorted(set(prompts))
-        number = {prompt: i for i, prompt in enumerate(self.prompts)}
+        different = sorted(set(prompts))
+        number = {prompt: i for i, prompt in enumerate(different)}
         self.numbers = [number[prompt] for prompt in prompts]  # of each row's prompt
-        self.lengths = [len(prompt) for prompt in self.prompts]  # by number, in tokens
-        self.same = [_same_tokens(a, b) for a, b in pairwise(self.prompts)]  # as the next prompt
+        self.lengths = [len(prompt) for prompt in different]  # by number, in tokens
+        self.same = [_same_tokens(a, b) for a, b in pairwise(different)]  # as the next prompt
 
     def common(self, numbers: Collection[int], device: torch.device) -> int:
         """Tokens of the common prefix of these prompts to be read once; 0 if that saves nothing."""
@@ -93,16 +93,16 @@ def _same_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> SharedPrompts:
-    """The prompts of some rows, in the rows' order."""
-    different = DifferentPrompts(prompts)
-    common = different.common(range(len(different.prompts)), device)
-    rests = [prompt[common:] for prompt in different.prompts]
+    """The prompts of some rows, in the rows' order: without repeats, `copies` is 0, 1, 2, ..."""
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    common = DifferentPrompts(prompts).common(range(len(number)), device)
+    rests = [prompt[common:] for prompt in number]
     width = max(map(len, rests))
     return SharedPrompts(
         torch.tensor(prompts[0][:common], dtype=torch.long, device=device),
         torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests], device=device),
         torch.tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests], device=device),
-        torch.tensor(different.numbers, device=device),
+        torch.tensor([number[prompt] for prompt in prompts], device=device),
     )
 
 

@@ -1,70 +1,59 @@
-"""Charts over the updates, of one run and of a comparison."""
+"""The charts of a run and of a comparison: over the updates, and the runs' ends against KL, beta and target."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_kl.report.compare import Comparison, Variant
+from rlhf_kl.report.compare import BestTarget, Comparison, Variant
+from rlhf_kl.report.control import tail
 from rlhf_kl.report.drawing import (
-    DASHES,
     HUES,
-    MARKERS,
     ORDERED,
     UPDATE,
     Axes,
     Chart,
+    Line,
+    colour,
+    over_updates,
     plot_level,
     plot_line,
     plot_points,
     plot_target,
-)
+    use_log,
+)  # fmt: skip
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.text import format_number, format_percent, read_number
 
-LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
+DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 ROOT_KL = "√KL, nats per response"
+LARGEST_BETA = 1.0  # of the total-reward lines
 
 
-class Line(NamedTuple):
-    """A curve over the updates, with the band around it."""
+class Style(NamedTuple):
+    """How a variant is drawn everywhere."""
 
-    label: str
     tint: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-    dash: Any = "solid"
+    dash: Any
+    marker: str
 
 
-def over_updates(
-    slug: str,
-    title: str,
-    unit: str,
-    lines: Sequence[Line],
-    caption: str = "",
-    prepare: Callable[[Axes], object] | None = None,
-) -> Chart | None:
-    """Curves over the updates; None where none has values. `prepare` sets up the axes before they are drawn."""
-    lines = [line for line in lines if line.x]
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=UPDATE, ylabel=unit)
-        if prepare is not None:
-            prepare(axes)
-        for label, tint, x, y, low, high, dash in lines:
-            plot_line(axes, x, y, tint, low, high, label=label, ls=dash)
-
-    return Chart(slug, title, draw, caption) if lines else None
-
-
-def _use_log(axes: Axes, low: float, high: float) -> None:
-    """A log axis where a quantity spans more than a factor of five."""
-    if 0 < LOG_FROM * low < high:
-        axes.set_yscale("log")
+def variant_styles(comparison: Comparison) -> dict[str, Style]:
+    """A hue for every family and a dash for every member; one large family gets an ordered scale instead."""
+    families, styles = list(comparison.families.values()), {}
+    for number, members in enumerate(families):
+        ordered = len(families) == 1 and len(members) > len(DASHES)
+        if ordered:
+            members = sorted(members, key=lambda variant: variant.constant_coef or 0.0)
+        for i, variant in enumerate(members):
+            tint, dash = HUES[number % len(HUES)], DASHES[i % len(DASHES)]
+            if ordered:
+                tint, dash = ORDERED[round(i * (len(ORDERED) - 1) / (len(members) - 1))], DASHES[0]
+            styles[variant.name] = Style(tint, dash, MARKERS[i % len(MARKERS)])
+    return styles
 
 
 # ---- one run
@@ -72,19 +61,17 @@ def _use_log(axes: Axes, low: float, high: float) -> None:
 
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
-    beta = run.series("kl/coef")
+    beta, alone = run.series("kl/coef"), [Variant(run.name, run.name, {run.seed: run})]
+    styles = variant_styles(Comparison(alone, []))
+    caption = f"Controller: {run.config.kl.controller.kind}."
     charts = [
         _kl(run),
-        over_updates(
-            "beta", "Beta, the KL coefficient", "beta", [Line("beta", "c2", *beta)],
-            f"Controller: {run.config.kl.controller.kind}.", lambda axes: _use_log(axes, min(beta[1]), max(beta[1])),
-        ),
         _score(run),
+        over_updates("beta", "Beta, the KL coefficient", "beta", [Line("beta", "c2", *beta)], caption,
+                     lambda axes: use_log(axes, min(beta[1]), max(beta[1]))),
         _path(run),
+        *((_kl_over_beta(alone, styles), _total_reward(alone, styles)) if run.reference_figures else ()),
         _forgetting(run),
-        over_updates(
-            "length", "Response length", "tokens", [Line("length", "c4", *run.series("rollout/response_length"))]
-        ),
     ]  # fmt: skip
     return [chart for chart in charts if chart is not None]
 
@@ -92,19 +79,18 @@ def run_charts(run: RunResult) -> list[Chart]:
 def _kl(run: RunResult) -> Chart | None:
     """KL with its target, the band around it, the ceiling and the alerts."""
     x, y = run.series(f"kl/{run.unit}")
-    ceiling = read_number(run.updates[-1], "kl/ceiling") if run.updates else None
+    target, ceiling = run.config.kl.target_value, read_number(run.updates[-1], "kl/ceiling") if run.updates else None
     alerts = [float(row["step"]) for row in run.updates if row.get("alerts")]
 
     def prepare(axes: Axes) -> None:
-        _use_log(axes, run.target, max(y))
-        plot_target(axes, run.target)
+        use_log(axes, target, max(y))
+        plot_target(axes, target)
         if ceiling is not None:
             plot_level(axes, ceiling, "ceiling", "alert")
         if alerts:
-            plot_points(
-                axes, alerts, [0.02] * len(alerts), "alert", marker="^", clip_on=False, label="alert",
-                transform=axes.get_xaxis_transform(),
-            )  # fmt: skip
+            bottom = axes.get_xaxis_transform()
+            plot_points(axes, alerts, [0.02] * len(alerts), "alert", marker="^", clip_on=False, label="alert",
+                        transform=bottom)  # fmt: skip
 
     title, unit = f"KL to the reference, per {run.unit}", f"nats per {run.unit}"
     return over_updates("kl", title, unit, [Line("KL", "c1", x, y)], "The band is the target ± 25 %.", prepare)
@@ -127,7 +113,7 @@ def _path(run: RunResult) -> Chart | None:
     if not points:
         return None
     kls, scores, golds = zip(*points, strict=True)
-    best = max(range(len(golds)), key=golds.__getitem__)
+    best = golds.index(max(golds))
 
     def draw(axes: Axes) -> None:
         axes.set(xlabel=ROOT_KL, ylabel="gain")
@@ -156,34 +142,21 @@ def _forgetting(run: RunResult) -> Chart | None:
 # ---- a comparison
 
 
-class Style(NamedTuple):
-    """How a variant is drawn everywhere."""
-
-    tint: str
-    dash: Any
-    marker: str
-
-
-def variant_styles(comparison: Comparison) -> dict[str, Style]:
-    """A hue for every family and a dash for every member; one large family gets an ordered scale instead."""
-    families = list(comparison.families.values())
-    styles = {}
-    for number, members in enumerate(families):
-        ordered = len(families) == 1 and len(members) > len(DASHES)
-        if ordered:
-            members = sorted(members, key=lambda variant: variant.constant_coef or 0.0)
-        for i, variant in enumerate(members):
-            shade = ORDERED[round(i * (len(ORDERED) - 1) / (len(members) - 1))] if ordered else ""
-            tint, dash = shade or HUES[number % len(HUES)], DASHES[0 if ordered else i % len(DASHES)]
-            styles[variant.name] = Style(tint, dash, MARKERS[i % len(MARKERS)])
-    return styles
-
-
 def held_charts(comparison: Comparison) -> list[Chart]:
     """One small chart a variant, by family: KL over target of every seed, with the figures that judge it."""
-    styles = variant_styles(comparison)
-    variants = [variant for family in comparison.families.values() for variant in family]
-    return [_held(variant, f"held-{i}", styles[variant.name].tint) for i, variant in enumerate(variants)]
+    styles, charts = variant_styles(comparison), []
+    for i, variant in enumerate(variant for family in comparison.families.values() for variant in family):
+        good = sum(run.figures["held"] is True for run in variant.runs.values())
+        yes, no = ("held", "missed") if variant.is_controlled else ("at the target", "off the target")
+        title = variant.name
+        if variant.held is not None:
+            title += f": {yes if variant.held else f'{good} of {len(variant.runs)} {yes}' if good else no}"
+        figures = f"tail error {format_number(variant.mean('tail_error'), 2)}"
+        if (cost := variant.mean("perplexity_cost")) is not None:
+            figures += f" · perplexity {format_percent(cost, signed=True)}"
+        runs = [(run, styles[variant.name].tint, "") for run in variant.runs.values()]
+        charts.append(ratio_chart(f"held-{i}", title, runs, figures))
+    return charts
 
 
 def held_columns(comparison: Comparison) -> int:
@@ -206,17 +179,6 @@ def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]
     return Chart(slug, title, draw, subtitle=figures)
 
 
-def _held(variant: Variant, slug: str, tint: str) -> Chart:
-    good = sum(figures.held is True for figures in variant.figures.values())
-    words = ("held", "missed") if variant.is_controlled else ("at the target", "off the target")
-    missed = f"{good} of {len(variant.runs)} {words[0]}" if good else words[1]
-    title = variant.name + {None: "", True: f": {words[0]}", False: f": {missed}"}[variant.held]
-    figures = f"tail error {format_number(variant.mean('tail_error'), 2)}"
-    if (cost := variant.mean("perplexity_cost")) is not None:
-        figures += f" · perplexity {format_percent(cost, signed=True)}"
-    return ratio_chart(slug, title, [(run, tint, "") for run in variant.runs.values()], figures)
-
-
 def compare_charts(comparison: Comparison) -> list[Chart]:
     """Figures over the updates, means over seeds with one standard deviation."""
     unit = comparison.unit
@@ -233,20 +195,189 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
 
 def _over_time(comparison: Comparison, key: str, slug: str, title: str, unit: str) -> Chart | None:
     """A key over the updates; KL with its target, beta without a band."""
-    styles, target = variant_styles(comparison), comparison.target if slug == "kl" else None
-    lines = []
+    lines, styles = [], variant_styles(comparison)
+    target = comparison.target if slug == "kl" else None
     for variant in comparison.variants:
-        line, style = Line(variant.name, "", *variant.series(key)), styles[variant.name]
-        line = line._replace(tint=style.tint, dash=style.dash)
-        lines.append(line._replace(low=None, high=None) if slug == "beta" else line)
+        x, mean, low, high = variant.series(key)
+        band = ([], []) if slug == "beta" else (low, high)
+        style = styles[variant.name]
+        lines.append(Line(variant.name, style.tint, x, mean, *band, style.dash))
     values = [value for line in lines for value in line.y]
 
     def prepare(axes: Axes) -> None:
         if slug in ("kl", "beta"):
-            _use_log(axes, target or min(values), max(values))
+            use_log(axes, target or min(values), max(values))
         if target is not None:
             plot_target(axes, target)
 
-    several = any(len(variant.runs) > 1 for variant in comparison.variants)
-    caption = "Means over seeds with one standard deviation." if several else "One seed."
-    return over_updates(slug, title, unit, lines, "Means over seeds." if slug == "beta" else caption, prepare)
+    several = "Means over seeds." if slug == "beta" else "Means over seeds with one standard deviation."
+    caption = several if any(len(variant.runs) > 1 for variant in comparison.variants) else "One seed."
+    return over_updates(slug, title, unit, lines, caption, prepare)
+
+
+def end_charts(comparison: Comparison) -> list[Chart]:
+    """Score and gold against sqrt(KL); of a sweep of betas KL and total reward; of targets score and gold."""
+    sweep, styles = comparison.sweep, variant_styles(comparison)
+    charts = [
+        _frontier(comparison, "scores_shaped", "frontier", "Score against KL", "score gain, in reference sd"),
+        _frontier(comparison, "gold", "frontier-gold", "Gold against KL", "gold gain"),
+        *((_kl_over_beta(sweep, styles), _total_reward(sweep, styles)) if sweep else ()),
+        _targets(comparison),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit: str) -> Chart | None:
+    """The ends of the runs, a point for each seed, with the upper limit."""
+    ends = {variant.name: list(seeds.values()) for variant in comparison.variants if (seeds := variant.ends(measure))}
+    if not ends:
+        return None
+    styles, reference = variant_styles(comparison), _reference(comparison.variants)
+    shaped = measure == "scores_shaped"
+    tilt = [(math.sqrt(kl), gain) for _, kl, gain in _tilt(reference)] if shaped else []
+    best_of, key = reference.get("best_of_n") or [], "gain" if shaped else "gold_gain"
+    best = [(math.sqrt(point["kl_bound"]), point[key]) for point in best_of if point.get(key) is not None]
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel=ROOT_KL, ylabel=unit)
+        for name, points in ends.items():
+            plot_points(axes, *_columns(points), styles[name].tint, marker=styles[name].marker, label=name)
+        if tilt:
+            plot_line(axes, *_columns(tilt), "ink", marker="", label="upper limit")
+        if best:
+            plot_line(axes, *_columns(best), "muted", marker=".", ls=DASHES[1], label="best of n")
+
+    caption = "Each point is the end of one run."
+    if tilt:
+        caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta))."
+    if best:
+        caption += f" Dashed: best of n reference samples, n up to {best_of[-1]['n']}, at the upper bound of its KL."
+    return Chart(slug, title, draw, caption)
+
+
+def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart | None:
+    """The KL at the end of each run by its beta there, with the tilt of the reference's samples and the Gaussian law.
+
+    A single run has the updates of its second half too.
+    """
+    reference = _reference(variants)
+    runs = [(variant.name, run.figures) for variant in variants for run in variant.runs.values()]
+    runs = [(name, figures) for name, figures in runs if figures["beta"] and figures["kl_sequence"]]
+    if not runs:
+        return None
+    updates = next(iter(variants[0].runs.values())).updates if len(variants) == 1 else []
+    path = [(row["kl/coef"], kl) for row in tail(updates) if (kl := row["kl/sequence"])]
+    betas = [own["beta"] for _, own in runs] + [coef for coef, _ in path if coef > 0]
+    betas += [coef for coef, _, _ in _tilt(reference) if path and 0 < coef <= LARGEST_BETA]
+    low, high = min(betas) / 1.6, max(betas) * 1.6
+    tilt = [(coef, kl) for coef, kl, _ in _tilt(reference) if low <= coef <= high and kl > 0]
+    most = 3 * max([own["kl_sequence"] for _, own in runs] + [kl for _, kl in tilt])
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel="beta", ylabel="nats per response", xscale="log", yscale="log")
+        if path:
+            plot_line(axes, *_columns(path), "c1", marker="", linewidth=0.8, alpha=0.6, label="second half")
+        for name, own in runs:
+            fill = {} if own["settled"] else {"markerfacecolor": "none"}
+            plot_points(axes, [own["beta"]], [own["kl_sequence"]], styles[name].tint, **fill)
+        if tilt:
+            plot_line(axes, *_columns(tilt), "ink", marker="", label="tilt")
+        if spread := read_number(reference, "scores_spread"):  # the Gaussian law has no bound where scores saturate
+            betas = [max(low, spread / math.sqrt(2 * most)), high]
+            kls = [spread**2 / (2 * beta**2) for beta in betas]
+            plot_line(axes, betas, kls, "muted", marker="", ls=DASHES[1], label="Gaussian law")
+
+    caption = (
+        "Hollow: the KL had not settled. Solid line: the reference's samples weighted by exp(score/beta), the optimum "
+        "of score - beta*KL, estimated from these samples. Dashed: σ²/(2β²), for Gaussian scores."
+    )
+    return Chart("kl-beta", "KL at the end against beta", draw, caption)
+
+
+def _total_reward(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart | None:
+    """The total reward of each variant's end, score - beta*KL, over beta; the tilt is the limit."""
+    betas = [i * LARGEST_BETA / 40 for i in range(41)]
+    lines = {
+        variant.name: [gain - beta * kl for beta in betas]
+        for variant in variants
+        if (gain := variant.mean("score_gain")) is not None and (kl := variant.mean("kl_sequence")) is not None
+    }
+    if not lines:
+        return None
+    limit = sorted((coef, gain - coef * kl) for coef, kl, gain in _tilt(_reference(variants)) if coef <= LARGEST_BETA)
+
+    def draw(axes: Axes) -> None:
+        best = max(max(line) for line in lines.values())
+        top = 1.15 * max([best, *(worth for _, worth in limit)])
+        axes.set(xlabel="beta that pays for KL", ylabel="score gain - beta · KL")
+        if best > 0:
+            axes.set_ylim(-0.75 * best, top)
+        for name, line in lines.items():
+            plot_line(axes, betas, line, styles[name].tint, ls=styles[name].dash, linewidth=1.3, label=name)
+        if limit:
+            plot_line(axes, *_columns(limit), "ink", marker="", ls=DASHES[1], label="limit")
+
+    caption = (
+        "Each line is the end of one variant's runs (mean over seeds): its score gain minus beta for each nat of KL. "
+        "The limit holds for any policy; it is estimated from the reference's samples."
+    )
+    return Chart("total-reward", "Total reward by beta", draw, caption)
+
+
+def _targets(comparison: Comparison) -> Chart | None:
+    """Score and gold at the end by KL target, and between which targets gold is highest."""
+    variants, best = comparison.by_target, comparison.best_target
+    lines: dict[str, list[tuple[float, float, float]]] = {
+        label: [(v.target, mean, v.sd(name) or 0.0) for v in variants if (mean := v.mean(name)) is not None]
+        for name, label in (("scores", "score"), ("gold", "true score (gold)"))
+    }
+    if not variants or not lines["score"]:
+        return None
+    targets = [variant.target for variant in variants]
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel=f"KL target, nats per {comparison.unit}", ylabel="at the end", xscale="log")
+        for (label, points), tint in zip(lines.items(), HUES, strict=False):
+            x, low, high = [t for t, _, _ in points], [m - s for _, m, s in points], [m + s for _, m, s in points]
+            plot_line(axes, x, [mean for _, mean, _ in points], tint, low, high, label=label, marker="o")
+        axes.set_xticks(targets, [f"{target:g}" for target in targets])
+        if best is not None:
+            plot_points(axes, [best.target], [best.gold], "ink", marker="D", markersize=8, label="highest")
+            _name_sides(axes, targets, best)
+
+    caption = "Means over seeds with one standard deviation, last ten updates."
+    if best is not None:
+        caption += f" Diamond: the highest gold, {format_number(best.gold)} at the target {best.target:g}. Green: the "
+        caption += "targets whose gold is within one standard deviation of that."
+    return Chart("targets", "Score and true score by KL target", draw, caption)
+
+
+def _name_sides(axes: Axes, targets: Sequence[float], best: BestTarget) -> None:
+    """Shades the right targets, and writes what lies on each side of them."""
+    low, high = axes.get_xlim()
+    left = max((math.sqrt(target * best.lowest) for target in targets if target < best.lowest), default=low)
+    right = min((math.sqrt(target * best.highest) for target in targets if target > best.highest), default=high)
+    axes.set_xlim(low, high)
+    axes.axvspan(left, right, color=colour("band"), zorder=0.4, linewidth=0)
+    for words, start, stop in (("too little", low, left), ("right", left, right), ("too much", right, high)):
+        if stop > start:
+            axes.annotate(
+                words, (math.sqrt(start * stop), 0), xytext=(0, 5), xycoords=("data", "axes fraction"),
+                textcoords="offset points", ha="center", color=colour("muted"),
+            )  # fmt: skip
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """x and y of points."""
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _reference(variants: Sequence[Variant]) -> Mapping[str, Any]:
+    """The reference's own figures in the first summary that has them; all runs of a comparison share the reference."""
+    runs = [run for variant in variants for run in variant.runs.values()]
+    return next((run.reference_figures for run in runs if run.reference_figures), {})
+
+
+def _tilt(reference: Mapping[str, Any]) -> list[tuple[float, float, float]]:
+    """(beta, sequence KL, score gain) of the tilted reference samples."""
+    return [(point["coef"], point["kl"], point["gain"]) for point in reference.get("tilt") or []]

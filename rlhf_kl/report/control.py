@@ -1,4 +1,4 @@
-"""How well a run held its KL target: the one definition of the figures that tables, plots and benchmarks show.
+"""How well a run held its KL target: the one definition of the figures that tables, charts and benchmarks show.
 
 All take KL / target of each update, in order; a KL that is not finite counts as infinite.
 """
@@ -56,15 +56,9 @@ def end(items: Sequence[Item]) -> Sequence[Item]:
     return items[-END:] if len(items) >= 2 * END else tail(items)
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of each value and its neighbours, five in all, fewer at the ends."""
-    return [fmean(values[max(0, i - 2) : i + 3]) for i in range(len(values))]
-
-
 def tail_error(values: Sequence[float]) -> float | None:
     """Mean of |KL/target - 1| over the second half."""
-    late = tail(values)
-    return fmean(abs(value - 1.0) for value in late) if late else None
+    return fmean(abs(value - 1.0) for value in tail(values)) if values else None
 
 
 def time_in_band(values: Sequence[float]) -> float | None:
@@ -94,16 +88,8 @@ def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str) -> dict[str, A
     }
 
 
-def peak(values: Sequence[float]) -> float | None:
-    """Largest KL/target."""
-    return max(values, default=None)
-
-
 def log_beta_sd(coefs: Sequence[float]) -> float | None:
-    """Standard deviation of log beta over the second half; None without values, or if one is 0.
-
-    coefs: the beta of each update.
-    """
+    """Standard deviation of log beta over the second half of the updates; None without values, or if one is 0."""
     late = tail(coefs)
     return pstdev(map(math.log, late)) if late and min(late) > 0.0 else None
 

@@ -6,13 +6,14 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -47,9 +48,8 @@ COLOURS = {
 }
 HUES = ("c1", "c2", "c3", "c4", "c5", "c6")
 ORDERED = ("s1", "s2", "s3", "s4", "s5", "s6")
-DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P")
 UPDATE = "update"
+LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
 MOST_POINTS = 400  # of a line; a longer line is drawn as means of segments
 FEW_POINTS = 12  # a line with fewer points has marks
 SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
@@ -95,16 +95,15 @@ def plot_line(
     x: Sequence[float],
     y: Sequence[float],
     tint: str,
-    low: Sequence[float] | None = None,
-    high: Sequence[float] | None = None,
+    low: Sequence[float] = (),
+    high: Sequence[float] = (),
     **style: Any,
 ) -> None:
     """A curve, with the band from `low` to `high` around it. `tint`: a name of `COLOURS`."""
     x, y = thin(x), thin(y)
-    if axes.get_yscale() == "log":  # which cannot show 0
-        y = [value if value > 0 else math.nan for value in y]
-    if low is not None and high is not None:
-        floor = 0.0 if axes.get_yscale() == "log" else -math.inf
+    floor = 0.0 if axes.get_yscale() == "log" else -math.inf  # a log axis cannot show 0
+    y = [value if value > floor else math.nan for value in y]
+    if low and high:
         low = [bottom if bottom > floor else value for bottom, value in zip(thin(low), y, strict=True)]
         axes.fill_between(x, low, thin(high), color=colour(tint), alpha=0.13, linewidth=0, zorder=1.5)
     style = {"marker": "o" if len(x) < FEW_POINTS else "", "markersize": 3.2, "zorder": 2.5} | style
@@ -113,11 +112,10 @@ def plot_line(
 
 def plot_points(axes: Axes, x: Sequence[float], y: Sequence[float], tint: str, **style: Any) -> None:
     """Single marks."""
-    style = {"marker": "o", "markersize": 5.5, "zorder": 3} | style
-    axes.plot(x, y, color=colour(tint), linestyle="none", **style)
+    axes.plot(x, y, color=colour(tint), **{"marker": "o", "markersize": 5.5, "zorder": 3, "ls": "none"} | style)
 
 
-def plot_level(axes: Axes, y: float, label: str, tint: str = "muted") -> None:
+def plot_level(axes: Axes, y: float, label: str, tint: str) -> None:
     """A horizontal line with its name."""
     axes.axhline(y, color=colour(tint), linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
 
@@ -126,6 +124,45 @@ def plot_target(axes: Axes, target: float, label: str = "target") -> None:
     """A KL target and the band around it."""
     axes.axhspan((1 - BAND) * target, (1 + BAND) * target, color=colour("band"), zorder=0.5, linewidth=0)
     plot_level(axes, target, label, "c3")
+
+
+class Line(NamedTuple):
+    """A curve over the updates, with the band around it."""
+
+    label: str
+    tint: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    dash: Any = "solid"
+
+
+def over_updates(
+    slug: str,
+    title: str,
+    unit: str,
+    lines: Iterable[Line],
+    caption: str = "",
+    prepare: Callable[[Axes], object] | None = None,
+) -> Chart | None:
+    """Curves over the updates; None where none has values. `prepare` sets up the axes before they are drawn."""
+    known = [line for line in lines if line.x]
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel=UPDATE, ylabel=unit)
+        if prepare is not None:
+            prepare(axes)
+        for label, tint, x, y, low, high, dash in known:
+            plot_line(axes, x, y, tint, low, high, label=label, ls=dash)
+
+    return Chart(slug, title, draw, caption) if known else None
+
+
+def use_log(axes: Axes, low: float, high: float) -> None:
+    """A log axis where a quantity spans more than a factor of five."""
+    if 0 < LOG_FROM * low < high:
+        axes.set_yscale("log")
 
 
 # ---- files and pages
@@ -146,8 +183,7 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
         if footer:
             figure.supxlabel(footer, x=0.02, ha="left", fontsize=size * 0.85, color=colour("muted"))
         for chart, panel in zip(charts, panels, strict=False):
-            names = _draw(chart, panel)
-            pad = 6 + 1.5 * size * (-(-names // LEGEND_COLUMNS))
+            pad = 6 + 1.5 * size * _draw(chart, panel)
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
             panel.annotate(
                 chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
@@ -164,14 +200,11 @@ def svg(chart: Chart) -> str:
     width, height = SVG_SIZE
     with _picture_style(SVG_TYPE):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
-        figure.patch.set_visible(False)
         axes = figure.subplots()
-        axes.patch.set_visible(False)
         _draw(chart, axes)
-        figure.canvas.draw()
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        shapes = _hover_shapes(axes, height)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        columns = _hover_columns(axes, height)
     body = buffer.getvalue().decode()
     body = body[body.index("<svg") : body.rindex("</svg>")]
     body = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
@@ -183,11 +216,11 @@ def svg(chart: Chart) -> str:
         f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}" '
         'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
     )
-    return f"{opening}{body[body.index('>') + 1 :]}<g>{shapes}</g></svg>"
+    return f"{opening}{body[body.index('>') + 1 :]}<g>{columns}</g></svg>"
 
 
 def _draw(chart: Chart, axes: Axes) -> int:
-    """The chart with plain ticks and a legend above it where it has several names; returns their number."""
+    """The chart with plain ticks, and above it a legend where it has several names; returns the legend's lines."""
     chart.draw(axes)
     if axes.get_yscale() == "linear" and axes.get_autoscaley_on():
         axes.margins(y=0.08)
@@ -203,7 +236,7 @@ def _draw(chart: Chart, axes: Axes) -> int:
         loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(LEGEND_COLUMNS, names), frameon=False,
         borderaxespad=0.1, handlelength=1.6, columnspacing=1.0, handletextpad=0.5,
     )  # fmt: skip
-    return names
+    return -(-names // LEGEND_COLUMNS)
 
 
 def _plain_log_ticks(axis: Axes) -> None:
@@ -218,64 +251,40 @@ def _plain_log_ticks(axis: Axes) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _hover_shapes(axes: Axes, height: float) -> str:
-    """Shapes that react to the pointer: a circle for each point, and a column for each x of the lines."""
-    box, to_pixels = axes.get_window_extent(), axes.transData.transform
-    columns: dict[float, list[str]] = {}
-    shapes = []
+def _hover_columns(axes: Axes, height: float) -> str:
+    """A column for each x of the drawn lines and points, with their values for the pointer."""
+    box, values = axes.get_window_extent(), dict[float, list[str]]()
     for line in axes.get_lines():
-        name, points = line.get_label(), list(zip(*line.get_data(), strict=True))
-        if name.startswith("_") or line.get_transform() != axes.transData:
-            continue
-        for x, y in (point for point in points if not math.isnan(point[1])):
-            if line.get_linestyle() == "None":
-                at, text = to_pixels((x, y)), f"{name}: {axes.get_xlabel()} {format_number(x)}, {format_number(y)}"
-                shapes.append((f'circle cx="{at[0]:.1f}" cy="{height - at[1]:.1f}" r="8"', text))
-            else:
-                columns.setdefault(float(x), []).append(f"{name} {format_number(y)}".strip())
-    edges = [float(to_pixels((x, axes.get_ylim()[0]))[0]) for x in sorted(columns)]
-    for i, x in enumerate(sorted(columns)):
-        left = (edges[i - 1] + edges[i]) / 2 if i else box.x0
-        right = (edges[i] + edges[i + 1]) / 2 if i + 1 < len(edges) else box.x1
+        name = line.get_label()
+        if not name.startswith("_") and line.get_transform() == axes.transData:
+            for x, y in zip(*line.get_data(), strict=True):
+                if not math.isnan(y):
+                    values.setdefault(float(x), []).append(f"{name} {format_number(y)}".strip())
+    xs, columns = sorted(values), []
+    edges = [float(axes.transData.transform((x, axes.get_ylim()[0]))[0]) for x in xs]
+    middles = [box.x0, *((a + b) / 2 for a, b in pairwise(edges)), box.x1]
+    for x, (left, right) in zip(xs, pairwise(middles), strict=False):
         size = f'width="{max(1.0, right - left):.1f}" height="{box.height:.1f}"'
-        text = f"{axes.get_xlabel()} {x:.4g}: {', '.join(columns[x])}"
-        shapes.insert(i, (f'rect x="{left:.1f}" y="{height - box.y1:.1f}" {size}', text))  # below the circles
-    return "".join(f'<{shape} class="hit" data-tip="{escape(text)}"/>' for shape, text in shapes)
+        tip = escape(f"{axes.get_xlabel()} {x:.4g}: {', '.join(values[x])}")
+        columns.append(f'<rect x="{left:.1f}" y="{height - box.y1:.1f}" {size} class="hit" data-tip="{tip}"/>')
+    return "".join(columns)
 
 
 @contextmanager
 def _picture_style(size: float) -> Iterator[None]:
     """matplotlib's settings while a picture is drawn; `size` of the type in points."""
+    muted, grid, small = colour("muted"), colour("grid"), size * 0.9
     settings = {
-        "font.family": "DejaVu Sans",
-        "font.size": size,
-        "axes.titlesize": size * 1.08,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "axes.labelsize": size * 0.95,
-        "axes.labelcolor": colour("muted"),
-        "axes.edgecolor": colour("muted"),
-        "axes.linewidth": 0.7,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "grid.color": colour("grid"),
-        "grid.linewidth": 0.7,
-        "xtick.color": colour("muted"),
-        "ytick.color": colour("muted"),
-        "xtick.labelsize": size * 0.9,
-        "ytick.labelsize": size * 0.9,
-        "xtick.major.size": 3,
-        "ytick.major.size": 0,
-        "text.color": colour("ink"),
-        "text.parse_math": False,  # names are text, whatever they hold
-        "legend.fontsize": size * 0.9,
-        "lines.linewidth": 1.6,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "rlhf-kl",
-    }
+        "font.family": "DejaVu Sans", "font.size": size, "legend.fontsize": small, "lines.linewidth": 1.6,
+        "axes.titlesize": size * 1.08, "axes.titlelocation": "left", "axes.titleweight": "bold",
+        "axes.labelsize": size * 0.95, "axes.labelcolor": muted, "axes.edgecolor": muted, "axes.linewidth": 0.7,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+        "axes.grid": True, "axes.grid.axis": "y", "grid.color": grid, "grid.linewidth": 0.7,
+        "xtick.color": muted, "xtick.labelsize": small, "xtick.major.size": 3,
+        "ytick.color": muted, "ytick.labelsize": small, "ytick.major.size": 0,
+        "text.color": colour("ink"), "text.parse_math": False,  # names are text, whatever they hold
+        "svg.fonttype": "none", "svg.hashsalt": "rlhf-kl",
+    }  # fmt: skip
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*missing from font.*")  # a run's name may be in any script
         yield

@@ -15,14 +15,7 @@ INTERVAL_FROM = 5  # seeds
 SAME_ROOT_KL = 0.05  # ends whose sqrt(KL) differ by at most 5 % (their KL by 10 %) have the same KL
 
 Point = tuple[float, float]  # the end of a run: sqrt(KL in nats per response), score gained over the reference
-Ends = Mapping[int, Point]  # by seed
-
-
-class Group(NamedTuple):
-    """A family of variants, or one variant."""
-
-    name: str
-    variants: Mapping[str, Ends]
+Group = Mapping[str, Mapping[int, Point]]  # of one variant or several: the ends of its runs, by seed
 
 
 class Reading(NamedTuple):
@@ -45,13 +38,8 @@ class EqualKL:
     direct: bool  # runs that ended at the same KL: there is no curve between them
 
     @property
-    def differences(self) -> dict[int, float]:
-        """By seed."""
-        return {seed: reading.gain for seed, reading in self.readings.items()}
-
-    @property
     def mean(self) -> float | None:
-        return fmean(self.differences.values()) if self.readings else None
+        return fmean(reading.gain for reading in self.readings.values()) if self.readings else None
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -62,7 +50,7 @@ class EqualKL:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of the mean difference, from five seeds on: the bounds, widened by the spread over seeds."""
-        spread = interval_half(list(self.differences.values()))
+        spread = interval_half([reading.gain for reading in self.readings.values()])
         return None if self.bounds is None or spread is None else (self.bounds[0] - spread, self.bounds[1] + spread)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +61,7 @@ class EqualKL:
             "measure": self.measure,
             "comparable": bool(self.readings),
             "direct": self.direct,
-            "differences": {str(seed): value for seed, value in self.differences.items()},
+            "differences": {str(seed): reading.gain for seed, reading in self.readings.items()},
             "mean": self.mean,
             "bounds": self.bounds,
             "interval": self.interval,
@@ -81,46 +69,36 @@ class EqualKL:
         }
 
 
-def compare_groups(first: Group, second: Group, measure: str) -> list[EqualKL]:
-    """Each variant of the group that spans less KL, and that group as one, against the curve of the other group.
+def compare_groups(groups: Sequence[tuple[str, Group]], measure: str) -> list[EqualKL]:
+    """Of two named groups the variants of the one that spans less KL, and their mean, against the other's curve.
 
     Two single variants are compared only if they ended at the same KL.
     """
-    points, curve = sorted((second, first), key=_kl_span)
-    entries = [_compare_variant(name, ends, curve, measure) for name, ends in points.variants.items()]
-    mean = _mean_entry(points.name, entries)
-    entries = [*entries, mean] if len(entries) > 1 else [mean]
+    first, second = groups
+    ordered = (second, first) if _kl_span(second[1]) <= _kl_span(first[1]) else (first, second)
+    (name, points), (curve, others) = ordered
+    entries = []
+    for variant, ends in points.items():
+        readings, left_out = {}, 0
+        for seed, (root_kl, gain) in ends.items():
+            if found := [other[seed] for other in others.values() if seed in other]:
+                if (reading := ScoreCurve(found).at(root_kl)) is None:
+                    left_out += 1
+                else:
+                    readings[seed] = Reading(gain - reading.gain, gain - reading.high, gain - reading.low)
+        entries.append(EqualKL(variant, curve, measure, readings, left_out, len(others) == 1))
+    # Of the group the means over its variants, for each seed in which all are comparable.
+    seeds = sorted(set.intersection(*(set(entry.readings) for entry in entries)))
+    rows = {seed: zip(*(entry.readings[seed] for entry in entries), strict=True) for seed in seeds}
+    means = {seed: Reading(*map(fmean, row)) for seed, row in rows.items()}
+    whole = EqualKL(name, curve, measure, means, sum(entry.left_out for entry in entries), len(others) == 1)
+    entries = [*entries, whole] if len(entries) > 1 else [whole]
     return [entry for entry in entries if entry.readings or (entry.left_out and not entry.direct)]
-
-
-def _compare_variant(name: str, ends: Ends, curve: Group, measure: str) -> EqualKL:
-    """The variant's gain minus that of the curve at its KL, for each seed."""
-    readings, left_out = {}, 0
-    for seed, (root_kl, gain) in ends.items():
-        others = [other[seed] for other in curve.variants.values() if seed in other]
-        if not others:
-            continue
-        if (reading := ScoreCurve(others).at(root_kl)) is None:
-            left_out += 1
-        else:
-            readings[seed] = Reading(gain - reading.gain, gain - reading.high, gain - reading.low)
-    return EqualKL(name, curve.name, measure, readings, left_out, len(curve.variants) == 1)
-
-
-def _mean_entry(name: str, entries: Sequence[EqualKL]) -> EqualKL:
-    """Means over the variants of a family, for each seed in which all are comparable."""
-    first, seeds = entries[0], set.intersection(*(set(entry.readings) for entry in entries))
-    readings = {
-        seed: Reading(*map(fmean, zip(*(entry.readings[seed] for entry in entries), strict=True)))
-        for seed in sorted(seeds)
-    }
-    left_out = sum(entry.left_out for entry in entries)
-    return EqualKL(name, first.curve, first.measure, readings, left_out, first.direct)
 
 
 def _kl_span(group: Group) -> float:
     """The largest mean KL of a variant minus the smallest."""
-    kls = [fmean(root_kl**2 for root_kl, _ in ends.values()) for ends in group.variants.values() if ends]
+    kls = [fmean(root_kl**2 for root_kl, _ in ends.values()) for ends in group.values() if ends]
     return max(kls) - min(kls) if kls else 0.0
 
 
@@ -142,58 +120,37 @@ class ScoreCurve:
 
     def __init__(self, ends: Sequence[Point]) -> None:
         """ends: of runs, in any order; ends at the same KL are replaced by their mean."""
-        self.points = [(0.0, 0.0), *_merged(ends)]
+        groups: list[list[Point]] = [[(0.0, 0.0)]]
+        for x, y in sorted(end for end in ends if end[0] > 0):
+            if x - groups[-1][0][0] <= SAME_ROOT_KL * x:
+                groups[-1].append((x, y))
+            else:
+                groups.append([(x, y)])
+        self.points = [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
         self._curve = PchipInterpolator(*zip(*self.points, strict=True)) if len(self.points) > 1 else None
-
-    @property
-    def last(self) -> float:
-        """The largest sqrt(KL) that a run ended at."""
-        return self.points[-1][0]
 
     def at(self, root_kl: float) -> Reading | None:
         """The gain at a sqrt(KL); None outside the range of the runs.
 
         A single run, and the last of several, give the gain at their own KL only.
         """
-        if len(self.points) == 2 or root_kl > self.last:
-            return self._at_last(root_kl)
         if self._curve is None:
             return None
+        last, gain = self.points[-1]
+        if len(self.points) == 2 or root_kl > last:
+            distance = abs(root_kl - last)
+            if distance > SAME_ROOT_KL * max(root_kl, last):
+                return None
+            off = abs(self._line(len(self.points) - 2, last + distance) - gain)
+            return Reading(gain, gain - off, gain + off)
         gap = max(i for i, (x, _) in enumerate(self.points[:-1]) if x <= root_kl)
-        low, high = self._bounds(gap, root_kl)
-        gain = min(high, max(low, float(self._curve(root_kl))))
-        return Reading(gain, low, high)
-
-    def _at_last(self, root_kl: float) -> Reading | None:
-        """The gain of the last run; the bounds are the difference in KL times the slope of the last gap."""
-        (x, y), distance = self.points[-1], abs(root_kl - self.last)
-        if distance > SAME_ROOT_KL * max(root_kl, x):
-            return None
-        off = abs(self._slope(len(self.points) - 2)) * distance
-        return Reading(y, y - off, y + off)
-
-    def _slope(self, gap: int) -> float:
-        (x0, y0), (x1, y1) = self.points[gap : gap + 2]
-        return (y1 - y0) / (x1 - x0)
-
-    def _bounds(self, gap: int, x: float) -> Point:
-        """Lower and upper bound of the gain inside a gap."""
-        (x0, y0), (x1, y1) = self.points[gap : gap + 2]
-        chord = y0 + self._slope(gap) * (x - x0)
-        extended = [y0 + self._slope(gap - 1) * (x - x0)] if gap > 0 else []
-        if gap < len(self.points) - 2:
-            extended.append(y1 + self._slope(gap + 1) * (x - x1))
+        chord = self._line(gap, root_kl)
+        extended = [self._line(i, root_kl) for i in (gap - 1, gap + 1) if 0 <= i < len(self.points) - 1]
         low = max((y for y in extended if y < chord), default=chord)
         high = min((y for y in extended if y > chord), default=chord)
-        return low, high
+        return Reading(min(high, max(low, float(self._curve(root_kl)))), low, high)
 
-
-def _merged(ends: Sequence[Point]) -> list[Point]:
-    """Ends by sqrt(KL); ends at the same KL become their mean."""
-    groups: list[list[Point]] = []
-    for x, y in sorted(end for end in ends if end[0] > 0):
-        if groups and x - groups[-1][0][0] <= SAME_ROOT_KL * x:
-            groups[-1].append((x, y))
-        else:
-            groups.append([(x, y)])
-    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
+    def _line(self, gap: int, x: float) -> float:
+        """The straight line across a gap, carried on to any x."""
+        (x0, y0), (x1, y1) = self.points[gap : gap + 2]
+        return y0 + (y1 - y0) / (x1 - x0) * (x - x0)

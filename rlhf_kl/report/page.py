@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import metadata
 from statistics import fmean
 from typing import Any
@@ -18,10 +15,9 @@ from markupsafe import Markup
 
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.report import control
-from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, variant_styles
+from rlhf_kl.report.charts import compare_charts, end_charts, held_charts, run_charts, variant_styles
 from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.drawing import Chart, css, svg
-from rlhf_kl.report.frontier import frontier_charts
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.report.verdict import COLUMNS, variant_rows
 from rlhf_kl.text import format_number, format_percent, read_number, safe_text
@@ -30,7 +26,6 @@ DIVERGING = 15  # tokens in the table
 DIVERGING_STEPS = 3  # sampled updates that they are taken from
 HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
-CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; img-src data:"
 TABLE_NOTE = (
     "Means over seeds ± one standard deviation. Tail error: mean |KL/target - 1| of the second half. In band: share of "
     f"the updates from {control.BAND_FROM} on within ±{control.BAND:.0%} of the target. Held: a tail error of at most "
@@ -45,15 +40,13 @@ TABLE_NOTE = (
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
     steps = sorted({row["step"] for row in run.samples})
-    least, most = HOTTEST
-    hottest = min(
-        most, max([least, *(read_number(token, "kl") or 0.0 for row in run.samples for token in row["tokens"])])
-    )
-    sampled = [
-        (f"{'After' if step == steps[-1] and len(steps) > 1 else 'Before'}: update {step}",
-         [_sample(row, hottest) for row in run.samples if row["step"] == step])
-        for step in dict.fromkeys([*steps[:1], *steps[-1:]])
-    ]  # fmt: skip
+    kls = [read_number(token, "kl") or 0.0 for row in run.samples for token in row["tokens"]]
+    hottest = min(HOTTEST[1], max([HOTTEST[0], *kls]))
+    samples = []
+    for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
+        heading = f"{'After' if step == steps[-1] and len(steps) > 1 else 'Before'}: update {step}"
+        samples.append((heading, [_sample(row, hottest) for row in run.samples if row["step"] == step]))
+    versions = " · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items())
     return _render(
         "report.html",
         refresh=refresh,
@@ -67,14 +60,12 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         ],
         charts=[_chart(chart) for chart in run_charts(run)],
         hottest=format_number(hottest, 2),
-        samples=sampled,
+        samples=samples,
         diverging=diverging_tokens(run.samples),
         diverging_note=f"In the sampled responses of the last {min(DIVERGING_STEPS, len(steps))} sampled updates, "
         "tokens that occur at least twice, by the mean KL at their position.",
         command=f"rlhf-kl train --config {shlex.quote(safe_text(str(run.path / 'config.yaml')))} --output-dir OTHER",
-        versions=safe_text(
-            " · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items())
-        ),
+        versions=safe_text(versions),
         config=dump_config(run.config),
     )
 
@@ -99,32 +90,17 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str]) -> s
         swatches=[styles[variant.name].tint for variant in comparison.variants],
         table_note=TABLE_NOTE,
         charts=[_chart(chart) for chart in compare_charts(comparison)],
-        frontier=[_chart(chart) for chart in frontier_charts(comparison)],
-    )
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("rlhf_kl.report"),
-        autoescape=True,  # every text of a run is data
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        ends=[_chart(chart) for chart in end_charts(comparison)],
     )
 
 
 def _render(template: str, **values: Any) -> str:
-    environment = _environment()
-    script = environment.get_template("page.js").render()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()  # no other script may run
-    return environment.get_template(template).render(
-        colours=Markup(css()),
-        script=Markup(script),
-        policy=CSP.format(digest),
-        version=metadata.version("rlhf-kl"),
-        **values,
-    )
+    """A template's page; every text of a run is data, so it is escaped."""
+    pages = Environment(loader=PackageLoader("rlhf_kl.report"), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    script = Markup(pages.get_template("page.js").render())
+    version = metadata.version("rlhf-kl")
+    return pages.get_template(template).render(colours=Markup(css()), script=script, version=version, **values)
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
@@ -140,21 +116,21 @@ def _figures(run: RunResult) -> list[tuple[str, str, str]]:
     perplexities, first = run.series("eval/perplexity")[1], run.updates[0] if run.updates else {}
     start = {key: f"started at {format_number(read_number(first, key))}" for key in first}
     cost = "one evaluation only"
-    if figures.perplexity_cost is not None:
-        cost = f"{format_percent(figures.perplexity_cost, signed=True)} on {format_number(perplexities[0])}"
+    if figures["perplexity_cost"] is not None:
+        cost = f"{format_percent(figures['perplexity_cost'], signed=True)} on {format_number(perplexities[0])}"
     ended = format_percent(run.end("rollout/eos_rate"))
     cards = [
-        (f"KL per {run.unit}", figures.kl, "", f"target {format_number(run.target)} nats"),
-        ("Tail error", figures.tail_error, "", "mean |KL/target - 1|, second half"),
-        ("Time in band", figures.time_in_band, "%", f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"),
-        ("Peak KL", figures.peak, "x", "of the target"),
-        ("Beta", figures.beta, "", start.get("kl/coef", "")),
-        ("Score", figures.scores, "", start.get("objective/scores", "")),
-        ("Gold", figures.gold, "", start.get("objective/gold", "")),
-        ("Held-out perplexity", figures.perplexity, "", cost),
+        (f"KL per {run.unit}", figures["kl"], "", f"target {format_number(run.config.kl.target_value)} nats"),
+        ("Tail error", figures["tail_error"], "", "mean |KL/target - 1|, second half"),
+        ("Time in band", figures["time_in_band"], "%", f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"),
+        ("Peak KL", figures["peak"], "x", "of the target"),
+        ("Beta", figures["beta"], "", start.get("kl/coef", "")),
+        ("Score", figures["scores"], "", start.get("objective/scores", "")),
+        ("Gold", figures["gold"], "", start.get("objective/gold", "")),
+        ("Held-out perplexity", figures["perplexity"], "", cost),
         ("Forgetting", forgotten[-1] if forgotten else None, "", "nats per token: KL of the reference to the policy"),
         ("Score gain", read_number(run.summary, "tilt_share"), "%", "of the largest possible at this KL"),
-        ("Response length", figures.length, "", f"tokens; {ended} end by themselves"),
+        ("Response length", figures["length"], "", f"tokens; {ended} end by themselves"),
     ]
     return [
         (name, format_percent(value) if unit == "%" else f"{format_number(value)}{unit}", note)
@@ -165,12 +141,8 @@ def _figures(run: RunResult) -> list[tuple[str, str, str]]:
 
 def _subtitle(run: RunResult) -> str:
     config = run.config
-    parts = [
-        f"seed {run.seed}",
-        f"{config.kl.controller.kind} controller",
-        f"policy {config.policy.model}",
-        f"{len(run.updates)} updates of {config.rollout.batch_size} responses",
-    ]
+    parts = [f"seed {run.seed}", f"{config.kl.controller.kind} controller", f"policy {config.policy.model}",
+             f"{len(run.updates)} updates of {config.rollout.batch_size} responses"]  # fmt: skip
     if (seconds := read_number(run.summary, "seconds")) is not None:
         parts.append(f"{seconds / 60:.1f} minutes")
     return safe_text(" · ".join(parts))

@@ -21,33 +21,6 @@ from rlhf_kl.run.jsonl import read_jsonl
 from rlhf_kl.run.run_folder import RunFolder
 from rlhf_kl.text import read_number
 
-Status = Literal["finished", "unfinished", "stopped by a guard"]
-Series = tuple[list[float], list[float]]  # updates, values
-
-
-@dataclass(frozen=True)
-class RunFigures:
-    """The figures of tables and verdicts; None: not measured. Figures at the end are means of the last ten updates."""
-
-    tail_error: float | None
-    time_in_band: float | None
-    held: bool | None  # the target, as `control.held` defines it
-    peak: float | None
-    cut: float | None  # share of the second half's updates that the ceiling shortened
-    kl: float | None  # at the end, nats in the target's unit
-    kl_sequence: float | None
-    beta: float | None
-    log_beta_sd: float | None  # over the second half
-    scores: float | None  # raw
-    scores_shaped: float | None
-    score_gain: float | None  # of the shaped scores over the reference
-    gold: float | None
-    gold_gain: float | None
-    perplexity: float | None  # held-out, of the closing evaluation
-    perplexity_cost: float | None  # over that of the first evaluation, minus 1
-    length: float | None
-    settled: bool | None
-
 
 @dataclass(frozen=True)
 class RunResult:
@@ -69,21 +42,16 @@ class RunResult:
         return self.config.run.seed
 
     @property
-    def target(self) -> float:
-        """KL target, nats in `unit`."""
-        return self.config.kl.target_value
-
-    @property
     def unit(self) -> str:
         return self.config.kl.unit
 
     @property
-    def status(self) -> Status:
+    def status(self) -> Literal["finished", "unfinished", "stopped by a guard"]:
         if not self.summary:
             return "unfinished"
         return "finished" if self.summary.get("stopped_by") is None else "stopped by a guard"
 
-    @cached_property
+    @property
     def notes(self) -> list[str]:
         """What is missing, one sentence each."""
         notes = []
@@ -98,9 +66,8 @@ class RunResult:
     @property
     def constant_coef(self) -> float | None:
         """Beta if it is constant, else None."""
-        if self.config.kl.controller.kind != "fixed" or not self.updates:
-            return None
-        return read_number(self.updates[0], "kl/coef")
+        fixed = self.updates and self.config.kl.controller.kind == "fixed"
+        return read_number(self.updates[0], "kl/coef") if fixed else None
 
     @property
     def reference_figures(self) -> Mapping[str, Any]:
@@ -112,7 +79,7 @@ class RunResult:
         """KL / target of each update."""
         return control.ratios(self.updates)
 
-    def series(self, key: str) -> Series:
+    def series(self, key: str) -> tuple[list[float], list[float]]:
         """Updates and values of a key, missing ones left out; `eval/*` with the closing evaluation."""
         rows = self.evaluations if key.startswith("eval/") else self.updates
         points = [(float(row["step"]), value) for row in rows if (value := read_number(row, key)) is not None]
@@ -138,7 +105,7 @@ class RunResult:
         return None if last is None or first is None else last - first
 
     def gains_by_kl(self) -> list[tuple[float, float, float]]:
-        """(sqrt of sequence KL, score gain, gold gain) of each update, smoothed; empty without gold.
+        """(sqrt of sequence KL, score gain, gold gain) of each update, means of five updates; empty without gold.
 
         Gains over the reference; scores are those that PPO sees. Gao et al. 2022 (2210.10760): against sqrt(KL) the
         score keeps rising while gold rises and then falls.
@@ -148,33 +115,34 @@ class RunResult:
         columns = [self.series(key)[1] for key in keys]
         if score is None or gold is None or any(len(column) < len(self.updates) for column in columns):
             return []
-        smooth = zip(*map(control.smooth, columns), strict=True)
-        return [(math.sqrt(max(0.0, kl)), s - score, g - gold) for kl, s, g in smooth]
+        smooth = ([fmean(column[max(0, i - 2) : i + 3]) for i in range(len(column))] for column in columns)
+        return [(math.sqrt(max(0.0, kl)), s - score, g - gold) for kl, s, g in zip(*smooth, strict=True)]
 
     @cached_property
-    def figures(self) -> RunFigures:
-        """The figures of tables and verdicts."""
+    def figures(self) -> dict[str, Any]:
+        """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
         perplexities = self.series("eval/perplexity")[1]
-        return RunFigures(
-            tail_error=control.tail_error(self.ratios),
-            time_in_band=control.time_in_band(self.ratios),
-            held=control.held(self.ratios),
-            peak=control.peak(self.ratios),
-            cut=_mean(float(row["kl/backtrack_factor"] < 1.0) for row in control.tail(self.updates)),
-            kl=self.end(f"kl/{self.unit}"),
-            kl_sequence=self.end("kl/sequence"),
-            beta=self.end("kl/coef"),
-            log_beta_sd=control.log_beta_sd(self.series("kl/coef")[1]),
-            scores=self.end("objective/scores"),
-            scores_shaped=self.end("objective/scores_shaped"),
-            score_gain=self.gain("objective/scores_shaped"),
-            gold=self.end("objective/gold"),
-            gold_gain=self.gain("objective/gold"),
-            perplexity=perplexities[-1] if perplexities else None,
-            perplexity_cost=perplexities[-1] / perplexities[0] - 1.0 if len(perplexities) > 1 else None,
-            length=self.end("rollout/response_length"),
-            settled=control.settled(self.series("kl/sequence")[1]),
-        )
+        return {
+            "tail_error": control.tail_error(self.ratios),
+            "time_in_band": control.time_in_band(self.ratios),
+            "held": control.held(self.ratios),
+            "peak": max(self.ratios, default=None),
+            # Share of the second half's updates that the ceiling shortened.
+            "cut": _mean(float(row["kl/backtrack_factor"] < 1.0) for row in control.tail(self.updates)),
+            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit
+            "kl_sequence": self.end("kl/sequence"),
+            "beta": self.end("kl/coef"),
+            "log_beta_sd": control.log_beta_sd(self.series("kl/coef")[1]),
+            "scores": self.end("objective/scores"),
+            "scores_shaped": self.end("objective/scores_shaped"),
+            "score_gain": self.gain("objective/scores_shaped"),  # over the reference
+            "gold": self.end("objective/gold"),
+            "gold_gain": self.gain("objective/gold"),
+            "perplexity": perplexities[-1] if perplexities else None,  # held-out, of the closing evaluation
+            "perplexity_cost": perplexities[-1] / perplexities[0] - 1.0 if len(perplexities) > 1 else None,
+            "length": self.end("rollout/response_length"),
+            "settled": control.settled(self.series("kl/sequence")[1]),
+        }
 
 
 def read_run(path: Path) -> RunResult:
@@ -182,8 +150,7 @@ def read_run(path: Path) -> RunResult:
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise InputError(f"{path}: holds no run (no config.yaml)")
-    config = stored_config(folder.config)
-    rows = read_jsonl(folder.metrics)
+    config, rows = stored_config(folder.config), read_jsonl(folder.metrics)
     updates = [row for row in rows if control.is_update(row)]
     evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]
     summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
@@ -193,8 +160,7 @@ def read_run(path: Path) -> RunResult:
 def stored_config(path: Path) -> TrainConfig:
     """A run's resolved config; unlike with `load_config`, models and data may be gone."""
     raw = read_yaml(path)
-    kind = detect_kind(raw)
-    if kind != "train":
+    if (kind := detect_kind(raw)) != "train":
         raise InputError(f"{path.parent}: a run of `rlhf-kl {kind}`; only runs of `rlhf-kl train` have a KL to show")
     _, config, problems = check_mapping(TrainConfig, raw)
     if problems or config is None:

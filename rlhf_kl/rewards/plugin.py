@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.plugins import users_code
-from rlhf_kl.variables import hidden
+from rlhf_kl.plugins import hidden, users_code
 
 
 class PluginReward:
@@ -30,19 +29,15 @@ class PluginReward:
         attribute: Any,
         options: Mapping[str, Any] | None = None,
         time_limit: float | None = None,
-        secrets: Mapping[str, str] | None = None,
     ) -> None:
-        """`time_limit`: seconds that a call may take. `secrets`: values that no message may show -> their replacements.
-
-        Errors: InputError if the instance cannot be made.
-        """
-        options, self.secrets = dict(options or {}), dict(secrets or {})
+        """`time_limit`: seconds that a call may take. Errors: InputError if the instance cannot be made."""
+        options = dict(options or {})
         self.columns = self.named = column_parameters(attribute, options)
         self._thread = OwnThread() if time_limit is not None else None
         self._limit = time_limit
         self._object: Any = attribute
         if inspect.isclass(attribute):
-            with users_code(f"{attribute.__name__} cannot be created: raised", self.secrets):
+            with users_code(f"{attribute.__name__} cannot be created: raised"):
                 self._object = self._in_its_thread(None, partial(attribute, **options))
         self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
 
@@ -54,7 +49,7 @@ class PluginReward:
         batch = f"{len(responses)} responses, the first of them {responses[0][:60]!r}"
         call = self._call(prompts, responses)
         try:
-            with users_code("raised", self.secrets):
+            with users_code("raised"):
                 answer = self._in_its_thread(self._limit, call)
                 returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs here
         except TimeLimitExceeded as error:
@@ -66,7 +61,7 @@ class PluginReward:
         scores = torch.tensor([math.nan if score is None else _number(score) for score in returned])
         for score, raw, response in zip(scores.tolist(), returned, responses, strict=True):
             if raw is not None and not math.isfinite(score):
-                shown = hidden(repr(raw), self.secrets)
+                shown = hidden(repr(raw))
                 raise InputError(f"the score of {response[:60]!r} is {shown}, not a finite number")
         return scores
 
@@ -94,7 +89,7 @@ class PluginReward:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of its state. Errors: InputError if this fails, or if JSON cannot restore the state exactly."""
-        with users_code("state_dict raised", self.secrets):
+        with users_code("state_dict raised"):
             state = self._in_its_thread(None, self._object.state_dict)
             copy: dict[str, Any] = json.loads(json.dumps(state))
         if copy != state and repr(copy) != repr(state):  # NaN is not equal to itself
@@ -103,7 +98,7 @@ class PluginReward:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. Errors: InputError if this fails."""
-        with users_code("load_state_dict raised", self.secrets):
+        with users_code("load_state_dict raised"):
             self._in_its_thread(None, partial(self._object.load_state_dict, json.loads(json.dumps(state))))
 
     def _in_its_thread(self, limit: float | None, call: Callable[[], Any]) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 
 from rlhf_kl.config.plugins import TRL_PROVIDED
 from rlhf_kl.errors import InputError
+from rlhf_kl.plugins import hidden
 from rlhf_kl.rewards.plugin import PluginReward, same_device
 from rlhf_kl.types import Prompt, Response
-from rlhf_kl.variables import hidden
 
 OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 
@@ -72,7 +72,7 @@ class TRLReward(PluginReward):
         return partial(_result, partial(self._function, **self.columns_of(prompts), **taken))
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self.extra[column].extend(hidden(str(value), self.secrets) for value in values)
+        self.extra[column].extend(hidden(str(value)) for value in values)
 
     def _state(self) -> Any:
         from transformers import TrainerState

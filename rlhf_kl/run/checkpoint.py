@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.run.contents import checkpoint_folders
 from rlhf_kl.run.folders import damage, remove_folder, write_folder
 from rlhf_kl.sharding import load_slots, load_tensors
-from rlhf_kl.variables import change_texts, restored
 
 FORMAT = 6  # of the state; raised when older checkpoints cannot be resumed any more
 
@@ -38,11 +36,8 @@ class Checkpoint:
         """The last update that it contains."""
         return int(self.path.name.removeprefix("step-"))
 
-    def state(self, secrets: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """The JSON part; `secrets`: values of the config's variables -> how they are written, to fill them in.
-
-        Errors: InputError if another version of this program wrote it.
-        """
+    def state(self) -> dict[str, Any]:
+        """The JSON part. Errors: InputError if another version of this program wrote it."""
         state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
         if state.get("format") != FORMAT:
             made_by = state.get("environment", {}).get("rlhf_kl", "unnamed")
@@ -50,8 +45,7 @@ class Checkpoint:
                 f"{self.path}: written by another version of rlhf-kl ({made_by}), so --resume cannot go on from it: "
                 "--overwrite starts anew, another --output-dir keeps it"
             )
-        filled: dict[str, Any] = change_texts(state, partial(restored, secrets=secrets or {}))
-        return filled
+        return state
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights into a module of the same shape, with tied tensors."""

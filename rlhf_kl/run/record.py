@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.config.load import dump_config
-from rlhf_kl.config.plugins import config_secrets, plugin_files
+from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, Kind
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
@@ -33,7 +32,6 @@ from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed
 from rlhf_kl.sharding import slots_of, tensors_of
 from rlhf_kl.threads import keep_threads
 from rlhf_kl.ui import log
-from rlhf_kl.variables import change_texts, hidden
 
 
 class Recorder:
@@ -56,7 +54,7 @@ class Recorder:
         self.kind, self.fingerprints = kind, dict(fingerprints)
         self.processes = processes or Ranks()
         self.checkpoint = None if folder.replaces else self.processes.first(self.processes.run(self._last))
-        self.state: dict[str, Any] = self.checkpoint.state(config_secrets(config)) if self.checkpoint else {}
+        self.state: dict[str, Any] = self.checkpoint.state() if self.checkpoint else {}
         keep_threads(self.state.get("environment", {}).get("threads"))
         self.environment = environment(device, self.processes.count)
         same = self.processes.all((dump_config(config), self.fingerprints))
@@ -198,7 +196,7 @@ class Recorder:
             model,
             optimizer,
             {
-                **change_texts(state, partial(hidden, secrets=config_secrets(self.config))),
+                **state,
                 "seconds": self.seconds,
                 "lengths": lengths,
                 "fingerprints": self.fingerprints,

@@ -78,10 +78,3 @@ def test_it_claims_no_control_that_was_not_there(
     assert sentence in card
     assert (row in card) if row else "KL target" not in card
     assert f"means over the last {min(10, (len(kls) + 1) // 2)} updates" in card
-
-
-def test_terms_and_names_with_spaces() -> None:
-    terms = {"polite": {"weight": 1.0, "model": "owner/a"}, "brief": {"weight": 0.5, "model": "owner/b"}}
-    card = card_of([0.1] * 3, run={"name": "my run"}, reward={"kind": "sum", "terms": terms})
-    assert "| reward | polite, brief |" in card
-    assert "hf upload OWNER/my-run ." in card

@@ -44,9 +44,3 @@ def test_a_collapsed_run_is_not_praised() -> None:
     figures, _ = train_closing(run, "runs/x")
     assert "score gain" not in figures
     assert figures["responses"] == "nearly all are the same text"
-
-
-def test_a_summary_of_an_earlier_version(tmp_path: Any) -> None:
-    old = summary("adaptive", [0.1] * 20)
-    del old["control"]
-    assert "KL per token" not in train_closing(old, "runs/x")[0]

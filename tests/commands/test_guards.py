@@ -39,7 +39,9 @@ def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         def noting(self: Rollouts, step: int) -> Any:
             now[0] = step
-            return roll_out(self, step)
+            rollout = roll_out(self, step)
+            now[0] = 0  # evaluations are not spoilt
+            return rollout
 
         def spoilt(*arguments: Any) -> Any:
             scores = score(*arguments)

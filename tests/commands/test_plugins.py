@@ -18,36 +18,11 @@ Cli = Callable[..., Any]
 SECRET = "sk-5e0b7c21d94f"
 
 KEYED = f"""
-import urllib.error
-
-class Scorer:
-    def __init__(self, api_key: str, url: str, headers: dict, broken: bool = False):
-        assert api_key == {SECRET!r}, "the function gets what the variable holds"
-        assert headers == {{"auth": "Bearer {SECRET}"}}
-        assert url == "https://x.org/${{v}}"
-        self.api_key, self.broken, self.calls = api_key, broken, 0
-
-    def __call__(self, prompts, responses):
-        self.calls += 1
-        if self.broken and self.calls > 8:
-            raise PermissionError(f"401 for {{self.api_key}}")
-        return [response.count("a") / 8 for response in responses]
-
-    def state_dict(self):
-        return dict(vars(self))
-
-    def load_state_dict(self, state):
-        assert state["api_key"] == {SECRET!r}, "restored"
-        vars(self).update(state)
-
-class Law:
-    def __init__(self, coef: float, token: str):
-        assert token == {SECRET!r}
-        self.coef, self.token = coef, token
-
-    def update(self, kl, episodes):
-        assert self.token == {SECRET!r}
-        self.coef *= 1.01
+def score(prompts, responses, api_key: str, url: str, headers: dict):
+    assert api_key == {SECRET!r}, "the function gets what the variable holds"
+    assert headers == {{"auth": "Bearer {SECRET}"}}
+    assert url == "https://x.org/${{v}}"
+    return [response.count("a") / 8 for response in responses]
 """
 
 
@@ -57,8 +32,7 @@ def keyed(tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.Mon
     (tmp_path / "own.py").write_text(KEYED)
     options = {"api_key": "${MY_KEY}", "url": "https://x.org/$${v}", "headers": {"auth": "Bearer ${MY_KEY}"}}
     settings = tiny_settings | {
-        "reward": {"kind": "own.py:Scorer", "missing_eos_penalty": 0.0, **options},
-        "kl": {"controller": {"kind": "own.py:Law", "coef": 0.1, "token": "${MY_KEY}"}},
+        "reward": {"kind": "own.py:score", "missing_eos_penalty": 0.0, **options},
         "tracking": {"tensorboard": True},
     }
     file = tmp_path / "keyed.yaml"
@@ -75,62 +49,21 @@ def files_with(folder: Path, text: str) -> list[str]:
     ]
 
 
-def test_a_secret_of_the_environment_reaches_no_file(rlhf_kl: Cli, keyed: Path, tmp_path: Path) -> None:
+def test_a_secret_of_the_environment_reaches_no_file(
+    rlhf_kl: Cli, keyed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     outcome = rlhf_kl("train", "--config", keyed, "--output-dir", run)
     assert outcome.code == 0, outcome.err
     assert rlhf_kl("report", run).code == 0
-    plugin = "own.py"  # the test's own file, which names the secret to compare it
-    assert files_with(run, SECRET) == [plugin]
-    written = files_with(run, "${MY_KEY}")
-    assert {"config.yaml", "report.html", "summary.json"} <= set(written)
-    assert any(name.startswith("tensorboard/") for name in written)
-    assert any(name.endswith("step-000006/state.json") for name in written)
+    assert files_with(run, SECRET) == ["own.py"]  # the test's own file, which names the secret to compare it
+    assert {"config.yaml", "report.html", "summary.json"} <= set(files_with(run, "${MY_KEY}"))
     assert SECRET not in outcome.out + outcome.err
-
-
-def test_a_run_with_a_secret_goes_on_with_what_the_variable_holds(
-    rlhf_kl: Cli, keyed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
-    assert rlhf_kl("train", "--config", keyed, "--output-dir", whole, "--quiet").code == 0
-    crash(whole, crashed, kept=4)
-    resumed = ("train", "--config", keyed, "--output-dir", crashed, "--resume", "--quiet")
     monkeypatch.delenv("MY_KEY")
-    outcome = rlhf_kl(*resumed)
+    assert "note: reward.api_key: the environment variable MY_KEY is" in rlhf_kl("config", "validate", keyed).err
+    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", run, "--resume")
     assert outcome.code == 2
     assert "reward.api_key: the environment variable MY_KEY is not set" in outcome.err
-    monkeypatch.setenv("MY_KEY", SECRET)
-    assert rlhf_kl(*resumed).code == 0
-    assert figures(crashed) == figures(whole)
-
-
-def test_an_error_that_tells_the_secret_is_shown_without_it(rlhf_kl: Cli, keyed: Path, tmp_path: Path) -> None:
-    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", tmp_path / "run", "--set", "reward.broken=true")
-    assert outcome.code == 2
-    assert "raised PermissionError: 401 for ${MY_KEY} (own.py:14)" in outcome.err
-    assert SECRET not in outcome.err
-
-
-def test_what_is_wrong_with_secrets_is_told_by_name(rlhf_kl: Cli, keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = rlhf_kl("config", "validate", keyed, "--set", f"reward.api_key={SECRET}")
-    assert outcome.code == 2
-    assert outcome.err.startswith("error: reward.api_key: ")
-    assert "${NAME}" in outcome.err
-    assert SECRET not in outcome.err
-    (keyed.parent / "own.py").write_text(KEYED.replace("api_key: str", "api_key: int"))
-    outcome = rlhf_kl("doctor", "--config", keyed)
-    assert outcome.code == 2
-    assert "reward.api_key: '${MY_KEY}' does not fit" in outcome.err
-    assert SECRET not in outcome.err
-    monkeypatch.delenv("MY_KEY")
-    outcome = rlhf_kl("config", "validate", keyed)
-    assert outcome.code == 0
-    assert "note: reward.api_key: the environment variable MY_KEY is not set" in outcome.err
-    for command in ("doctor", "train", "simulate"):
-        outcome = rlhf_kl(command, "--config", keyed)
-        assert outcome.code == 2
-        assert "kl.controller.token: the environment variable MY_KEY is not set" in outcome.err
 
 
 # ---- state ----

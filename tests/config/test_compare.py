@@ -29,99 +29,68 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 def test_every_variant_with_every_seed_pairs_first(write: Callable[..., Path], tmp_path: Path) -> None:
     plan = load_compare(write(), ["ppo.total_episodes=640"])
     assert [run.name for run in plan.runs] == ["a-s0", "b-s0", "a-s7", "b-s7"]
-    assert plan.folder == tmp_path / "runs" / "mine"
-    assert plan.notes == []
+    assert (plan.folder, plan.notes) == (tmp_path / "runs" / "mine", [])
     last = plan.runs[-1].config
     assert (last.run.seed, last.run.output_dir) == (7, str(tmp_path / "runs" / "mine" / "runs" / "b-s7"))
-    assert (last.kl.controller.kind, last.kl.controller.coef, last.updates) == ("fixed", 0.1, 10)
     # As if a file that extends the base held the fragment.
     (tmp_path / "b.yaml").write_text(yaml.safe_dump({"extends": "ppo_adaptive.yaml", **VARIANTS["b"]}))
     alone = load_config("train", "b.yaml", ["ppo.total_episodes=640"])
     assert last.model_copy(update={"run": alone.run}) == alone
-
-
-def test_one_seed_and_another_folder_from_the_command_line(write: Callable[..., Path], tmp_path: Path) -> None:
-    plan = load_compare(write(), [], tmp_path / "here", seed=3)
-    assert [run.name for run in plan.runs] == ["a-s3", "b-s3"]
-    assert plan.folder == tmp_path / "here"
+    other = load_compare(write(), [], tmp_path / "here", seed=3)
+    assert ([run.name for run in other.runs], other.folder) == (["a-s3", "b-s3"], tmp_path / "here")
 
 
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ({"seed": [1]}, "seed: unknown key; did you mean seeds?"),
-        ({"seeds": []}, "seeds must be a list of whole numbers"),
-        ({"seeds": [1, -1]}, "seeds must be a list of whole numbers"),
-        ({"seeds": [True]}, "seeds must be a list of whole numbers"),
-        ({"seeds": [1, 1]}, "seeds must not repeat"),
-        ({"base": None}, "base must be the name of a train config"),
+        ({"seeds": []}, "seeds must be a list of different numbers"),
+        ({"seeds": [1, 1]}, "seeds must be a list of different numbers"),
+        ({"seeds": [1, -1]}, "seeds must be greater than or equal to 0"),
+        ({"base": None}, "base must be text"),
         ({"base": "ppo_adaptiv.yaml"}, "base: no config 'ppo_adaptiv.yaml'; did you mean ppo_adaptive.yaml?"),
         ({"base": "sft_reviews.yaml"}, "is a config for `rlhf-kl sft`"),
-        ({"variants": {}}, "variants must be a mapping"),
+        ({"variants": {}}, "variants must name at least one"),
         ({"variants": {"a/b": {}}}, "a name has letters, digits and ._+- only: 'a/b'"),
-        ({"variants": {"a": 3}}, "variants.a must be a config fragment"),
+        ({"variants": {"a": 3}}, "variants must be a mapping"),
         ({"variants": {"a": {"run": {"seed": 1}}}}, "variants.a.run.seed: set by the program, remove it"),
         ({"variants": {"a": {"extends": "x"}}}, "variants.a.extends: all variants start from `base`"),
         ({"variants": {"a": {"kl": {"tarmet": 1}}}}, "variants.a: kl.tarmet: unknown key; did you mean kl.target?"),
-        ({"variants": {"a": {"kl": {"controller": {"kind": "pdi"}}}}}, "did you mean"),
         ({"variants": {"a": {}, "b": None}}, "variants: a and b are the same run"),
     ],
 )
 def test_each_mistake_is_one_line(write: Callable[..., Path], keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError) as caught:
         load_compare(write(**keys))
-    assert len(caught.value.problems) == 1
-    assert expected in caught.value.problems[0]
+    [line] = caught.value.problems
+    assert expected in line
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_that_no_run_takes_is_refused_before_the_first_one(write: Callable[..., Path], seed: int) -> None:
-    with pytest.raises(InputError, match=rf"^--seed must be a whole number below 4294967296: {seed}$"):
-        load_compare(write(), [], seed=seed)
-
-
-def test_a_set_that_cannot_be_read_is_one_line(write: Callable[..., Path]) -> None:
-    with pytest.raises(InputError) as caught:
-        load_compare(write(), ["foo"])
-    assert caught.value.problems == ["--set 'foo': write section.key=value"]
-
-
-def test_all_mistakes_at_once(write: Callable[..., Path]) -> None:
-    with pytest.raises(InputError) as caught:
-        load_compare(write(sed=1, seeds="x", variants={".": {}, "b": []}))
-    assert len(caught.value.problems) == 4
-
-
-def test_set_that_makes_all_variants_one_run(write: Callable[..., Path]) -> None:
+def test_problems_of_the_command_line(write: Callable[..., Path]) -> None:
     with pytest.raises(InputError, match="a and b are the same run"):
         load_compare(write(), ["kl.controller={kind: static, coef: 0.3}"])
+    with pytest.raises(InputError, match=r"^--set 'foo': write section.key=value$"):
+        load_compare(write(), ["foo"])
+    with pytest.raises(InputError, match="seeds must be less than 4294967296"):
+        load_compare(write(), [], seed=2**32)
 
 
 def test_runs_with_different_prompts_are_noted(write: Callable[..., Path]) -> None:
-    changed = {"a": {}, "b": {"rollout": {"batch_size": 128}, "ppo": {"minibatch_size": 128}}}
-    [note] = load_compare(write(variants=changed)).notes
+    [note] = load_compare(write(variants={"a": {}, "b": {"rollout": {"batch_size": 128}}})).notes
     assert note == "a and b do not see the same prompts in the same order (rollout.batch_size: 64 -> 128): unpaired"
 
 
 @pytest.mark.parametrize(("name", "runs"), [("compare_adaptive_vs_static.yaml", 30), ("sweep_beta.yaml", 18)])
-def test_the_shipped_comparisons(name: str, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_shipped_comparisons(name: str, runs: int, write: Callable[..., Path]) -> None:
     plan = load_compare(name)
-    assert len(plan.runs) == runs
-    assert plan.notes == []
+    assert (len(plan.runs), plan.notes) == (runs, [])
     assert len({run.config.kl.ceiling_value for run in plan.runs}) == 1  # or the KL of one side is kept by it
 
 
-@pytest.mark.parametrize(
-    ("file", "command"),
-    [("smoke.yaml", "train"), ("reward_reviews.yaml", "reward-model"), ("own.yaml", "sft")],
-)
+@pytest.mark.parametrize(("file", "command"), [("smoke.yaml", "train"), ("own.yaml", "sft")])
 def test_the_config_of_another_command_is_one_line(
-    file: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, command: str, write: Callable[..., Path], tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text("extends: sft_reviews.yaml\n")  # has no section of its own
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=f"{file} is a config for `rlhf-kl {command}`, not for `rlhf-kl compare`"):
         load_compare(file)
-    (line,) = caught.value.problems
-    assert line.endswith(f"{file} is a config for `rlhf-kl {command}`, not for `rlhf-kl compare`")

@@ -12,39 +12,18 @@ from hypothesis import strategies as st
 from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError
 
+SAME = ["off", "on", "yes", "no", "y", "1.5x", "1:30", "2024-01-01", "1_000", "0x1F", "<<"]  # text, unlike in YAML 1.1
+VALUES = [
+    *(("1e-5", 1e-5), ("2.0e-4", 2e-4), ("-.5", -0.5), ("1.", 1.0), ("3", 3), ("010", 10), ("-.inf", -math.inf)),
+    *(("true", True), ("FALSE", False), ("null", None), ("~", None), ("", None), ("'1e-5'", "1e-5"), ("|\n  1", "1")),
+    *((text, text) for text in SAME),
+]
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1e-5", 1e-5),
-        ("2.0e-4", 2e-4),
-        ("1e5", 100000.0),
-        ("-.5", -0.5),
-        ("1.", 1.0),
-        ("3", 3),
-        ("010", 10),
-        ("true", True),
-        ("false", False),
-        ("null", None),
-        ("~", None),
-        ("", None),
-    ],
-)
-def test_scalars_have_the_types_of_yaml_1_2(text: str, expected: Any) -> None:
+
+@pytest.mark.parametrize(("text", "expected"), VALUES)
+def test_values_have_the_types_of_yaml_1_2(text: str, expected: Any) -> None:
     value = parse_yaml(text, where="here")
-    assert value == expected
-    assert type(value) is type(expected)
-
-
-@pytest.mark.parametrize("text", ["off", "on", "yes", "no", "y", "1.5x", "1:30", "2024-01-01", "1_000", "0x1F", "<<"])
-def test_what_yaml_1_1_would_convert_stays_text(text: str) -> None:
-    assert parse_yaml(text, where="here") == text
-
-
-def test_a_quoted_number_is_text_and_nan_is_a_number() -> None:
-    assert parse_yaml("'1e-5'", where="here") == "1e-5"
-    assert math.isnan(parse_yaml(".nan", where="here"))
-    assert parse_yaml("-.inf", where="here") == -math.inf
+    assert (value, type(value)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize(
@@ -54,23 +33,19 @@ def test_a_quoted_number_is_text_and_nan_is_a_number() -> None:
         ("a: [1, 2\nb: 3\n", "here:2"),
         ("a: b: c\n", "here:1:5"),
         ("a: 1\n b: 2\n", "here:2:"),
-        ("a: !!python/object/apply:os.system ['true']\n", "here:1:4: tag !!python/object/apply:os.system"),
-        ("a: !mine 1\n", "here:1:4: tag !mine is not allowed"),
-        ("a: !!timestamp 2024-01-01\n", "not allowed"),
-        ("a: !!set {x, y}\n", "not allowed"),
-        ("a: !!int x\n", "does not fit"),
-        ("a: !!bool yes\n", "does not fit"),
-        ("a: !!map [1]\n", "does not fit"),
+        (
+            "a: !!python/object/apply:os.system ['true']\n",
+            "here:1:4: tag !!python/object/apply:os.system is not allowed",
+        ),
+        ("a: !!int x\n", "here:1:4: tag !!int is not allowed"),
         ("1: a\n", "here:1:1: a key must be text"),
         ("[1]: a\n", "a key must be text"),
         ("a: *nobody\n", "undefined alias"),
         ("a: 1\n---\nb: 2\n", "document"),
-        ("a: \x00\n", "here:1"),
-        ("a: 1\nb: \x07\n", "here:2: character"),
+        ("a: 1\nb: \x07\n", "special characters are not allowed"),
         ("\ta: 1\n", "here:1"),
-        ("%YAML 9.9\n---\na: 1\n", "here"),
         ("a: " + "9" * 6000, "4300 digits"),
-        ("a: &x [*x]\n", "recursive"),
+        ("a: &x [*x]\n", "nested too deeply"),
         ("a: " + "[" * 3000, "nested too deeply"),
     ],
 )
@@ -89,41 +64,32 @@ def test_an_anchor_is_read_twice() -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (b"", "empty"),
         (b"# only a comment\n", "empty"),
         (b"- 1\n", "must be a mapping"),
-        (b"hello\n", "must be a mapping"),
         (b"a: \xff\n", "not UTF-8"),
-        ("a: 1\n".encode("utf-16"), "not UTF-8"),
+        (None, "No such file"),
+        (b"\xef\xbb\xbfa: 1\r\n", {"a": 1}),  # a byte order mark is no part of the first key
     ],
 )
-def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, data: bytes, expected: str) -> None:
+def test_a_file_is_a_mapping_or_one_line(tmp_path: Path, data: bytes | None, expected: Any) -> None:
     file = tmp_path / "x.yaml"
-    file.write_bytes(data)
+    if data is not None:
+        file.write_bytes(data)
+    if isinstance(expected, dict):
+        assert read_yaml(file) == expected
+        return
     with pytest.raises(InputError) as caught:
         read_yaml(file)
     [line] = caught.value.problems
-    assert expected in line
     assert line.startswith(str(file))
-
-
-def test_a_folder_and_a_missing_file_are_one_line(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing.yaml"):
-        with pytest.raises(InputError):
-            read_yaml(path)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_bytes(b"\xef\xbb\xbfa: 1\r\n")
-    assert read_yaml(file) == {"a": 1}
+    assert expected in line
 
 
 scalars = st.none() | st.booleans() | st.integers(-(10**15), 10**15) | st.floats(allow_nan=False) | st.text()
 values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3))
 
 
-@example({"name": "a\x85b\u2028c"})
+@example({"name": "a\x85b\u2028c", "1e5": "1e5", "off": "off", "~": "~"})
 @settings(deadline=None)
 @given(st.dictionaries(st.text(), values, max_size=4))
 def test_what_is_dumped_reads_back(value: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from rlhf_kl.errors import InputError
 
 Cli = Callable[..., Any]
 MANY = int(os.environ.get("RLHF_KL_FUZZ", "500"))
-SHARES = {"configs": 0.5, "texts": 0.2, "files": 0.24, "parquet": 0.06}
+SHARES = {"configs": 0.6, "files": 0.4}
 
 
 def generated(share: str) -> Any:
@@ -129,29 +129,6 @@ def test_configs_with_hostile_values(
     assert_in_words(rlhf_kl("config", "validate", file))
 
 
-# ---- configs: anything that looks like YAML ----
-
-PIECES = (
-    *("kl:", "ppo:", "run:", "reward:", "extends:", "kind: ", "a: ", "name: ", "target: ", ": ", "- ", "? ", "\n"),
-    *("\n  ", "\n    ", " ", "\t", "[", "]", "{", "}", ",", "&x ", "*x", "<<: *x", "!!int ", "!!binary ", "!!set "),
-    *("!!python/object/apply:os.system ", "!!null ", "!mine ", "'", '"', "|\n", ">-\n", "# ", "%YAML 1.1\n", "---\n"),
-    *("...\n", "\r\n", ".nan", ".inf", "-.INF", "1e400", "1_000", "0o17", "0x1F", "1:30", "on", "~", "null", "true"),
-    *("2024-01-01", "\\x1b", "smoke.yaml", "ppo_adaptive.yaml", "fuzzed.yaml", "\x00", "\x1b", "\x85", "\u2028"),
-    *("\ufeff", "é", "字", "\\", "`", "@"),
-)
-TEXTS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(max_size=60)
-
-
-@generated("texts")
-@given(data=TEXTS.map(lambda text: text.encode("utf-8", "surrogatepass")) | st.binary(max_size=60))
-def test_texts_that_may_be_yaml(data: bytes, rlhf_kl: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
-    file.write_bytes(data)
-    assert_in_words(rlhf_kl("config", "validate", file))
-    with_text = data.decode("utf-8", "replace")
-    assert_in_words(rlhf_kl("config", "validate", "smoke.yaml", "--set", f"kl.target={with_text}"))
-
-
 # ---- data files ----
 
 ROWS = [
@@ -221,24 +198,5 @@ def read_every_way(path: Path) -> None:
 def test_data_files(file: tuple[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
     suffix, data = file
     path = tmp_path_factory.getbasetemp() / f"fuzzed{suffix}"
-    path.write_bytes(data)
-    read_every_way(path)
-
-
-def sound_parquet() -> bytes:
-    from datasets import Dataset
-
-    out = io.BytesIO()
-    Dataset.from_list([{"text": row["text"], "label": 1.0} for row in ROWS]).to_parquet(out)
-    return out.getvalue()
-
-
-PARQUET = sound_parquet()
-
-
-@generated("parquet")
-@given(data=edited(PARQUET, st.binary(max_size=4)))
-def test_parquet_files(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed.parquet"
     path.write_bytes(data)
     read_every_way(path)

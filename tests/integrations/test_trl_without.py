@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.integrations import trl_checks
+from rlhf_kl.integrations import trl
 from rlhf_kl.integrations.trl import KLBudget
 
 
@@ -28,7 +28,7 @@ def test_importing_it_needs_no_trl() -> None:
     ],
 )
 def test_a_version_that_does_not_fit_is_one_line(version: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl_checks, "_version", lambda: version)
+    monkeypatch.setattr(trl, "trl_version", lambda: version)
     with pytest.raises(InputError) as caught:
         KLBudget.attach(SimpleNamespace())
     assert len(caught.value.problems) == 1

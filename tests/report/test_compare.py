@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.report.charts import end_charts
 from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
-from rlhf_kl.report.frontier import frontier_charts
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
 
@@ -42,14 +42,6 @@ def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
     assert whole.interval is not None
     assert whole.interval == pytest.approx((0.3, 0.3), abs=1e-9)
     assert {entry.curve for entry in comparison.equal_kl} == {"static"}
-
-
-def test_nothing_is_extrapolated(grid: Grid) -> None:
-    apart = {**TWO, "adaptive-0.1x": ("adaptive", 0.02, 0.9), "adaptive-1x": ("adaptive", 0.2, 0.9)}
-    comparison = grid(apart, seeds=2)
-    assert comparison.equal_kl
-    assert all(entry.mean is None for entry in comparison.equal_kl)
-    assert any("is not comparable with that of static: the KLs do not overlap" in line for line in judge(comparison))
 
 
 def test_few_seeds_have_no_interval_and_a_note(grid: Grid) -> None:
@@ -136,5 +128,5 @@ def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metric
         "The gold score is highest at a target of 0.2 nats per token (3.0); targets from 0.1 to 0.2 are within one "
         "standard deviation of that."
     ) in judge(comparison)
-    assert "targets" in [chart.slug for chart in frontier_charts(comparison)]
+    assert "targets" in [chart.slug for chart in end_charts(comparison)]
     assert read_comparison(paths[2:6]).best_target is None  # two targets are no sweep

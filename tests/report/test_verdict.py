@@ -84,9 +84,8 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("seeds", [1, 5])
-def test_ends_too_far_apart_to_tell(grid: Grid, seeds: int) -> None:
-    lines = judge(grid(WIDE, seeds=seeds, gain=lambda x: 2.5 * x / (1 + x)))
+def test_ends_too_far_apart_to_tell(grid: Grid) -> None:
+    lines = judge(grid(WIDE, gain=lambda x: 2.5 * x / (1 + x)))
     assert any(
         line.startswith("At equal KL the score of adaptive cannot be told from that of static") for line in lines
     )
@@ -103,11 +102,6 @@ def test_what_the_ceiling_did_is_said(write_run: Callable[..., Path], metrics_ro
     for row in rows[45:60]:
         row["kl/backtrack_factor"] = 0.7
     assert "50% of the late updates shortened by the ceiling" in judge(read_comparison([write_run("cut", rows)]))[0]
-
-
-def test_scores_at_different_kls_are_not_compared(grid: Grid) -> None:
-    lines = judge(grid({"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.2)}, seeds=1))
-    assert any(line.startswith("The scores are not compared: ") for line in lines)
 
 
 def test_a_table_as_text() -> None:

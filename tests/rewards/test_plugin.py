@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.plugins import filled
 from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TimeLimitExceeded
 from rlhf_kl.rewards.trl import TRLReward
 from rlhf_kl.types import Response
@@ -87,7 +88,10 @@ def test_for_trl_true_is_one_and_nan_no_score(value: Any) -> None:
     assert scores[1].isnan()
 
 
-def test_what_it_raises_does_not_tell_a_secret() -> None:
+def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-123456")
+    options = filled({"key": "${MY_KEY}"})
+
     def refused(prompts: Sequence[str], responses: Sequence[str], key: str) -> list[float]:
         raise PermissionError(f"401: {key}")
 
@@ -100,7 +104,7 @@ def test_what_it_raises_does_not_tell_a_secret() -> None:
 
     for attribute in (refused, odd, NotMade):
         with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
-            PluginReward(attribute, {"key": "sk-123456"}, None, {"sk-123456": "${MY_KEY}"})(PROMPTS, RESPONSES)
+            PluginReward(attribute, options)(PROMPTS, RESPONSES)
         assert "sk-" not in str(caught.value)
 
 

@@ -33,6 +33,8 @@ TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
 SAMPLING = Sampling(12, 0.8, [2], 0)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
+ONE = Scorers(Scorer("reward", PluginReward(lambda p, r: [1.0] * len(r))))
+
 
 class Parts(NamedTuple):
     model: ActorCritic
@@ -176,7 +178,7 @@ class World:
             self.policy, self.prompts, uniforms(len(TEXTS), 6, 0, noise), Sampling(6, 0.8, list(eos), 0), self.letters
         )
         model, shaping = ActorCritic(self.policy), ScoreShaping()
-        return Assessor(model, self.reference, None, lambda p, r: [1.0] * len(r), "one", shaping, 0.8)(responses)
+        return Assessor(model, self.reference, None, ONE, shaping, 0.8)(responses)
 
 
 def test_its_logits_are_those_of_its_own_pass(

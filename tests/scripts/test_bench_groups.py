@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_kl.run.run_folder import RunFolder
 
@@ -43,24 +40,6 @@ def groups() -> Iterator[ModuleType]:
     yield module
     sys.path.remove(str(SCRIPTS))
     sys.modules.pop("bench", None)
-
-
-def test_seconds_to_a_score_are_those_of_the_first_window_whose_mean_is_there(groups: ModuleType) -> None:
-    run = groups.Run([1.0 + i for i in range(10)], [float(i) for i in range(10)], 0.1, 8.0, 300.0)
-    assert run.seconds_to(2.0) == 5.0  # updates 1 to 5 have scores 0 to 4
-    assert run.seconds_to(2.5) == 6.0
-    assert math.isnan(run.seconds_to(7.5))
-    assert run.score == 8.5  # the last fifth
-
-
-def test_the_table_counts_the_runs_that_never_reached_the_score(groups: ModuleType) -> None:
-    slow = groups.Run([float(i) for i in range(1, 11)], [1.0] * 10, 0.1, 8.0, 300.0)
-    fast = groups.Run([float(i) for i in range(1, 11)], [3.0] * 10, 0.2, 8.0, 300.0)
-    lines = groups.table({"gae": [slow, fast], "TRL grpo": [slow]}, 2.5).splitlines()
-    assert " ".join(lines[1].split()) == "gae 8 300 (0) 0.150 (0.071) 2.00 (1.41) not reached 1 of 2"
-    assert " ".join(lines[2].split()) == "TRL grpo 8 300 0.100 1.00 not reached 0 of 1"
-    lines = groups.table({"gae": [slow, fast], "TRL grpo": [slow]}, None).splitlines()
-    assert [" ".join(line.split()) for line in lines[1:]] == ["gae 8 300 (0) 0.150 (0.071)", "TRL grpo 8 300 0.100"]
 
 
 @pytest.mark.slow
@@ -99,30 +78,3 @@ def test_the_peers_beta_is_searched_for_and_each_side_runs(
     settings = yaml.safe_load(ours.config.read_text())
     assert (settings["ppo"]["epochs"], settings["ppo"]["minibatch_size"]) == (1, 2)
     assert settings["run"]["dtype"] == "bfloat16"
-    peer.write_text("raise SystemExit(1)")  # finished runs are used again
-    groups.main([*where, "--seeds", "0", "--sides", "rloo", "TRL grpo"])
-    with pytest.raises(SystemExit):
-        groups.main([*where, "--seeds", "1", "--sides", "TRL grpo", "--betas", "grpo=0.2"])
-
-
-def test_the_llama_has_43_million_parameters_and_no_score(
-    groups: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its runs are short, and its betas are not searched for."""
-    ran: list[tuple[str, int, int, float]] = []
-
-    def run(args: SimpleNamespace, side: str, *rest: float) -> object:
-        ran.append((side, args.batch, args.updates, rest[0]))
-        return groups.Run([1.0], [0.0], 0.0, 2.0, 300.0)
-
-    monkeypatch.setattr(groups, "random_world", lambda folder, shape, lengths: made.append((shape, lengths)))
-    monkeypatch.setattr(groups, "same_length", lambda args: None)
-    monkeypatch.setattr(groups, "our_run", run)
-    monkeypatch.setattr(groups, "peer_run", run)
-    made: list[tuple[dict[str, int], list[int]]] = []
-    groups.main([str(tmp_path), "--model", "llama", "--sides", "rloo", "TRL rloo", "--updates", "5"])
-    ((shape, _),) = made
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape))
-    assert round(sum(weight.numel() for weight in model.parameters()) / 1e6) == 43
-    assert ran == [("rloo", 32, 5, 0), ("rloo", 32, 5, 0.1), ("rloo", 32, 5, 1), ("rloo", 32, 5, 0.1)]

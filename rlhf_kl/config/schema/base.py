@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import template_fields
 
@@ -83,6 +85,29 @@ def subsections(model: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[
                 item = section_of(get_args(option)[1]) if get_origin(option) is dict else None
                 if item is not None:  # a section by any name
                     yield from ((f"{name}.{key}", item, v) for key, v in value.items() if isinstance(v, dict))
+
+
+def inner(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The mapping below these keys of a mapping that may be wrong; empty if there is none."""
+    value: Any = raw
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, dict) else {}
+
+
+def with_world(raw: Mapping[str, Any], world: Any, *keys: str) -> dict[str, Any]:
+    """A copy of a mapping in which the dotted keys that are left out, or null, name the built-in `world`.
+
+    Nothing is added where `world` is a user's own model: a key that is left out is missing there.
+    """
+    filled = copy.deepcopy(dict(raw))
+    for key in keys:
+        section, _, name = key.partition(".")
+        mapping = filled.setdefault(section, {})
+        if isinstance(mapping, dict) and mapping.get(name) is None:
+            mapping.pop(name, None)
+            mapping |= {name: world} if is_builtin(world) else {}
+    return filled
 
 
 def refuse(*problems: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_kl.builtin.world import DEFAULT_WORLD, is_builtin
+from rlhf_kl.builtin.world import DEFAULT_WORLD
 from rlhf_kl.config.schema.base import (
     CheckpointSection,
     Count,
@@ -21,23 +21,12 @@ from rlhf_kl.config.schema.base import (
     TrackingSection,
     TunedSection,
     chat_problems,
+    inner,
     refuse,
     require_divides,
+    with_world,
 )
 from rlhf_kl.errors import InputError
-
-
-def with_world(raw: dict[str, Any], key: str) -> dict[str, Any]:
-    """A copy of a mapping with a built-in world as `data.key`, if the model is a built-in or a new one.
-
-    Nothing is added for a user's own model: a key that is left out is missing there.
-    """
-    policy, data = raw.get("policy", {}), raw.get("data", {})
-    model = policy.get("model") if isinstance(policy, dict) else None
-    own = isinstance(model, str) and not is_builtin(model)
-    if isinstance(data, dict) and not own and data.get(key) is None and data.get("labels") is None:
-        data = data | {key: model if isinstance(model, str) else DEFAULT_WORLD}
-    return raw | {"data": data}
 
 
 class ArchitectureSection(Section):
@@ -139,7 +128,9 @@ class SFTConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _world(cls, raw: Any) -> Any:
-        return with_world(raw, "texts") if isinstance(raw, dict) else raw
+        if not isinstance(raw, dict):
+            return raw
+        return with_world(raw, inner(raw, "policy").get("model") or DEFAULT_WORLD, "data.texts")
 
 
 class TrunkSection(TunedSection):
@@ -214,4 +205,6 @@ class RewardModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _world(cls, raw: Any) -> Any:
-        return with_world(raw, "pairs") if isinstance(raw, dict) else raw
+        if not isinstance(raw, dict) or inner(raw, "data").get("labels") is not None:
+            return raw
+        return with_world(raw, inner(raw, "policy").get("model") or DEFAULT_WORLD, "data.pairs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Annotated, Any, Literal, Self
 
@@ -28,8 +27,10 @@ from rlhf_kl.config.schema.base import (
     TunedSection,
     Unit,
     chat_problems,
+    inner,
     refuse,
     require_divides,
+    with_world,
 )
 from rlhf_kl.config.schema.kl import KLSection
 from rlhf_kl.config.schema.reward import RewardSection
@@ -214,31 +215,6 @@ class TrainTrackingSection(TrackingSection):
     """Updates between two sets of rows in samples.jsonl."""
 
 
-def with_world(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a `train` mapping, with the prompts, texts and reward model of a built-in policy filled in.
-
-    Nothing is added for a user's own policy: a key that is left out is missing there.
-    """
-    raw = copy.deepcopy(raw)
-    policy = raw.setdefault("policy", {})
-    world = policy.setdefault("model", DEFAULT_WORLD) if isinstance(policy, dict) else DEFAULT_WORLD
-    for section, key in (("policy", "model"), ("data", "prompts"), ("eval", "texts"), ("reward", "model")):
-        mapping = raw.setdefault(section, {})
-        scorers = [mapping, *_terms(mapping)] if section == "reward" else [mapping]
-        for one in scorers:
-            if not isinstance(one, dict) or one.get(key) is not None:
-                continue
-            one.pop(key, None)  # null is the same as not written
-            if is_builtin(world) and (section != "reward" or one.get("kind", "model") == "model"):
-                one[key] = world
-    return raw
-
-
-def _terms(reward: Any) -> list[Any]:
-    terms = reward.get("terms") if isinstance(reward, dict) else None
-    return list(terms.values()) if isinstance(terms, dict) else []
-
-
 class TrainConfig(Section):
     """PPO with a KL controller."""
 
@@ -257,7 +233,18 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _world(cls, raw: Any) -> Any:
-        return with_world(raw) if isinstance(raw, dict) else raw
+        """The prompts, texts and reward models of a built-in policy."""
+        if not isinstance(raw, dict):
+            return raw
+        policy = raw.get("policy", {})
+        world = policy.get("model", DEFAULT_WORLD) if isinstance(policy, dict) else DEFAULT_WORLD
+        raw = with_world(raw, world, "policy.model", "data.prompts", "eval.texts")
+        reward = raw.setdefault("reward", {})
+        for scorer in (reward, *inner(raw, "reward", "terms").values()):
+            own = isinstance(scorer, dict) and scorer.get("kind", "model") == "model" and scorer.get("model") is None
+            if own and is_builtin(world):
+                scorer["model"] = world
+        return raw
 
     @property
     def updates(self) -> int:

@@ -1,0 +1,149 @@
+"""The commands that train nothing: help, version, `config`, `guide` and `report`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_kl.cli import guide
+from rlhf_kl.cli.options import overrides
+from rlhf_kl.config.load import load_config
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", ["", "--help", "config --help", "--version"])
+def test_help_and_version_are_results(words: str, rlhf_kl: Cli) -> None:
+    code, out, err = rlhf_kl(*words.split())
+    assert (code, bool(out), err) == (0, True, "")
+
+
+def test_help_needs_no_heavy_imports() -> None:
+    code = (
+        "import sys\nfrom rlhf_kl.cli import run\nrun(['--help'])\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_process_exits_with_the_code_and_a_reader_that_goes_away_is_no_error(here: Path) -> None:
+    (here / "x.yaml").write_text("kl: {target: -1}\n")
+    command = f"{sys.executable} -m rlhf_kl config"
+    done = subprocess.run(f"{command} validate x.yaml".split(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    done = subprocess.run(["bash", "-c", f"{command} schema | true"], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+# ---- config ----
+
+
+def test_validate_and_show(rlhf_kl: Cli, here: Path) -> None:
+    assert rlhf_kl("config", "validate", "sft_reviews.yaml") == (0, "sft_reviews.yaml: ok\n", "")
+    sets = ["kl.target=0.2", "run.seed=3"]
+    shown = rlhf_kl("config", "show", "ppo_static.yaml", *(word for change in sets for word in ("--set", change)))
+    (here / "again.yaml").write_text(shown.out)
+    assert load_config("train", "again.yaml") == load_config("train", "ppo_static.yaml", sets)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"), [("train", "ppo"), ("sft", "sft"), ("reward-model", "reward_model"), ("compare", "variants")]
+)
+def test_schema_is_one_json_document(kind: str, section: str, rlhf_kl: Cli) -> None:
+    assert section in json.loads(rlhf_kl("config", "schema", "--kind", kind).out)["properties"]
+
+
+def test_named_options_win_over_set(here: Path) -> None:
+    changes = overrides(["run.seed=1"], output_dir=Path("odd: name"), seed=2)
+    config = load_config("train", "ppo_adaptive.yaml", changes)
+    assert (config.run.seed, config.run.output_dir) == (2, str(here / "odd: name"))
+
+
+def test_updates_are_whole_batches(rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Any] = []
+    monkeypatch.setattr("rlhf_kl.commands.session.train_command", lambda _run, config, **_: trained.append(config))
+    changes = ("--set", "rollout.batch_size=32", "--set", "ppo.total_episodes=5")
+    assert rlhf_kl("train", "--config", "ppo_adaptive", "--updates", 7, *changes).code == 0
+    assert (trained[0].updates, trained[0].ppo.total_episodes) == (7, 7 * 32)
+
+
+# ---- guide ----
+
+
+@pytest.mark.parametrize("page", guide.PAGES)
+def test_no_word_is_cut_in_80_columns(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    guide._show(guide._text(page))
+    shown = capsys.readouterr().out
+    assert "…" not in shown.replace("...", "")
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cli) -> None:
+    text = "See [the page on KL](kl.md#units), [that](https://x.org).\n![A curve](../a.png)"
+    shown = "See the page on KL (page kl), [that](https://x.org).\n*(Picture: A curve.)*"
+    assert guide._for_terminal(text) == shown
+    assert rlhf_kl("guide", "Coming-From.md").out.startswith("# Coming from")
+
+
+# ---- report ----
+
+
+def test_the_newest_run_of_the_working_directory(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], here: Path, rlhf_kl: Cli
+) -> None:
+    for name, age in (("new", 10), ("old", 1000)):
+        folder = write_run(name, metrics_rows([0.1] * 4))
+        os.utime(folder / "metrics.jsonl", (time.time() - age,) * 2)
+    write_run("never-started")
+    done = rlhf_kl("report")
+    assert (done.code, done.out) == (0, "runs/new/report.html\n")
+    assert "unfinished: 4 of 60 updates" in done.err
+    assert "new: KL report" in (here / "runs/new/report.html").read_text()
+    # A link where the report goes is replaced: nothing is written outside of the folder.
+    (here / "other").write_text("precious")
+    (here / "runs/new/report.html").unlink()
+    (here / "runs/new/report.html").symlink_to(here / "other")
+    done = rlhf_kl("report", "runs/new", "runs/old", "--quiet")
+    assert (here / "other").read_text() == "precious"
+    assert (done.out, done.err) == ("runs/new/report.html\nruns/old/report.html\n", "")
+
+
+@pytest.mark.slow
+def test_watch_follows_a_run_to_its_end(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], rlhf_kl: Cli
+) -> None:
+    folder = write_run("running", metrics_rows([0.1] * 4), config={"ppo": {"total_episodes": 256}})
+
+    def finish() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if (folder / "report.html").exists() and 'http-equiv="refresh"' in (folder / "report.html").read_text():
+                break
+            time.sleep(0.05)
+        (folder / "summary.json").write_text('{"stopped_by": null}')
+
+    other = threading.Thread(target=finish)
+    other.start()
+    done = rlhf_kl("report", folder, "--watch", "--every", "1")
+    other.join()
+    assert done.code == 0
+    assert "refresh" not in (folder / "report.html").read_text()

@@ -1,0 +1,172 @@
+"""What cannot be done: the command line, its exit code, the words on stderr; one line per problem, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from rlhf_kl import cli
+from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
+
+Cli = Callable[..., Any]
+
+SCORERS = """
+def raises(prompts, responses):
+    raise RuntimeError("\\x1b[2Jthe server is gone\\u2028")
+
+def too_few(prompts, responses):
+    return [1.0]
+
+def nan(prompts, responses):
+    return [float("nan")] * len(responses)
+
+def constant(prompts, responses):
+    return [1.0] * len(responses)
+
+def lengths(prompts, responses):
+    return [float(len(response)) for response in responses]
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_settings: dict[str, Any], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a config of the tiny model, and things that cannot be used."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    (tmp_path / "bad.yaml").write_text("ppo: {lerning_rate: 1, gamma: 2}\nkl: {target: .nan}\n")
+    (tmp_path / "twice.yaml").write_text("kl: {target: 0.1}\nkl: {target: 0.2}\n")
+    (tmp_path / "python.yaml").write_text("kl: !!python/object/apply:os.system ['touch owned']\n")
+    (tmp_path / "odd.yaml").write_text('"\\e[2J\\e]0;owned\\a": 1\n')
+    (tmp_path / "scorers.py").write_text(SCORERS)
+    (tmp_path / "empty.jsonl").write_text('{"prompt": ""}\n{"prompt": "' + "abcd" * 8 + '"}\n')
+    (tmp_path / "column.jsonl").write_text('{"promt": "ab"}\n')
+    shutil.copytree(tiny_folder, tmp_path / "tiny")
+    shutil.copytree(tiny_folder, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("my only copy")
+    return tmp_path
+
+
+TRAIN = "train --config tiny.yaml --quiet --output-dir run --set "
+REFUSED = [
+    # usage
+    ("tarin", "see rlhf-kl --help"),
+    ("--nonsense", "see rlhf-kl --help"),
+    ("config", "see rlhf-kl config --help"),
+    ("config schema --kind x", "see rlhf-kl config schema --help"),
+    ("train", "such as rlhf-kl train --config smoke.yaml (see rlhf-kl train --help)"),
+    ("train --lr 1", "config keys are changed with --set: --set ppo.learning_rate=VALUE"),
+    ("train --beta 1", "--set kl.controller.coef=VALUE"),
+    ("sft --batch-size 1", "--set sft.batch_size=VALUE"),
+    ("compare --zzzz", "--set KEY=VALUE"),
+    ("eval --rnu x", "see rlhf-kl eval --help"),
+    ("train --config tiny.yaml --updates 0", "--updates"),
+    ("compare", "compare takes --config FILE to train, or RUN folders to read"),
+    ("compare x --seed 1", "need --config"),
+    ("guide nothing", "guide: no page 'nothing'"),
+    # configs
+    ("train --config ppo_adaptiv.yaml", "did you mean ppo_adaptive.yaml?"),
+    ("train --config sft_reviews.yaml", "is a config for `rlhf-kl sft`, not for `rlhf-kl train`"),
+    ("config validate twice.yaml", "twice.yaml:2:1: key 'kl' is written twice"),
+    ("config validate python.yaml", "tag !!python/object/apply:os.system is not allowed"),
+    ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
+    (TRAIN + "kl.controller.kind=adaptve", "did you mean adaptive?"),
+    (TRAIN + "policy.model=./nowhere", "policy.model: no such file: ./nowhere"),
+    (TRAIN + "reward.kind=nowhere.py:f", "no such file: nowhere.py"),
+    (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
+    # what only shows when a run begins
+    (TRAIN + "policy.model=weightless", "the folder holds no weights"),
+    (TRAIN + "'reward={kind: model, model: tiny}'", "random"),
+    (TRAIN + "data.prompts=empty.jsonl", "none of 2 prompts can be used: 1 empty, 1 longer than the 26 tokens"),
+    (TRAIN + "data.prompts=column.jsonl", "row 1 has no column 'prompt'; did you mean promt?"),
+    (TRAIN + "eval.prompts=empty.jsonl", "eval.prompts"),
+    (TRAIN + "rollout.max_new_tokens=32", "rollout.max_new_tokens"),
+    (TRAIN + "reward.kind=scorers.py:raises", r"RuntimeError: \x1b[2Jthe server is gone"),
+    (TRAIN + "reward.kind=scorers.py:too_few", "1 scores for"),
+    (TRAIN + "reward.kind=scorers.py:nan", "not a finite number"),
+    (TRAIN + "reward.kind=scorers.py:constant", "finds no scale"),
+    *((f"train --config tiny.yaml --output-dir thesis {flag}", "thesis") for flag in ("", "--resume", "--overwrite")),
+    # runs and models
+    ("report", "no run under runs/: name a run folder"),
+    ("report nowhere", "nowhere: holds no run (no config.yaml)"),
+    ("eval", "runs/"),
+    ("eval --model ./nowhere --texts builtin:reviews-small", "--model: ./nowhere"),
+    ("eval --model tiny", "--model needs --texts"),
+    ("eval --model tiny --run x", "exclude each other"),
+    ("eval --model tiny --texts column.jsonl --quiet", "no column 'text'"),
+    ("eval --model tiny --plugins", "--plugins belongs to a run: name one with --run"),
+    ("generate --model tiny --quiet", "name prompts with --prompt"),
+    ("generate --model tiny --prompt '' --max-new-tokens 4 --quiet", "none of 1 prompts can be used: 1 empty"),
+    ("generate --model tiny --prompts nowhere.jsonl --quiet", "--prompts: no such file"),
+    ("generate --model tiny --prompt a --output x.txt --quiet", "must end in .jsonl"),
+    ("generate --model tiny --prompt a --output no/x.jsonl --quiet", "--output: no/x.jsonl: cannot be written"),
+    ("generate --model tiny --prompt a --with-reference --quiet", "--with-reference"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_what_cannot_be_done_is_one_line_and_exit_2(line: str, words: str, place: Path, rlhf_kl: Cli) -> None:
+    outcome = rlhf_kl(*shlex.split(line))
+    assert (outcome.code, outcome.out) == (2, ""), outcome
+    [error] = [said for said in outcome.err.splitlines() if said.startswith("error: ")]
+    assert words in error
+    assert error.isprintable()
+    assert "Traceback" not in outcome.err
+    assert not (place / "run" / "config.yaml").exists()
+    assert not (place / "owned").exists()
+    assert (place / "thesis" / "thesis.tex").read_text() == "my only copy"
+
+
+def test_every_problem_is_one_line(place: Path, rlhf_kl: Cli) -> None:
+    code, out, err = rlhf_kl("config", "validate", "bad.yaml", "--set", "ppo.epochs=0", "--set", "foo")
+    keys = ["--set", "ppo.lerning_rate:", "ppo.epochs", "ppo.gamma", "kl.target"]
+    assert (code, out, [line.split()[:2] for line in err.splitlines()]) == (2, "", [["error:", key] for key in keys])
+
+
+GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a.yaml --resume\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (GuardStop("the KL is above its ceiling"), 3, "error: the KL is above its ceiling\n"),
+        (RlhfKlError("the disk is full"), 1, "error: the disk is full\n"),
+        (MemoryError(), 1, "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (Interrupted(2), 130, GO_ON),
+        (Interrupted(15), 143, GO_ON),
+    ],
+)  # fmt: skip
+def test_exit_codes(error: BaseException, code: int, said: str, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = typer.Typer(pretty_exceptions_enable=False)
+
+    @failing.command()
+    def fail(config: str = "", overwrite: bool = False) -> None:
+        raise error
+
+    failing.command("other")(lambda: None)
+    monkeypatch.setattr(cli, "app", failing)
+    assert rlhf_kl("fail", "--config", "a.yaml", "--overwrite") == (code, "", said)
+
+
+def test_a_guard_that_stops_the_run_is_exit_three(place: Path, rlhf_kl: Cli) -> None:
+    sets = ("--set", "kl.target=1e-7", "--set", "kl.ceiling={value: 2e-7, action: stop}")
+    outcome = rlhf_kl("train", "--config", "tiny.yaml", "--output-dir", "run", *sets)
+    assert outcome.code == 3
+    assert outcome.err.splitlines()[-1].startswith("error: KL ")
+
+
+def test_a_gold_function_that_misbehaves_costs_its_figures_only(place: Path, rlhf_kl: Cli) -> None:
+    change = "reward={kind: 'scorers.py:lengths', gold: 'scorers.py:raises'}"
+    outcome = rlhf_kl("train", "--config", "tiny.yaml", "--output-dir", "run", "--set", change)
+    assert outcome.code == 0
+    assert "gold-failed: reward gold: " in outcome.err
+    assert json.loads((place / "run" / "summary.json").read_text())["final"]["objective/gold"] is None

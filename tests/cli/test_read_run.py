@@ -1,0 +1,303 @@
+"""`eval` and `generate`, and which commands run the code that a config names; all read one finished tiny run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from rlhf_kl.cli.evaluate import LABELS, _table
+from rlhf_kl.run.jsonl import read_jsonl
+
+Cli = Callable[..., Any]
+TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
+POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
+# Every import, construction and call leaves a line.
+CODE = """
+from pathlib import Path
+place = Path(__file__).with_name("ran")
+
+def note(what):
+    with place.open("a") as file:
+        file.write(what + "\\n")
+
+note("imported")
+
+def count(prompts, responses, letter: str = "a"):
+    note("scored")
+    return [response.count(letter) / 8 for response in responses]
+
+class Law:
+    def __init__(self, coef: float, rate: float = 0.5):
+        note("built")
+        self.coef = coef
+
+    def update(self, kl, episodes):
+        note("updated")
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any], rlhf_kl: Cli) -> Path:
+    """A folder with mine.py, tiny.yaml, and a finished run of it whose policy has moved away from its reference."""
+    place = tmp_path_factory.mktemp("made")
+    (place / "mine.py").write_text(CODE)
+    settings = tiny_settings | {
+        "reward": {"kind": "mine.py:count", "gold": "mine.py:count", "missing_eos_penalty": 0.0},
+        "kl": {"controller": {"kind": "mine.py:Law", "coef": 0.001, "rate": 0.25}, "ceiling": None},
+        "ppo": tiny_settings["ppo"] | {"learning_rate": 3e-3},
+    }
+    (place / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    (place / "pair.yaml").write_text("base: tiny.yaml\nvariants: {a: {}, b: {kl: {target: 0.2}}}\n")
+    assert rlhf_kl("train", "--config", place / "tiny.yaml", "--output-dir", place / "run", "--quiet").code == 0
+    assert set((place / "ran").read_text().split()) == {"imported", "built", "updated", "scored"}
+    return place
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that nothing has run in yet; the run's config names the copy's files."""
+    copy = Path(shutil.copytree(made, tmp_path / "copy", ignore=shutil.ignore_patterns("ran")))
+    config = copy / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(made / "mine.py"), str(copy / "run" / "mine.py")))
+    monkeypatch.chdir(copy)
+    return copy
+
+
+def has_run(place: Path) -> bool:
+    return bool(list(place.rglob("ran")))
+
+
+def document(outcome: Any) -> Any:
+    assert outcome.code == 0, outcome
+    return json.loads(outcome.out)
+
+
+# ---- eval ----
+
+
+def test_a_run_as_one_json_document_and_as_a_table(place: Path, rlhf_kl: Cli) -> None:
+    found = document(rlhf_kl("eval", "--run", "run", "--plugins", "--json"))
+    assert found.keys() == TEXT_KEYS | POLICY_KEYS | {"reference"}
+    assert found["reference"].keys() == TEXT_KEYS
+    assert found["kl_token"] > 0
+    outcome = rlhf_kl("eval", "--run", "run", "--plugins", "--quiet")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert lines[0].split() == ["policy", "reference"]
+    assert {line[:20].strip() for line in lines[1:-1]} == {LABELS[key].strip() for key in TEXT_KEYS | POLICY_KEYS}
+
+
+def test_models_and_paths_of_the_working_directory(tiny_folder: Path, place: Path, rlhf_kl: Cli) -> None:
+    (place / "model").symlink_to(tiny_folder)
+    (place / "x.txt").write_text("abcd\n")
+    assert document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--json")).keys() == TEXT_KEYS
+    found = document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--reference", "model", "--json"))
+    assert found["perplexity"] == found["reference"]["perplexity"]
+
+
+def test_a_real_model(real_data: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
+    stories = (real_data / "data" / "tinystories-1000" / "stories.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text("\n".join(stories.split("\n")[:200]) + "\n", encoding="utf-8")
+    model = real_data / "models" / "TinyStories-656K-resaved"
+    found = document(rlhf_kl("eval", "--model", model, "--texts", tmp_path / "x.jsonl", "--json"))
+    assert found["nats_per_token"] == pytest.approx(3.2278, rel=1e-3)
+    assert found["bits_per_byte"] == pytest.approx(1.1775, rel=1e-3)
+
+
+def test_large_figures_stay_apart() -> None:
+    table = _table({"perplexity": 2170519.9644, "tokens": 5, "reference": {"perplexity": 2450362.8208, "tokens": 5}})
+    assert [line.split()[-2:] for line in table.splitlines()[:2]] == [
+        ["policy", "reference"],
+        ["2170519.9644", "2450362.8208"],
+    ]
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+# ---- generate ----
+
+
+def test_samples_of_a_run(rlhf_kl: Cli, place: Path) -> None:
+    words = ("generate", "--run", "run", "--prompt", "ab", "--samples", 2, "--json")
+    found = document(rlhf_kl(*words, "--prompt", "d"))
+    assert [sample["prompt"] for sample in found] == ["ab", "ab", "d", "d"]
+    assert all(sample.keys() == {"prompt", "response", "ended"} for sample in found)
+    assert document(rlhf_kl(*words)) == found[:2]  # whatever stands beside a prompt
+    assert document(rlhf_kl(*words, "--seed", 5)) != found[:2]
+
+
+def test_the_reference_beside_it_and_the_kl_of_every_token(rlhf_kl: Cli, place: Path) -> None:
+    options = ("--run", "run", "--prompt", "ab", "--with-reference")
+    more = ("--samples", 8, "--scores", "--plugins", "--json")
+    found = document(rlhf_kl("generate", *options, *more))
+    for sample in found:
+        tokens = sample["tokens"]
+        assert sample["kl"] == pytest.approx(sum(token["kl"] for token in tokens))
+        assert sample["kl_token"] == pytest.approx(sample["kl"] / len(tokens))
+        assert "".join(t["text"] for t in tokens if "<" not in t["text"]) == sample["response"]
+        assert sample["score"] == pytest.approx(sample["response"].count("a") / 8)
+        assert sample["reference_score"] == pytest.approx(sample["reference"].count("a") / 8)
+    at_start = document(rlhf_kl("generate", *options, *more, "--checkpoint", 2))
+    assert sum(sample["kl"] for sample in at_start) < sum(sample["kl"] for sample in found)
+    lines = rlhf_kl("generate", *options, "--quiet").out.splitlines()
+    assert lines[0] == "ab"
+    assert lines[1].startswith("policy ")
+    assert "per token" in lines[1]
+    assert lines[2].startswith("reference ")
+
+
+def test_from_a_file_to_a_file(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_kl.commands import generate
+
+    prompts = [f"{x}{y}" for x in "abcd" for y in "abcdabcdabcd"]
+    (place / "in.csv").write_text("q\n" + "".join(f"{prompt}\n" for prompt in prompts))
+    words = ("generate", "--run", "run", "--prompts", "in.csv", "--column", "q", "--output", "out.jsonl", "--json")
+    outcome = rlhf_kl(*words)
+    assert (outcome.code, outcome.out) == (0, "")
+    assert "48 responses" in outcome.err
+    assert [row["prompt"] for row in read_jsonl(place / "out.jsonl")] == prompts
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "write_atomic", full)
+    said = "error: --output: out.jsonl: cannot be written: No space left on device\n"
+    assert rlhf_kl(*words, "--quiet") == (1, "", said)
+
+
+def test_less_memory_changes_no_sample(rlhf_kl: Cli, place: Path, small_device: Callable[..., list[int]]) -> None:
+    words = ("generate", "--run", "run", "--prompt", "ab", "--prompt", "d", "--samples", 9, "--json")
+    before = document(rlhf_kl(*words))
+    passes = small_device(5)
+    assert document(rlhf_kl(*words)) == before
+    assert max(passes) == 18
+
+
+@pytest.mark.parametrize("words", ["generate --prompt abcdabcdabcd", "eval"])
+def test_full_memory_is_one_line(rlhf_kl: Cli, place: Path, small_device: Callable[..., list[int]], words: str) -> None:
+    small_device(32, length=8)
+    outcome = rlhf_kl(*words.split(), "--run", "run", "--quiet")
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
+    assert outcome.err.startswith("error: memory is full: a single row does not fit: ")
+
+
+# ---- whose code runs ----
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        ("config validate tiny.yaml", False),
+        ("config validate pair.yaml", False),
+        ("config show run/config.yaml", False),
+        ("report run", False),
+        ("compare run run", False),
+        ("eval --run run --checkpoint 2", False),
+        ("generate --run run --prompt ab --with-reference", False),
+        ("simulate --config tiny.yaml --kl 0.1", True),
+        ("doctor --config tiny.yaml", True),
+        ("eval --run run --plugins", True),
+    ],
+)
+def test_which_commands_run_the_code_that_a_config_names(rlhf_kl: Cli, place: Path, words: str, runs: bool) -> None:
+    outcome = rlhf_kl(*words.split())
+    assert outcome.code == 0, outcome.err
+    assert has_run(place) is runs
+
+
+def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) -> None:
+    without = rlhf_kl("eval", "--run", "run", "--json", "--quiet")
+    [line] = without.err.splitlines()
+    assert line.startswith("alert: scores and gold left out: they need code that the run names (")
+    assert line.endswith("--plugins runs it")
+    figures = json.loads(without.out)
+    allowed = document(rlhf_kl("eval", "--run", "run", "--json", "--plugins", "--quiet"))
+    assert {**allowed, "scores": None, "gold": None} == figures
+    outcome = rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--scores")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: --scores needs code that the run names (")
+    (place / "run" / "mine.py").unlink()
+    assert rlhf_kl("eval", "--run", "run").code == 0
+    assert rlhf_kl("eval", "--run", "run", "--plugins").code == 2
+
+
+REMOTE = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+Path({ran!r}).write_text("imported")
+
+class OwnConfig(GPT2Config):
+    model_type = "rlhf-kl-own"
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("words", ["eval", "generate --prompt ab"])
+def test_code_and_pickles_of_a_model_are_read_where_the_command_line_allows_it(
+    rlhf_kl: Cli, place: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(place / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place / "modules"))
+    final, config = place / "run" / "final", place / "run" / "config.yaml"
+    stored = config.read_text().replace("trust_remote_code: false", "trust_remote_code: true")
+    config.write_text(stored.replace("allow_pickle: false", "allow_pickle: true"))  # which does not count
+    command = (*words.split(), "--run", "run", "--quiet")
+    weights = load_file(final / "model.safetensors")
+    for file in final.glob("*.safetensors"):
+        file.unlink()
+    torch.save(weights, final / "pytorch_model.bin")
+    outcome = rlhf_kl(*command)
+    assert outcome.code == 2
+    assert "--allow-pickle" in outcome.err
+    assert rlhf_kl(*command, "--allow-pickle").code == 0
+    (final / "own.py").write_text(REMOTE.format(ran=str(place / "ran")))
+    settings = json.loads((final / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    settings |= {"model_type": "rlhf-kl-own", "architectures": ["OwnModel"], "auto_map": names}
+    (final / "config.json").write_text(json.dumps(settings))
+    outcome = rlhf_kl(*command, "--allow-pickle")
+    assert outcome.code == 2
+    assert "--trust-remote-code" in outcome.err
+    assert not has_run(place)
+    rlhf_kl(*command, "--allow-pickle", "--trust-remote-code")
+    assert has_run(place)
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        "{kind: 'subprocess:getoutput', cmd: touch ran}",
+        "{kind: 'subprocess:Popen', args: touch ran, shell: true}",
+        "{kind: 'os:system', command: touch ran}",
+    ],
+)
+def test_what_is_no_controller_is_refused_and_not_called(rlhf_kl: Cli, place: Path, controller: str) -> None:
+    (place / "bad.yaml").write_text(f"kl: {{controller: {controller}}}\n")
+    assert "`train` and `doctor` check the options" in rlhf_kl("config", "validate", "bad.yaml").err
+    for command in ("simulate", "train", "doctor"):
+        outcome = rlhf_kl(command, "--config", "bad.yaml")
+        assert outcome.code == 2
+        assert all(line.startswith("error: kl.controller") for line in outcome.err.splitlines()), outcome.err
+    assert not has_run(place)
+
+
+def test_types_are_checked_where_the_code_is_imported(rlhf_kl: Cli, place: Path) -> None:
+    sets = ("--set", "kl.controller.rate=fast", "--set", "reward.letter=5")
+    keys = ["kl.controller.rate:", "reward.letter:"]
+    for command in ("train", "doctor"):
+        outcome = rlhf_kl(command, "--config", "tiny.yaml", *sets)
+        assert (outcome.code, [line.split()[1] for line in outcome.err.splitlines()]) == (2, keys)
+    outcome = rlhf_kl("compare", "--config", "pair.yaml", *sets)
+    told = [line.split()[1:3] for line in outcome.err.splitlines()]
+    assert (outcome.code, told) == (2, [[f"variants.{name}:", key] for name in "ab" for key in keys])
