@@ -98,8 +98,9 @@ class Assessor:
         prompts, sampled, texts = responses
         device = sampled.ids.device
         scores, failures = self.scorers(prompts.texts, texts)
-        raw = scores[REWARD]
-        traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
+        raw, traits = scores[REWARD], response_traits(sampled.ids, sampled.mask, sampled.ended)
+        # A clip would make an infinite score finite.
+        shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
         layout = response_layout(prompts, sampled)
         stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
         return RolloutBatch(
@@ -109,7 +110,7 @@ class Assessor:
             mask=sampled.mask,
             **stats._asdict(),
             scores=scores,
-            shaped_scores=torch.where(raw.isnan(), 0.0, self.shaping(raw, traits)).to(device),
+            shaped_scores=shaped.to(device),
             ended=sampled.ended,
             prompts=prompts.texts,
             responses=list(texts),

@@ -39,9 +39,10 @@ def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         def noting(self: Rollouts, step: int) -> Any:
             now[0] = step
-            rollout = roll_out(self, step)
-            now[0] = 0  # evaluations are not spoilt
-            return rollout
+            try:
+                return roll_out(self, step)
+            finally:
+                now[0] = 0  # evaluations are not spoilt
 
         def spoilt(*arguments: Any) -> Any:
             scores = score(*arguments)
@@ -90,7 +91,7 @@ def test_a_reward_model_in_a_sum_whose_scores_are_not_finite(
     train: Train, tmp_path: Path, tiny_reward_folder: Path, tiny_data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its NaNs of updates 3 and 4: two updates are skipped, and the evaluation between them has no score."""
-    roll_out, score, now = Rollouts.__call__, RewardModel.score, [0]
+    roll_out, score, now = Rollouts.__call__, RewardModel.__call__, [0]
 
     def noting(self: Rollouts, step: int) -> Any:
         now[0] = step
@@ -98,11 +99,11 @@ def test_a_reward_model_in_a_sum_whose_scores_are_not_finite(
 
     def spoilt(self: RewardModel, *arguments: Any) -> Any:
         scores = score(self, *arguments)
-        scores[-1] = torch.nan if now[0] in (3, 4) else scores[-1]
+        scores[-1] = torch.inf if now[0] in (3, 4) else scores[-1]
         return scores
 
     monkeypatch.setattr(Rollouts, "__call__", noting)
-    monkeypatch.setattr(RewardModel, "score", spoilt)
+    monkeypatch.setattr(RewardModel, "__call__", spoilt)
     terms = f"{{rm: {{kind: model, model: '{tiny_reward_folder}'}}, a: {{kind: '{tiny_data.reward}', weight: 0.5}}}}"
     train(tmp_path / "run", f"reward={{kind: sum, terms: {terms}}}", "eval.every=2")
     found = rows(tmp_path / "run")

@@ -43,9 +43,9 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None], name: str = "co
 
 def problem(load: Callable[..., Any], folder: Path) -> str:
     with pytest.raises(InputError) as caught:
-        load(str(folder), "policy.model")
+        load(str(folder))
     assert len(caught.value.problems) == 1
-    assert str(caught.value).startswith("policy.model")
+    assert str(caught.value).startswith(str(folder))
     return str(caught.value)
 
 
