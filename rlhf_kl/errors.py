@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class RlhfKlError(Exception):
@@ -21,6 +22,15 @@ class InputError(RlhfKlError, ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems = [" ".join(problem.split()) for problem in problems]
         super().__init__("\n".join(self.problems))
+
+
+@contextmanager
+def blame(key: str) -> Iterator[None]:
+    """Errors: InputError with the config key in front of each problem."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(*(f"{key}: {problem}" for problem in error.problems)) from error
 
 
 class RunFailed(RlhfKlError):

@@ -18,14 +18,15 @@ from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
-from rlhf_kl.rewards.functions import GoldScorer, gold_scores_of, score_responses
+from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
 from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, RewardFn, Sampling
+from rlhf_kl.types import PromptBatch, Sampling
 
 ROWS = 32
 DEFAULT_WINDOW = 1024  # for a model whose config names no context length
+NO_SCORERS = Scorers()
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,9 @@ class PolicySamples:
     lengths: list[int] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  # of those that are scored
-    unscored: list[bool] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # NaN = not scored
     gold: list[float] = field(default_factory=list)
-    gold_failures: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of the gold scorer
 
 
 def policy_figures(
@@ -184,22 +184,19 @@ def policy_figures(
     seed: int,
     sampling: Sampling,
     tokenizer: Any,
-    reward: RewardFn | None = None,
-    gold: GoldScorer | None = None,
+    scorers: Scorers = NO_SCORERS,
     batch_size: int = ROWS,
     facts: dict[str, Any] | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> PolicyFigures:
     """Sample one response to each prompt, at most `batch_size` at a time, and measure; `seed` fixes the samples.
 
-    A figure is None if a scorer failed: `facts` gets what happened, for `monitors.worded`. Errors: InputError if a
-    reward function raises or returns no scores.
+    A figure is None if a reward model's score is not finite, or gold failed: `facts` gets what happened, for
+    `monitors.worded`. Errors: InputError from a reward function.
     `advance(n)` is called after every n responses, of the reference and then of the policy.
     """
     every = range(len(prompts))
-    samples = policy_samples(
-        policy, reference, prompts, every, seed, sampling, tokenizer, reward, gold, batch_size, advance
-    )
+    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, scorers, batch_size, advance)
     return figures_of([samples], {} if facts is None else facts)
 
 
@@ -211,8 +208,7 @@ def policy_samples(
     seed: int,
     sampling: Sampling,
     tokenizer: Any,
-    reward: RewardFn | None = None,
-    gold: GoldScorer | None = None,
+    scorers: Scorers = NO_SCORERS,
     batch_size: int = ROWS,
     advance: Callable[[int], None] = lambda _: None,
     drawn: Drawn | None = None,
@@ -252,35 +248,33 @@ def policy_samples(
         made.ended += sampled.ended.tolist()
         made.texts += responses
         advance(len(responses))
-        if reward is not None:
-            found = score_responses(reward, batch.texts, responses, "function")
-            made.scores += found.values.cpu()[found.scored.cpu()].tolist()
-            made.unscored += (~found.scored).tolist()
-        checked, failure = gold_scores_of(gold, batch.texts, responses)
-        made.gold += [score for score in checked or [] if score is not None]
-        if failure is not None:
-            made.gold_failures.append(failure)
-            gold, made.gold = None, []
+        values, failures = scorers(batch.texts, responses)
+        made.scores += values.get(REWARD, torch.empty(0)).tolist()
+        made.gold += values.get(GOLD, torch.empty(0)).tolist()
+        if failures:
+            scorers, made.failures = scorers.trained, failures
     return made
 
 
 def figures_of(parts: Sequence[PolicySamples], facts: dict[str, Any]) -> PolicyFigures:
     """The figures of all samples together; `facts` gets what is left out, and why."""
-    kl, forward, forward_lengths, lengths, ended, texts, scores, unscored, gold, gold_failures = (
+    kl, forward, forward_lengths, lengths, ended, texts, scores, gold, failures = (
         [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
     )
-    if gold_failures:
-        facts["gold-failed"] = {"failure": gold_failures[0]}
-    if not all(map(math.isfinite, scores)):
+    if failures:
+        facts["gold-failed"] = {"failure": failures[0]}
+    known, golds = ([score for score in each if not math.isnan(score)] for each in (scores, gold))
+    unscored = len(scores) - len(known)
+    if math.inf in map(abs, known):
         facts["eval-scores"] = {}
-        scores = []
+        known = []
     return PolicyFigures(
         kl_token=sum(kl) / sum(lengths),
         kl_sequence=fmean(kl),
         forward_kl_token=sum(forward) / sum(forward_lengths),
-        scores=fmean(scores) if scores else None,
-        unscored=sum(unscored),
-        gold=fmean(gold) if gold and not gold_failures else None,
+        scores=fmean(known) if known else None,
+        unscored=unscored,
+        gold=fmean(golds) if golds and not failures else None,
         length=fmean(lengths),
         eos_rate=fmean(ended),
         distinct_2=distinct_n(texts),

@@ -30,7 +30,7 @@ def hub_name(ref: str) -> HubName | None:
     return HubName(match["name"], match["subset"], match["revision"]) if match else None
 
 
-def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
+def model_folder(ref: str, *, pickled: bool = False) -> str:
     """The folder of a model: a local folder itself; a hub id (`owner/name[@revision]`) downloaded or from the cache.
 
     Loading from it reads only local files. Errors: InputError if there is no such model or revision.
@@ -39,11 +39,11 @@ def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
         return ref
     hub = hub_name(ref)
     if hub is None or hub.subset is not None:
-        raise InputError(f"{key}: {ref} is neither a folder nor a hub id (owner/name, owner/name@revision)")
+        raise InputError(f"{ref} is neither a folder nor a hub id (owner/name, owner/name@revision)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    reachable = probe(hub.name, hub.revision, "model", f"{key}: {ref}")
+    reachable = probe(hub.name, hub.revision, "model", ref)
     try:
         return snapshot_download(
             hub.name,
@@ -54,10 +54,10 @@ def model_folder(ref: str, key: str, *, pickled: bool = False) -> str:
         )
     except LocalEntryNotFoundError as error:
         raise InputError(
-            f"{key}: {ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
+            f"{ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
         ) from error
     except Exception as error:  # the hub's clients raise many types
-        raise InputError(f"{key}: {ref}: cannot be downloaded: {first_line(error)}") from error
+        raise InputError(f"{ref}: cannot be downloaded: {first_line(error)}") from error
 
 
 def probe(name: str, revision: str | None, kind: str, where: str) -> bool:

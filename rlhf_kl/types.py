@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,15 +46,6 @@ class Response(str):
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return str(self), self.ids  # for copies
-
-
-class RewardFn(Protocol):
-    """Scores responses: one finite number per response, or None for a response that it cannot score.
-
-    A `Prompt` has its row of the data set.
-    """
-
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float | None]: ...
 
 
 @dataclass(frozen=True)
@@ -111,36 +102,28 @@ class RolloutBatch:
     k1_variance: Tensor  # (B, T) nats squared, of log pi - log ref over the vocabulary
     logprob_variance: Tensor  # (B, T) the same of log pi
     values: Tensor  # (B, T) of the state before each token
-    scores: Tensor  # (B,) raw
-    shaped_scores: Tensor  # (B,) normalised, clipped, minus penalties
+    scores: dict[str, Tensor]  # (B,) raw, NaN = not scored: "reward", what each "terms.NAME" adds to it, and "gold"
+    shaped_scores: Tensor  # (B,) normalised, clipped, minus penalties; 0 if not scored
     ended: Tensor  # (B,) bool, True = the response has an EOS
     prompts: list[str]  # B texts
     responses: list[str]  # B texts, without special tokens
-    score_terms: dict[str, Tensor] = field(default_factory=dict)  # contribution of each term of a sum: (B,) by name
     penalties: dict[str, Tensor] = field(default_factory=dict)  # subtracted from the score: (B,) by name
-    scored: Tensor = None  # type: ignore[assignment]  # (B,) bool, False = the reward gave None: score 0; default all
+    failures: list[str] = field(default_factory=list)  # of scorers that are only logged
     group: int = 1  # neighbours with the same prompt
     device: torch.device = CPU  # of forward passes
     begin: int = 0  # the first row whose states this process holds
 
     def __post_init__(self) -> None:
         b, t = self.response_ids.shape
-        if self.scored is None:
-            object.__setattr__(self, "scored", torch.ones(b, dtype=torch.bool, device=self.mask.device))
-        for column in fields(self):
-            value = getattr(self, column.name)
-            if not isinstance(value, Tensor):
-                continue
-            shape = value.shape
-            expected: tuple[int, ...]
-            if column.name.startswith("prompt_"):
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        for name, value in [*tensors.items(), *self.scores.items(), *self.penalties.items()]:
+            expected: tuple[int, ...] = (b, t)
+            if name.startswith("prompt_"):
                 expected = (b, self.prompt_ids.shape[1])
-            elif column.name in ("scores", "shaped_scores", "ended", "scored"):
+            elif name in ("shaped_scores", "ended") or name not in tensors:
                 expected = (b,)
-            else:
-                expected = (b, t)
-            if tuple(shape) != expected:
-                raise ValueError(f"RolloutBatch.{column.name} has shape {tuple(shape)}, expected {expected}")
+            if tuple(value.shape) != expected:
+                raise ValueError(f"RolloutBatch.{name} has shape {tuple(value.shape)}, expected {expected}")
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -181,6 +164,11 @@ class RolloutBatch:
             else:
                 columns[column.name] = values[0]
         return cls(**columns)
+
+    @property
+    def scored(self) -> Tensor:
+        """Whether each response has a score: (B,) bool."""
+        return ~self.scores["reward"].to(self.mask.device).isnan()
 
     @property
     def weights(self) -> Tensor:

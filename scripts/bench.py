@@ -93,7 +93,7 @@ def write_prompts(file: Path, vocabulary: int, lengths: Sequence[int], copies: i
 
 def write_models(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
     """Folders of a policy and of a reward model with the same trunk and a random head."""
-    classifier = classifier_from_lm(model, tokenizer, "policy")
+    classifier = classifier_from_lm(model, tokenizer)
     initialise_head(classifier.score, seed=0)
     for name, part in (("policy", model), ("reward", classifier)):
         save_model(part, tokenizer, place / name)

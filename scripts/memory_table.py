@@ -38,7 +38,7 @@ def estimate(shape: dict[str, Any], args: argparse.Namespace, gpus: int, *, lora
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
         if lora:
-            model = add_adapter(model, r=16, alpha=32.0, target_modules=None, ref="x", what="policy.lora", seed=0)
+            model = add_adapter(model, r=16, alpha=32.0, target_modules=None, ref="x", seed=0)
     config = TrainConfig.model_validate({
         "run": {"dtype": "bfloat16"},
         "policy": {"model": "x", "shard": shard, "lora": {} if lora else None},

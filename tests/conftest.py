@@ -37,7 +37,6 @@ SLOW_FILES = (
     *("processes/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py", "models/test_families.py"),
     "cli/test_read_run.py",
     *(
-        "commands/test_float64.py",
         "commands/test_lora.py",
         "commands/test_reward_lora.py",
         "commands/test_world.py",
@@ -224,7 +223,7 @@ def tiny_reward_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Pa
     from rlhf_kl.models.load import load_causal_lm, save_model
     from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 
-    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters, "policy.model")
+    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters)
     initialise_head(model.score, seed=1)
     folder = tmp_path_factory.mktemp("models") / "tiny-reward"
     save_model(model, letters, folder)

@@ -15,6 +15,8 @@ from rlhf_kl.evaluate import distinct_n, perplexity, policy_figures, policy_samp
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.text import decode_responses, encode
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rollout.collect import respond
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
@@ -127,11 +129,8 @@ def test_less_memory_changes_no_figure(
     prompts = prompts_of(*(x + y for x in "abcd" for y in "abcd"))
     sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_ids=[letters.eos_token_id], pad_id=letters.pad_token_id)
 
-    def lengths(_: Any, responses: Any) -> list[float]:
-        return [float(len(response)) for response in responses]
-
     def figures() -> tuple[Any, Any]:
-        on_prompts = policy_figures(policy, reference, prompts, 0, sampling, letters, lengths, lengths, 16)
+        on_prompts = policy_figures(policy, reference, prompts, 0, sampling, letters, WITH_GOLD, 16)
         return perplexity(policy, letters, TEXTS * 4), on_prompts
 
     before = figures()
@@ -190,6 +189,13 @@ def lengths(prompts: Any, responses: Any) -> list[float]:
     return [float(len(response)) for response in responses]
 
 
+def twice(prompts: Any, responses: Any) -> list[float]:
+    return [2.0 * len(response) for response in responses]
+
+
+WITH_GOLD = Scorers(Scorer("reward", PluginReward(lengths)), Scorer("gold", PluginReward(twice), 0.0))
+
+
 @pytest.fixture
 def figures(new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch]) -> Make:
     """`figures(reference=..., batch_size=...)` of one policy on twelve prompts."""
@@ -206,7 +212,7 @@ def test_figures_of_a_policy(
 ) -> None:
     """Against each response of the same noise by itself, in float64."""
     policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
-    result = figures(policy, reference, reward=lengths, gold=lambda p, r: [2 * x for x in lengths(p, r)])
+    result = figures(policy, reference, scorers=WITH_GOLD)
     prompts = prompts_of(*["ab", "c", "dabc"] * 4)
     sampled = policy.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
     texts, tokens = decode_responses(letters, sampled.ids, sampled.mask), sampled.mask.sum(1).tolist()
@@ -267,15 +273,14 @@ def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make
 def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:
     policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
     rows: list[int] = []
-    scorers = {"reward": lengths, "gold": lengths}
     hook = reference.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    by_five = figures(policy, reference, **scorers, batch_size=5)
+    by_five = figures(policy, reference, scorers=WITH_GOLD, batch_size=5)
     hook.remove()
     assert rows[0] == 5
-    whole = figures(policy, reference, **scorers)
+    whole = figures(policy, reference, scorers=WITH_GOLD)
     for name, value in vars(whole).items():
         assert getattr(by_five, name) == pytest.approx(value, rel=1e-5), name
-    assert figures(policy, reference, **scorers, seed=1) != whole
+    assert figures(policy, reference, scorers=WITH_GOLD, seed=1) != whole
 
 
 def test_a_real_model_on_real_stories(real_data: Path) -> None:

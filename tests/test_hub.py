@@ -27,7 +27,7 @@ def test_a_hub_id_taken_apart(ref: str, parts: tuple[str | None, ...] | None) ->
 
 
 def test_a_local_folder_comes_before_the_hub(tmp_path: Path) -> None:
-    assert model_folder(str(tmp_path), "policy.model") == str(tmp_path)
+    assert model_folder(str(tmp_path)) == str(tmp_path)
 
 
 @pytest.fixture
@@ -47,12 +47,12 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_downloaded_files_need_no_network(cached: Path) -> None:
-    assert Path(model_folder("owner/name", "policy.model")) == cached
-    with pytest.raises(InputError, match=r"policy\.model: owner/name@v2: .* its cache does not hold it"):
-        model_folder("owner/name@v2", "policy.model")
+    assert Path(model_folder("owner/name")) == cached
+    with pytest.raises(InputError, match=r"^owner/name@v2: .* its cache does not hold it"):
+        model_folder("owner/name@v2")
 
 
 @pytest.mark.parametrize("ref", ["runs/mine/final", "owner/name:subset", "no such thing"])
 def test_a_name_of_neither_a_folder_nor_a_hub_id(ref: str) -> None:
     with pytest.raises(InputError, match="neither a folder nor a hub id"):
-        model_folder(ref, "policy.model")
+        model_folder(ref)

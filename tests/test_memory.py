@@ -112,7 +112,7 @@ def test_the_count_is_what_autograd_keeps(model: Any) -> None:
 
 def test_layers_that_are_computed_again_keep_their_input_alone(model: Any) -> None:
     whole = kept_per_token(model)
-    enable_recompute(model, "policy.gradient_checkpointing")
+    enable_recompute(model)
     between = kept_by(model)  # forward alone: without the layer that the backward pass computes again
     assert between == pytest.approx(kept_per_token(model) - memory.KEPT_PER_LAYER * 64, rel=1 / 3)
     assert kept_per_token(model) < whole / 4

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
@@ -25,7 +26,7 @@ def batch() -> RolloutBatch:
         prompt_mask=prompt_mask,
         response_ids=torch.randint(3, 7, (3, 4), generator=noise) * mask,
         mask=mask,
-        scores=torch.arange(3.0),
+        scores={"reward": torch.arange(3.0)},
         shaped_scores=torch.arange(3.0) / 2,
         ended=torch.tensor([True, False, True]),
         prompts=["p"] * 3,
@@ -72,14 +73,12 @@ def uneven(width: int, tokens: int, start: int) -> RolloutBatch:
         **dict.fromkeys(
             ("logprobs", "ref_logprobs", "exact_kl", "entropy", "k1_variance", "logprob_variance", "values"), figures
         ),
-        scores=torch.tensor([1.0, 2.0]) + start,
+        scores={"reward": torch.tensor([1.0, 2.0 if start else math.nan]) + start},
         shaped_scores=torch.tensor([1.0, 2.0]) + start,
         ended=torch.tensor([True, False]),
         prompts=[Prompt("a", {"answer": start}), Prompt("b", {"answer": start + 1})],
         responses=["c", "d"],
-        score_terms={"one": torch.tensor([0.5, 0.25]) + start},
         penalties={"two": torch.tensor([0.0, 1.0])},
-        scored=torch.tensor([True, start > 0]),
     )
 
 
@@ -90,9 +89,8 @@ def test_batches_of_other_widths_below_each_other() -> None:
     assert whole.mask.sum(1).tolist() == [1, 3, 1, 5]
     assert whole.logprobs[1].tolist() == [3.0, 4.0, 5.0, 0.0, 0.0]
     assert whole.logprobs[2:].equal(large.logprobs)
-    assert whole.scores.tolist() == [1.0, 2.0, 11.0, 12.0]
+    assert whole.scores["reward"][[0, 2, 3]].tolist() == [1.0, 11.0, 12.0]
     assert whole.scored.tolist() == [True, False, True, True]
-    assert whole.score_terms["one"].tolist() == [0.5, 0.25, 10.5, 10.25]
     assert [prompt.row["answer"] for prompt in whole.prompts if isinstance(prompt, Prompt)] == [0, 1, 10, 11]
     # Each row's tokens lie where they lay: the last token of a prompt is its last column.
     assert whole.input_ids[0, 3] == 0

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rlhf_kl import ui
+from rlhf_kl.commands.build import Parts, build_parts
+from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
-from rlhf_kl.commands.parts import Parts, build_parts
-from rlhf_kl.commands.resolver import Resolver
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, learning_rate, prepare_training
 from rlhf_kl.commands.world import with_files
@@ -26,11 +26,10 @@ from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.models.load import context_length, load_tokenizer, parameter_count
+from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.monitors import worded
-from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.run.run import LESS_MEMORY
@@ -94,10 +93,10 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         config = with_files(on_this_machine(config))
         accelerator = make_accelerator(config.run)
         parts = build_parts(config, accelerator)
-        resolver = Resolver.for_run(config.run, accelerator.device)
+        loader = Loader.for_run(config.run, accelerator.device)
         findings += [check_dtype(config, accelerator.device), check_rate(config, parts.policy.module)]
-        findings += [check_filters(parts), *check_tokenizers(config, parts, resolver), *check_context(config, parts)]
-        findings += check_reward_model(config, parts, resolver, pairs)
+        findings += [check_filters(parts), *check_tokenizers(config, parts, loader), *check_context(config, parts)]
+        findings += check_reward_model(config, parts, loader, pairs)
         findings.append(check_memory(config, parts, accelerator.device, processes))
         findings += check_update(unsharded(config), parts)
     except InputError as error:
@@ -173,12 +172,11 @@ def check_filters(parts: Parts) -> Finding:
     return judged("sampling", False, words, "remove it from generation_config.json")
 
 
-def check_tokenizers(config: TrainConfig, parts: Parts, resolver: Resolver) -> Iterator[Finding]:
+def check_tokenizers(config: TrainConfig, parts: Parts, loader: Loader) -> Iterator[Finding]:
     """Whether policy, reference and reward model read the prompts alike, and nothing of them is lost."""
     tokenizer, texts = parts.tokenizer, parts.prompts.texts[:PROBES]
     if config.reference.model is not None:
-        folder = resolver.folder(config.reference.model, "reference.model")
-        other = load_tokenizer(folder, "reference.model", resolver.access)
+        other = loader.tokenizer(config.reference.model, "reference.model")
         if encode_all(other, texts) == encode_all(tokenizer, texts):
             yield judged("tokenizer", True, "policy and reference tokenize the prompts alike")
         else:
@@ -191,8 +189,8 @@ def check_tokenizers(config: TrainConfig, parts: Parts, resolver: Resolver) -> I
         sample = f"{lost[0][0][:40]!r} comes back as {lost[0][1][:40]!r}"
         words = f"{len(lost)} of {len(texts)} prompts change when they are encoded and decoded: {sample}"
     yield judged("tokenizer", not lost, words, "clean these prompts, or use another tokenizer")
-    if isinstance(parts.reward, RewardModel):
-        same = parts.reward.tokenizer.get_vocab() == tokenizer.get_vocab()
+    if parts.scorers.model is not None:
+        same = parts.scorers.model.tokenizer.get_vocab() == tokenizer.get_vocab()
         words = "the policy's" if same else "another one: responses are decoded and encoded again"
         yield judged("tokenizer", True, f"the reward model uses {words}")
 
@@ -204,27 +202,29 @@ def check_context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
     words = f"longest prompt {longest} tokens and {new} new ones"
     words += "; the model's config names no limit" if limit is None else f" fit into {limit}"
     yield judged("context", limit is not None, words, "make sure that the model was trained on texts of this length")
-    if isinstance(parts.reward, RewardModel) and parts.reward.limit is not None:
-        most = new + max(len(row) for row in parts.reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
-        if most > parts.reward.limit:
+    reward = parts.scorers.model
+    if reward is not None and reward.limit is not None:
+        most = new + max(len(row) for row in reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
+        if most > reward.limit:
             words = (
-                f"the reward model reads {parts.reward.limit} tokens, but texts have up to {most}: it loses the "
+                f"the reward model reads {reward.limit} tokens, but texts have up to {most}: it loses the "
                 "beginning of the longest"
             )
             yield judged("context", False, words, "a lower rollout.max_new_tokens, or shorter prompts")
 
 
-def check_reward_model(config: TrainConfig, parts: Parts, resolver: Resolver, pairs: str | None) -> Iterator[Finding]:
+def check_reward_model(config: TrainConfig, parts: Parts, loader: Loader, pairs: str | None) -> Iterator[Finding]:
     """Its accuracy on `pairs`, else the one that its training has written beside it."""
-    if not isinstance(parts.reward, RewardModel):
+    reward = parts.scorers.model
+    if reward is None:
         return
     accuracy, where = None, "the held-out data of its training"
     if pairs is not None:
-        section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=parts.reward.form.chat)
-        held = resolver.all_pairs(section)[:PAIRS]
+        section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
+        held = loader.all_pairs(section, "--pairs", pairs, section.split)[:PAIRS]
         prompts = [pair.prompt for pair in held]
-        chosen = parts.reward.score(prompts, [pair.chosen for pair in held])
-        rejected = parts.reward.score(prompts, [pair.rejected for pair in held])
+        chosen = reward(prompts, [pair.chosen for pair in held])
+        rejected = reward(prompts, [pair.rejected for pair in held])
         accuracy, where = pair_figures(chosen, rejected)["eval/accuracy"], f"{len(held)} held-out pairs"
     else:
         folder = Path(config.reward.model or "")

@@ -8,9 +8,8 @@ from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.commands.models import load_language_model, load_run_policy, load_run_reference, located
-from rlhf_kl.commands.parts import build_prompts, sampling_of
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.build import build_prompts, sampling_of
+from rlhf_kl.commands.load import Loader, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
 from rlhf_kl.commands.trust import NO_TRUST, Trust
 from rlhf_kl.commands.world import with_files, world_file
@@ -23,10 +22,8 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.monitors import worded
-from rlhf_kl.rewards.functions import GoldScorer
-from rlhf_kl.rewards.trl_interface import begin_scorers
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.folder import RunFolder, newest_run
-from rlhf_kl.types import RewardFn
 from rlhf_kl.ui import log
 
 
@@ -70,17 +67,16 @@ def _eval_model(request: EvalRequest) -> dict[str, Any]:
     world = {"policy": {"model": request.model}} if is_builtin(request.model) else {}
     config = request.trust.added_to(TrainConfig.model_validate(world))
     accelerator = make_accelerator(config.run)
-    resolver = Resolver.for_run(config.run, accelerator.device)
+    loader = Loader.for_run(config.run, accelerator.device)
     assert request.model is not None
-    texts = _texts(request, config, resolver)
+    texts = _texts(request, config, loader)
     model_folder = world_file(located(request.model), "policy")
-    with ui.waiting("loading --model"):
-        loaded = load_language_model(resolver, model_folder, "--model")
+    loaded = loader.language_model(model_folder, "--model")
     model = frozen_lm(loaded.model, compute_dtype(config.run.dtype), accelerator.device)
     figures = _perplexity(model, loaded.tokenizer, texts, "model")
     if request.reference is None:
         return asdict(figures)
-    beside = load_language_model(resolver, world_file(located(request.reference), "policy"), "--reference")
+    beside = loader.language_model(world_file(located(request.reference), "policy"), "--reference")
     reference = frozen_lm(beside.model, compute_dtype(config.run.dtype), accelerator.device)
     other = _perplexity(reference, beside.tokenizer, texts, "reference")
     return asdict(figures) | {"reference": asdict(other)}
@@ -88,23 +84,22 @@ def _eval_model(request: EvalRequest) -> dict[str, Any]:
 
 def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | None) -> dict[str, Any]:
     accelerator = make_accelerator(config.run)
-    resolver = Resolver.for_run(config.run, accelerator.device)
+    loader = Loader.for_run(config.run, accelerator.device)
     dtype = compute_dtype(config.run.dtype)
     for_scores, for_gold = request.trust.refused(config) if folder is not None else ([], [])
     config = with_files(config)
-    with ui.waiting("loading the policy and the reference"):
-        model, tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
-        policy = frozen_lm(model, dtype, accelerator.device)
-        ref = request.reference and world_file(request.reference, "policy")
-        beside = load_run_reference(resolver, config, ref)
-        reference = frozen_lm(beside.model, dtype, accelerator.device)
-    texts = _texts(request, config, resolver)
+    model, tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
+    policy = frozen_lm(model, dtype, accelerator.device)
+    ref = request.reference and world_file(request.reference, "policy")
+    beside = load_run_reference(loader, config, ref)
+    reference = frozen_lm(beside.model, dtype, accelerator.device)
+    texts = _texts(request, config, loader)
     figures = _perplexity(policy, tokenizer, texts, "policy")
     other = _perplexity(reference, beside.tokenizer, texts, "reference")
-    _, kept = build_prompts(config, resolver, model, tokenizer)
+    _, kept = build_prompts(config, loader, model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
-    reward, gold = _scorers(config, for_scores, for_gold, resolver)
-    begin_scorers(reward, gold, config.updates + 1, config.updates)
+    scorers = _scorers(config, for_scores, for_gold, loader)
+    scorers.begin(config.updates + 1, config.updates)
     facts: dict[str, Any] = {}
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         on_prompts = policy_figures(
@@ -114,8 +109,7 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
             config.run.seed,
             sampling_of(config, model, tokenizer),
             tokenizer,
-            reward,
-            gold,
+            scorers,
             batch_size=config.rollout.batch_size,
             facts=facts,
             advance=advance,
@@ -128,27 +122,22 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
     return asdict(figures) | {"reference": asdict(other)} | found
 
 
-def _scorers(
-    config: TrainConfig, for_scores: list[str], for_gold: list[str], resolver: Resolver
-) -> tuple[RewardFn | None, GoldScorer | None]:
-    """The reward function and the gold scorer; None where a run names plugins that have no permission."""
+def _scorers(config: TrainConfig, for_scores: list[str], for_gold: list[str], loader: Loader) -> Scorers:
+    """The scorers, without those of a run's plugins that have no permission."""
     if for_scores or for_gold:
         names = " and ".join(["scores"] * bool(for_scores) + ["gold"] * bool(for_gold))
         plugins = ", ".join(dict.fromkeys(for_scores + for_gold))
         log.warning(f"{names} left out: they need code that the run names ({plugins}): --plugins runs it")
-    return (
-        None if for_scores else resolver.reward(config.reward),
-        None if for_gold else resolver.gold(config.reward),
-    )
+    return loader.scorers(config.reward, reward=not for_scores, gold=not for_gold)
 
 
-def _texts(request: EvalRequest, config: TrainConfig, resolver: Resolver) -> list[str]:
+def _texts(request: EvalRequest, config: TrainConfig, loader: Loader) -> list[str]:
     section, ref, key = config.eval, config.eval.texts, "eval.texts"
     if request.texts is not None:
         ref, key = located(request.texts), "--texts"
     limit = section.max_documents if request.texts is None else None  # it does not limit a named file
     file = world_file(ref, "heldout")
-    return resolver.texts(file, request.column or section.column, key, limit=limit, split=section.split)
+    return loader.texts(file, request.column or section.column, key, section.split, limit=limit)
 
 
 def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> Perplexity:

@@ -7,10 +7,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from rlhf_kl.commands.build import Parts
 from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.models import load_language_model
-from rlhf_kl.commands.parts import Parts
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.load import Loader
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
@@ -32,7 +31,7 @@ def write_final(folder: Path, model: ActorCritic, parts: Parts, card: str, *, ke
     All processes call it together, since each may hold a part of the weights; the one with `keep` writes.
     """
     policy: Any = model.policy.module
-    tensors = tensors_of(policy, keep=keep) if parts.spread else None
+    tensors = tensors_of(policy, keep=keep) if parts.sharded else None
     value = {
         f"{part}.{name}": tensor
         for part, module in (("value", model.value), ("critic", model.critic))
@@ -63,13 +62,13 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
 def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig) -> Path:
     """Write `merged/` from `final/`; returns the folder."""
     folder = Path(config.run.output_dir)
-    resolver = Resolver.for_run(config.run, "cpu")
+    loader = Loader.for_run(config.run, "cpu")
     final = str(folder / "final")
     if isinstance(config, RewardModelConfig):
-        reward = resolver.reward_model(final, "--merge", ScorerSection())
+        reward = loader.reward_model(final, "--merge", ScorerSection())
         write_folder(folder / MERGED, lambda place: save_reward_model(reward, place))
     else:
-        loaded = load_language_model(resolver, final, "--merge")
+        loaded = loader.language_model(final, "--merge")
         card = _card(config, folder) if isinstance(config, TrainConfig) else None
 
         def write(place: Path) -> None:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.models import Loaded, load_language_model, load_run_policy, load_run_reference, located
-from rlhf_kl.commands.parts import prompt_format
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.build import prompt_format
+from rlhf_kl.commands.load import Loaded, Loader, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.trust import NO_TRUST, Trust
 from rlhf_kl.commands.world import with_files, world_file
-from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.data.files import load_rows, text_column
+from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
-from rlhf_kl.data.texts import UNUSABLE, read_prompts
-from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.errors import InputError, RunFailed, blame
 from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.value import ActorCritic, frozen_lm
-from rlhf_kl.rewards.functions import score_responses
-from rlhf_kl.rewards.trl_interface import begin_scorers
+from rlhf_kl.rewards.scorer import REWARD
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.run.folder import RunFolder, check_writable, newest_run, write_atomic
@@ -71,9 +68,9 @@ def run_generate(request: GenerateRequest) -> list[Sample]:
         needed = ("policy", "reference", *["reward"] * request.scores)
         config = with_files(_run_config(request), needed)
     accelerator = make_accelerator(config.run)
-    resolver = Resolver.for_run(config.run, accelerator.device)
+    loader = Loader.for_run(config.run, accelerator.device)
     with ui.waiting("loading the models and prompts"):
-        writer = _Writer(request, config, resolver)
+        writer = _Writer(request, config, loader)
     with ui.progress("sampling", len(writer.prompts) * request.samples) as advance:
         samples = []
         for batch in writer.batches():
@@ -133,26 +130,26 @@ def _run_config(request: GenerateRequest) -> TrainConfig:
 class _Writer:
     """The models and prompts of one command."""
 
-    def __init__(self, request: GenerateRequest, config: TrainConfig, resolver: Resolver) -> None:
-        self.request = request
+    def __init__(self, request: GenerateRequest, config: TrainConfig, loader: Loader) -> None:
+        self.request, self.loader = request, loader
         self.reference: LM | None = None
         dtype = compute_dtype(config.run.dtype)
         if request.model is not None:
             ref = world_file(located(request.model), "policy")
-            loaded = load_language_model(resolver, ref, "--model")
+            loaded = loader.language_model(ref, "--model")
             policy, self.tokenizer, form = loaded.model, loaded.tokenizer, PromptFormat()
         else:
             folder = RunFolder(request.run or newest_run(finished=True))
-            policy, self.tokenizer = load_run_policy(resolver, config, folder, request.checkpoint)
+            policy, self.tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
             written = prompt_format(config.data)
             form = replace(written, first_tokens=None)  # a prompt that was typed is not cut
             if request.with_reference:
-                beside: Loaded = load_run_reference(resolver, config)
-                self.reference = frozen_lm(beside.model, dtype, resolver.device)
-        self.policy = frozen_lm(policy, dtype, resolver.device)
-        self.reward = resolver.reward(config.reward) if request.scores else None
-        begin_scorers(self.reward, None, config.updates + 1, config.updates)
-        self.reward_name = config.reward.kind
+                beside: Loaded = load_run_reference(loader, config)
+                self.reference = frozen_lm(beside.model, dtype, loader.device)
+        self.policy = frozen_lm(policy, dtype, loader.device)
+        self.scorers = loader.scorers(config.reward, gold=False) if request.scores else None
+        if self.scorers is not None:
+            self.scorers.begin(config.updates + 1, config.updates)
         self.sampling = Sampling(
             max_new_tokens=request.max_new_tokens or config.rollout.max_new_tokens,
             temperature=request.temperature or config.rollout.temperature,
@@ -160,23 +157,21 @@ class _Writer:
             pad_id=self.tokenizer.pad_token_id,
         )
         self.prompts = self._prompts(policy, form)
-        if self.prompts.note:
-            log.info(self.prompts.note)
 
     def _prompts(self, policy: Any, form: PromptFormat) -> Prompts:
         request, where = self.request, "--prompt"
         texts: Sequence[str] = request.prompts
         if request.file is not None:
             where, ref = "--prompts", located(request.file)
-            rows = load_rows(ref, "test", where)
-            column = text_column(ref, request.column or "prompt")
-            texts, skipped = read_prompts(rows, column, None, f"{where}: {ref}", chat=form.chat)
-            if skipped:
-                log.info(f"{where}: {skipped} of {len(rows)} conversations left out: {UNUSABLE}")
+            section = PromptsSection(prompts=ref, column=request.column or "prompt", chat_template=form.chat)
+            texts = self.loader.all_prompts(section, where, ref, "test")
         context = context_length(policy)
         room = None if context is None else context - self.sampling.max_new_tokens
-        prompts = prepare_prompts(texts, self.tokenizer, room, where, form)
-        check_vocabulary(policy, self.tokenizer, prompts.rows, where)
+        with blame(where):
+            prompts = prepare_prompts(texts, self.tokenizer, room, form)
+            check_vocabulary(policy, self.tokenizer, prompts.rows)
+        if prompts.note:
+            log.info(f"{where}: {prompts.note}")
         return prompts
 
     def batches(self) -> Iterator[list[Sample]]:
@@ -194,9 +189,9 @@ class _Writer:
         yield from fitting_batches(len(places), ROWS, write, change)
 
     def _scores(self, batch: PromptBatch, responses: Sequence[str]) -> list[float | None]:
-        assert self.reward is not None
-        values, scored, _ = score_responses(self.reward, batch.texts, responses, self.reward_name)
-        return [value if known else None for value, known in zip(values.tolist(), scored.tolist(), strict=True)]
+        assert self.scorers is not None
+        scores = self.scorers(batch.texts, responses).values[REWARD].tolist()
+        return [None if math.isnan(score) else score for score in scores]
 
     def _batch(self, batch: PromptBatch, noise: Any) -> list[Sample]:
         _, sampled, responses = respond(self.policy, batch, noise, self.sampling, self.tokenizer)
@@ -204,7 +199,7 @@ class _Writer:
             {"prompt": prompt, "response": response, "ended": ended}
             for prompt, response, ended in zip(batch.texts, responses, sampled.ended.tolist(), strict=True)
         ]
-        if self.reward is not None:
+        if self.scorers is not None:
             scores = self._scores(batch, responses)
             rows = [row | {"score": score} for row, score in zip(rows, scores, strict=True)]
         if self.reference is None:
@@ -227,7 +222,7 @@ class _Writer:
                 {"text": self.tokenizer.decode([token]), "logprob": p, "ref_logprob": q, "kl": nats}
                 for token, p, q, nats in columns
             ]
-        if self.reward is not None:
+        if self.scorers is not None:
             scores = self._scores(batch, beside)
             for row, score in zip(rows, scores, strict=True):
                 row["reference_score"] = score

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.commands.parts import Parts, feature_count
-from rlhf_kl.commands.spread import layers_of, reward_models
+from rlhf_kl.commands.build import Parts, feature_count, layers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.memory import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count
@@ -115,7 +114,8 @@ def _weights(config: TrainConfig, parts: Parts) -> Weights:
     policy: Any = parts.policy.model
     adapted = has_adapter(policy)
     value = parameter_count(policy) if config.critic == "separate" else 0
-    frozen = [*([] if adapted else [parts.reference.module]), *reward_models(parts.reward), *reward_models(parts.gold)]
+    rewards = [reward.model for reward in parts.scorers.models.values()]
+    frozen = [*([] if adapted else [parts.reference.module]), *rewards]
     layers = layers_of(policy.get_base_model() if adapted else policy)
     return Weights(
         policy=parameter_count(policy),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_kl.rewards.scorer import GOLD, REWARD
 from rlhf_kl.types import RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
@@ -19,7 +21,6 @@ class StepResult:
 
     row: dict[str, Any]
     rollout: RolloutBatch
-    gold: list[float | None] | None
     facts: dict[str, Any]
 
     @property
@@ -35,7 +36,8 @@ def sample_rows(
 
     `columns`: data columns that scorers read; `extra`: values that scorers logged for each response.
     """
-    rollout, gold = result.rollout, result.gold
+    rollout = result.rollout
+    scores = {name: rollout.scores.get(name, rollout.shaped_scores * math.nan).tolist() for name in (REWARD, GOLD)}
     first = list(range(min(IN_ORDER, len(rollout))))
     ranked = rollout.exact_kl.sum(1).argsort(descending=True, stable=True).tolist()
     for chosen, rows in (("first", first), ("largest kl", [i for i in ranked if i not in first][:BY_KL])):
@@ -46,8 +48,8 @@ def sample_rows(
                 **_columns(rollout.prompts[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
-                "score": float(rollout.scores[i]) if rollout.scored[i] else None,
-                "gold": gold[i] if gold is not None else None,
+                "score": None if math.isnan(scores[REWARD][i]) else scores[REWARD][i],
+                "gold": None if math.isnan(scores[GOLD][i]) else scores[GOLD][i],
                 "kl": float(rollout.exact_kl[i].sum()),
                 "tokens": _tokens(rollout, i, tokenizer),
             }

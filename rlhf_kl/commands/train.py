@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_kl import ui
+from rlhf_kl.commands.build import Parts, build_parts
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.final import write_final
-from rlhf_kl.commands.parts import Parts, build_parts
 from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training
@@ -20,14 +20,12 @@ from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.report.control import closing_figures, end, is_update
-from rlhf_kl.rewards.functions import gold_scores_of, joined_gold
-from rlhf_kl.rewards.plugin import ScorerStates, columns_read
-from rlhf_kl.rewards.trl_interface import begin_scorers, logged_columns, mean_metrics
+from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
-from rlhf_kl.sharding import held_share, local, unsharded
+from rlhf_kl.sharding import held_share, local
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.guards import all_finite
@@ -50,7 +48,7 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
         model=checkpointed(trainer.model.modules),
         optimizer=trainer.optimizer,
         trainer=trainer,
-        scorers=ScorerStates(training.scorers),
+        scorers=parts.scorers,
     )
     return TrainLoop(config, parts, training, run).work()
 
@@ -62,7 +60,7 @@ class TrainLoop:
         self.config, self.parts, self.training, self.run = config, parts, training, run
         self.trainer, self.ranks = training.trainer, run.ranks
         self.status = RunStatus(config.updates, config.kl.target_value, config.kl.unit)
-        self.trl_rewards = begin_scorers(parts.reward, parts.gold, run.next_step, config.updates)
+        self.scorers = parts.scorers
         self.monitors = Monitors(
             config,
             coef=training.coef,
@@ -95,7 +93,7 @@ class TrainLoop:
             self.run.save(0)
         for step in self.run.steps(total):
             facts: dict[str, Any] = {}
-            self.begin(step)
+            self.scorers.begin(step, total)
             evaluated = self.look(facts) if (step - 1) % config.eval.every == 0 else {}
             ui.show_work(f"update {step}")
             result = self.step(step)
@@ -123,7 +121,7 @@ class TrainLoop:
     def step(self, step: int) -> StepResult:
         """One update and its row; a rollout that is not finite is reported and left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
-        self.begin(step)  # discards what an evaluation logged
+        self.scorers.begin(step, config.updates)  # discards what an evaluation logged
         try:
             with clock.timed("time/update_s"):
                 update = trainer.update(step)
@@ -134,19 +132,14 @@ class TrainLoop:
             rollout, row, facts = update.rollout, update_row(update, config), update.facts
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        prompts, responses = self.ranks.mine(rollout.prompts), self.ranks.mine(rollout.responses)
-        with unsharded(*self.parts.spread):
-            scored = self.ranks.run(lambda: gold_scores_of(self.parts.gold, prompts, responses), scores=True)
-        gold = joined_gold(self.ranks.all(scored))
-        if gold.failure is not None:
-            facts["gold-failed"] = {"failure": gold.failure}
+        if rollout.failures:
+            facts["gold-failed"] = {"failure": rollout.failures[0]}
         if not all(self.ranks.all(all_finite(map(local, trainer.trained)))):
             facts["weights-lost"] = {}
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
-            **mean_metrics(self.ranks.all([scorer.metrics() for scorer in self.trl_rewards])),
-            "objective/gold": gold.mean,
+            **mean_metrics(self.ranks.all(self.scorers.logged_metrics())),
             "kl/bought": self.monitors.kl_bought(row),
             "dist/world_size": self.ranks.count,
             "dist/held": held_share(trainer.trained),
@@ -154,12 +147,7 @@ class TrainLoop:
         row = self.ranks.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
             check_first(row, float32=config.run.dtype == "float32")
-        return StepResult(row, rollout, gold.scores, facts)
-
-    def begin(self, step: int) -> None:
-        """Tell reward functions with TRL's interface the step of the run."""
-        for scorer in self.trl_rewards:
-            scorer.begin(step, self.config.updates)
+        return StepResult(row, rollout, facts)
 
     # ---- what the monitors decide
 
@@ -213,11 +201,10 @@ class TrainLoop:
 
     def record_samples(self, result: StepResult) -> list[dict[str, Any]]:
         """Record some responses of the update token by token; returns the tokens of the batch with the largest KL."""
-        logged = self.ranks.all(logged_columns(self.trl_rewards, len(result.rollout) // self.ranks.count))
+        logged = self.ranks.all(self.scorers.logged_columns(len(result.rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
-        columns = columns_read(self.parts.reward, self.parts.gold)
-        for row in sample_rows(result, self.parts.tokenizer, columns, extra):
+        for row in sample_rows(result, self.parts.tokenizer, self.scorers.column_names, extra):
             self.run.sample(row)
         return top_tokens(result.rollout, self.parts.tokenizer)
 
@@ -256,7 +243,7 @@ class TrainLoop:
         # From the file: a resumed run has not seen all rows.
         rows = [row for row in read_jsonl(self.run.folder.metrics) if is_update(row)]
         step = self.config.updates
-        self.begin(step + 1)
+        self.scorers.begin(step + 1, self.config.updates)
         facts: dict[str, Any] = {}
         evaluated = self.look(facts)
         for alert in worded(facts):

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.parts import Parts, build_value, feature_rewards
+from rlhf_kl.commands.build import Parts, build_value, feature_rewards, shard_models
 from rlhf_kl.commands.session import LAUNCH
-from rlhf_kl.commands.spread import spread_models
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
@@ -18,8 +17,6 @@ from rlhf_kl.memory import memory_for
 from rlhf_kl.models.load import model_fingerprint, parameter_count, texts_fingerprint, tokenizer_fingerprint
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.plugin import PluginReward, plugin_scorers, scorers_with_state, state_kept, states_of
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
@@ -50,7 +47,6 @@ class Training:
     shaping: ScoreShaping
     coef: float  # the starting beta
     clock: Clock
-    scorers: dict[str, PluginReward]  # those that have a state
 
     def state_dict(self) -> dict[str, Any]:
         """What `prepare_training` takes in place of a new measurement."""
@@ -76,10 +72,8 @@ def prepare_training(
         coef = saved["coef"]
     clock = Clock()
     trainer = build_trainer(config, parts, scores, shaping, coef, clock, ranks)
-    training = Training(trainer, scores, shaping, coef, clock, scorers_with_state(parts.reward, parts.gold))
-    for name in training.scorers.keys() - states_of(training.scorers):
-        log.warning(f"{name}: its state_dict returns no data that can be saved, so --resume starts it anew")
-    return training
+    parts.scorers.state_dict()  # fails now, not at the first checkpoint
+    return Training(trainer, scores, shaping, coef, clock)
 
 
 def check_sizes(config: TrainConfig, processes: int) -> None:
@@ -117,7 +111,7 @@ def build_trainer(
 ) -> PPOTrainer:
     """Wire the trainer."""
     model = build_value(config, parts, shaping, scores.mean, scores.spread or 1.0)
-    spread_models(config, parts, model)
+    shard_models(config, parts, model)
     reference = ReferenceStates(parts.reference)
     features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
     rows = ranks.mine(range(config.rollout.batch_size))
@@ -126,8 +120,7 @@ def build_trainer(
         model,
         reference,
         features,
-        parts.reward,
-        config.reward.kind,
+        parts.scorers,
         shaping,
         config.rollout.temperature,
         config.rollout.samples_per_prompt,
@@ -148,7 +141,7 @@ def build_trainer(
             clock.timed("time/rollout_s")(room(sampler)),
             clock.timed("time/score_s")(room(assessor)),
             ranks,
-            parts.spread,
+            parts.sharded,
         ),
         reference,
         configured_controller(config.kl, config.ppo, config.rollout, coef),
@@ -179,11 +172,11 @@ def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[Re
         drawn.append(sample_reference(config, parts, ranks, number))
         samples = ReferenceSamples.concat(drawn)
         if not len(samples.scores):
-            raise InputError(f"reward {section.kind}: returned None for all reference samples")
+            raise InputError("reward: returned None for all reference samples")
         if samples.spread:
             break
-    if samples.gold_failure is not None:
-        log.warning(f"{samples.gold_failure}: the reference has no gold score")
+    for failure in samples.failures[:1]:
+        log.warning(f"{failure}: the reference has no gold score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
@@ -202,9 +195,7 @@ def sample_reference(config: TrainConfig, parts: Parts, ranks: Ranks, number: in
                 advance(len(batch.prompts))
 
         def sample() -> ReferenceSamples:
-            return score_samples(
-                batches(), groups[mine.start : mine.stop], parts.reward, config.reward.kind, parts.gold
-            )
+            return score_samples(batches(), groups[mine.start : mine.stop], parts.scorers)
 
         return ranks.gather(ranks.run(sample, scores=True))
 
@@ -249,14 +240,14 @@ def fingerprints(parts: Parts) -> dict[str, str]:
     }
     if not parts.reference_is_initial_policy:
         prints["policy.model"] = model_fingerprint(parts.policy.module)
-    if isinstance(parts.reward, RewardModel):
-        prints["reward.model"] = model_fingerprint(parts.reward.model)
+    if parts.scorers.model is not None:
+        prints["reward.model"] = model_fingerprint(parts.scorers.model.model)
     return prints
 
 
 def _columns_as_text(parts: Parts) -> list[str]:
     """The columns of the training prompts that scorers read."""
-    columns = [scorer.columns_of(parts.prompts.texts) for scorer in plugin_scorers(parts.reward, parts.gold).values()]
+    columns = parts.scorers.columns_of(parts.prompts.texts)
     return [repr(value) for column in columns for values in column.values() for value in values]
 
 
@@ -271,8 +262,7 @@ def evaluate_policy(
     texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
 
     def look() -> tuple[TextSums, PolicySamples]:
-        scorers = scorers_with_state(parts.reward, parts.gold)
-        with unsharded(*parts.spread), library_state_kept(), state_kept(scorers):
+        with unsharded(*parts.sharded), library_state_kept(), parts.scorers.kept():
             return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
                 parts.policy,
                 parts.reference,
@@ -281,8 +271,7 @@ def evaluate_policy(
                 config.run.seed,
                 parts.sampling,
                 parts.tokenizer,
-                parts.reward,
-                parts.gold,
+                parts.scorers,
                 batch_size=config.rollout.batch_size // ranks.count,
                 drawn=parts.drawn,
             )

@@ -15,7 +15,7 @@ from rlhf_kl import ui
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.world import cache_folder, is_builtin, part_key, world_spec
-from rlhf_kl.commands.models import new_language_model
+from rlhf_kl.commands.load import new_language_model
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, Section, SFTConfig
 from rlhf_kl.data.texts import Pair
@@ -155,7 +155,7 @@ class World:
         seed = config.run.seed
         pairs, heldout = ([Pair(**row) for row in read_jsonl(self.file(name))] for name in ("pairs", "heldout_pairs"))
         tokenizer = load_tokenizer(path)
-        model = classifier_from_lm(load_causal_lm(path), tokenizer, "policy.model")
+        model = classifier_from_lm(load_causal_lm(path), tokenizer)
         initialise_head(model.score, derive_seed(seed, "head"))
         task = PairTask(RewardModel(model, tokenizer), pairs, heldout[: config.eval.max_pairs])
         self._fit(task, config.reward_model, seed, "reward model", folder)

@@ -24,13 +24,13 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 HELDOUT_SHARE = 20  # one of this many distinct rows is held out
 
 
-def load_rows(ref: str, split: str, key: str) -> list[Row]:
+def load_rows(ref: str, split: str) -> list[Row]:
     """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`) or a folder with data files.
 
     `split` is written as for the datasets library: "train", "test", "train[:1000]"; it is not read for a file.
     Errors: InputError.
     """
-    return read_rows(Path(ref), key) if is_file_name(ref) else _read_dataset(ref, split, key)
+    return read_rows(Path(ref)) if is_file_name(ref) else _read_dataset(ref, split)
 
 
 def is_file_name(ref: str) -> bool:
@@ -39,24 +39,24 @@ def is_file_name(ref: str) -> bool:
     return not path.is_dir() and (path.is_file() or ref.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES)
 
 
-def read_rows(path: Path, key: str) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """All rows of a file as mappings; a .txt file has one row per non-empty line, under `text`.
 
-    `key` is the config key, for messages. Errors: InputError with file and line.
+    Errors: InputError with file and line.
     """
     if not path.is_file():
-        raise InputError(f"{key}: no such file: {path}")
+        raise InputError(f"no such file: {path}")
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError(f"{key}: {path}: unknown file type, use one of {' '.join(SUFFIXES)}")
+        raise InputError(f"{path}: unknown file type, use one of {' '.join(SUFFIXES)}")
     if suffix == ".parquet":
-        return _read_parquet(path, key)
+        return _read_parquet(path)
     try:
         text = path.read_bytes().decode("utf-8-sig")  # a spreadsheet puts a byte order mark in front
     except UnicodeDecodeError as error:
-        raise InputError(f"{key}: {path}: is not UTF-8 text (byte {error.start})") from error
+        raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from error
     reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[suffix]
-    return list(reader(text, f"{key}: {path}"))
+    return list(reader(text, str(path)))
 
 
 def text_column(ref: str, column: str) -> str:
@@ -107,14 +107,14 @@ def _txt(text: str, _where: str) -> Iterator[Row]:
             yield {"text": line.removesuffix("\r")}
 
 
-def _read_parquet(path: Path, key: str) -> list[Row]:
+def _read_parquet(path: Path) -> list[Row]:
     import datasets
 
     try:
         with _quiet(datasets):
             return list(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
     except Exception as error:  # pyarrow and datasets raise a dozen kinds
-        raise InputError(f"{key}: {path}: cannot be read as parquet: {error}") from error
+        raise InputError(f"{path}: cannot be read as parquet: {error}") from error
 
 
 def _parse(text: str, where: str) -> Any:
@@ -130,19 +130,19 @@ def _mapping(row: Any, where: str) -> Row:
     return row
 
 
-def _read_dataset(ref: str, split: str, key: str) -> list[Row]:
+def _read_dataset(ref: str, split: str) -> list[Row]:
     import datasets
 
-    where, folder = f"{key}: {ref}", Path(ref).is_dir()
+    folder = Path(ref).is_dir()
     name = HubName(ref, None, None) if folder else hub_name(ref)
     if name is None:
-        raise InputError(f"{where} is neither a file nor a hub id (owner/name, owner/name@revision)")
-    reachable = folder or probe(name.name, name.revision, "dataset", where)
+        raise InputError(f"{ref} is neither a file nor a hub id (owner/name, owner/name@revision)")
+    reachable = folder or probe(name.name, name.revision, "dataset", ref)
     with _quiet(datasets, offline=not reachable):
         try:
             data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
         except Exception as error:  # the library raises a dozen kinds
-            raise InputError(f"{where}: {_reason(error, split, reachable)}") from error
+            raise InputError(f"{ref}: {_reason(error, split, reachable)}") from error
     return [dict(row) for row in data]
 
 
@@ -173,7 +173,7 @@ def _reason(error: Exception, split: str, reachable: bool) -> str:
     return f"cannot be read: {text}"
 
 
-def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable], where: str) -> tuple[list[T], list[T]]:
+def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable]) -> tuple[list[T], list[T]]:
     """Training rows and held-out rows: every twentieth distinct key is held out with all of its rows.
 
     Rows with the same key (the same text, the same prompt of several pairs) stay together, so nothing leaks.
@@ -181,15 +181,15 @@ def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable], where: str) -
     """
     keys = list(dict.fromkeys(key(row) for row in rows))
     if len(keys) < HELDOUT_SHARE:
-        raise InputError(f"{where}: {len(keys)} different rows are too few to split: name a held-out data set")
+        raise InputError(f"{len(keys)} different rows are too few to split: name a held-out data set")
     apart = set(keys[HELDOUT_SHARE - 1 :: HELDOUT_SHARE])
     return [row for row in rows if key(row) not in apart], [row for row in rows if key(row) in apart]
 
 
-def without_leaks(rows: Sequence[T], heldout: Sequence[T], key: Callable[[T], Hashable], where: str) -> list[T]:
+def without_leaks(rows: Sequence[T], heldout: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
     """The rows whose key is not in the held-out rows. Errors: InputError if none is left."""
     heldout_keys = {key(row) for row in heldout}
     rest = [row for row in rows if key(row) not in heldout_keys]
     if rows and not rest:
-        raise InputError(f"{where}: every row is a held-out row too")
+        raise InputError("every row is a held-out row too")
     return rest

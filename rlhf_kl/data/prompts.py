@@ -36,7 +36,7 @@ class Prompts:
 
 
 def prepare_prompts(
-    texts: Sequence[str], tokenizer: Any, room: int | None, where: str, form: PromptFormat | None = None
+    texts: Sequence[str], tokenizer: Any, room: int | None, form: PromptFormat | None = None
 ) -> Prompts:
     """Encode prompts, and leave out those that are empty or longer than `room` tokens (None = no limit).
 
@@ -44,15 +44,15 @@ def prepare_prompts(
     """
     form = form or PromptFormat()
     if room is not None and room < 1:
-        raise InputError(f"rollout.max_new_tokens: leaves no room for a prompt in the model's context ({room} tokens)")
+        raise InputError(f"rollout.max_new_tokens leaves no room for a prompt in the model's context ({room} tokens)")
     if form.chat:
-        require_chat_template(tokenizer, f"{where}: data.chat_template", form.options)
+        require_chat_template(tokenizer, "data.chat_template", form.options)
     full = [text for text in texts if text.strip()]
     empty = len(texts) - len(full)
     usable = full
     if form.first_tokens is not None:
         if any(isinstance(text, Conversation) for text in usable):
-            raise InputError(f"{where}: data.first_tokens cannot cut conversations of several turns")
+            raise InputError("data.first_tokens cannot cut conversations of several turns")
         usable = _beginnings(usable, tokenizer, form.first_tokens)
     written = [chat_prompt(tokenizer, text, form.system, form.options) for text in usable] if form.chat else usable
     rows = encode_all(tokenizer, written, bos=False if form.chat else None)  # a template writes its bos itself
@@ -62,8 +62,8 @@ def prepare_prompts(
     if long:
         reasons.append(f"{long} longer than the {room} tokens that the context leaves beside rollout.max_new_tokens")
     if not fitting:
-        raise InputError(f"{where}: none of {len(texts)} prompts can be used: {', '.join(reasons)}")
-    note = f"{where}: {empty + long} of {len(texts)} prompts left out: {', '.join(reasons)}" if reasons else ""
+        raise InputError(f"none of {len(texts)} prompts can be used: {', '.join(reasons)}")
+    note = f"{empty + long} of {len(texts)} prompts left out: {', '.join(reasons)}" if reasons else ""
     return Prompts([usable[i] for i in fitting], [rows[i] for i in fitting], note)
 
 

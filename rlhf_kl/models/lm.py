@@ -176,7 +176,7 @@ def final_logits(logits: Tensor, config: Any) -> Tensor:
 
 
 @torch.no_grad()
-def check_head(model: Any, what: str) -> None:
+def check_head(model: Any) -> None:
     """Compare the logits computed here with those of the model's own forward pass, on a small batch.
 
     Errors: InputError if they differ, since every figure would be wrong, or if there is no cache to sample with.
@@ -189,17 +189,17 @@ def check_head(model: Any, what: str) -> None:
         ours = lm.states(Packed(ids, states, states, states), lambda logits, _: logits(slice(None)))
         lm.step(ids, whole, position_ids(whole), None)
     except (AttributeError, TypeError) as error:
-        raise InputError(f"{what}: a {type(model).__name__} cannot be read state by state: {error}") from error
+        raise InputError(f"a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.flatten(0, 1).float()
     gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
     if not gap <= SAME_LOGITS * max(1.0, float(own.abs().max())):
         raise InputError(
-            f"{what}: the logits of a {type(model).__name__} are not its LM head applied to its last hidden "
+            f"the logits of a {type(model).__name__} are not its LM head applied to its last hidden "
             f"states (they differ by {gap:.2g}), so they cannot be computed in float32"
         )
 
 
-def enable_recompute(model: Any, what: str) -> None:
+def enable_recompute(model: Any) -> None:
     """Gradient checkpointing: layers keep no activations and recompute them in the backward pass.
 
     Errors: InputError if the architecture does not support it.
@@ -210,7 +210,7 @@ def enable_recompute(model: Any, what: str) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise InputError(f"{what}: {first_line(error)}") from error
+        raise InputError(f"{first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head
@@ -56,23 +56,23 @@ NO_TOKENIZER = (
 CLASSIFIES = "SequenceClassification"  # in the names of architectures
 
 
-def _check_folder(ref: str, key: str, access: Access) -> None:
+def _check_folder(ref: str, access: Access) -> None:
     folder = Path(ref)
     if not folder.is_dir():
         return
     if not (folder / "config.json").is_file():
-        raise InputError(f"{key} {ref}: the folder has no config.json, so it holds no transformers model")
+        raise InputError(f"{ref}: the folder has no config.json, so it holds no transformers model")
     if any(folder.glob("*.safetensors")):
         return
     pickled = any(folder.glob("*.bin"))
     if not (pickled and access.pickle):
         hint = " (pickled weights can run code: convert them, or set run.allow_pickle; for a run: --allow-pickle)"
         hint = hint if pickled else ""
-        raise InputError(f"{key} {ref}: the folder holds no weights (*.safetensors){hint}")
+        raise InputError(f"{ref}: the folder holds no weights (*.safetensors){hint}")
 
 
-def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
-    _check_folder(ref, key, access)
+def _load(cls: Any, ref: str, access: Access) -> Model:
+    _check_folder(ref, access)
     try:
         # float32 for any checkpoint dtype: in bf16 master weights, small updates are lost by rounding.
         with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):
@@ -86,7 +86,7 @@ def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if memory_is_full(error):
             raise
-        raise InputError(f"{key} {ref}: cannot be loaded: {_load_failure(error)}") from error
+        raise InputError(f"{ref}: cannot be loaded: {_load_failure(error)}") from error
     problems = {
         "weights are missing and would be random": report["missing_keys"],
         "weights that belong to no part of the model": report["unexpected_keys"],
@@ -96,7 +96,7 @@ def _load(cls: Any, ref: str, key: str, access: Access) -> Model:
         names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise InputError(f"{key} {ref}: {problem}: {shown}")
+            raise InputError(f"{ref}: {problem}: {shown}")
     switch_dropout_off(model)
     return model
 
@@ -139,75 +139,77 @@ def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, to
         tokenizer.save_pretrained(folder)
 
 
-def load_causal_lm(ref: str, key: str = "model", access: Access = SAFE) -> Model:
+def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
     """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
-    model = _load(AutoModelForCausalLM, ref, key, access)
-    check_head(model, f"{key} {ref}")
+    model = _load(AutoModelForCausalLM, ref, access)
+    with blame(ref):
+        check_head(model)
     return model
 
 
-def load_reward_model(ref: str, key: str = "reward.model", access: Access = SAFE, label: str | None = None) -> Model:
+def load_reward_model(ref: str, access: Access = SAFE, label: str | None = None) -> Model:
     """A sequence classifier in float32, with one output or with several, of which `label` names one.
 
     Errors: InputError if the head would be random (a causal LM's folder), or if no output is chosen.
     """
-    architectures = _architectures(ref, key)
+    architectures = _architectures(ref)
     if architectures and not any(CLASSIFIES in name for name in architectures):
         raise InputError(
-            f"{key} {ref}: is a {architectures[0]}, not a sequence classifier: "
+            f"{ref}: is a {architectures[0]}, not a sequence classifier: "
             f"its reward head would be random; train one with `{shell_command()} reward-model`"
         )
-    model = _load(AutoModelForSequenceClassification, ref, key, access)
-    check_label(model, ref, key, label)
+    model = _load(AutoModelForSequenceClassification, ref, access)
+    with blame(ref):
+        check_label(model, label)
     return model
 
 
-def is_classifier(folder: str, key: str) -> bool:
+def is_classifier(folder: str) -> bool:
     """Whether the config of a local folder names a sequence classifier."""
-    return any(CLASSIFIES in name for name in _architectures(folder, key))
+    return any(CLASSIFIES in name for name in _architectures(folder))
 
 
-def _architectures(ref: str, key: str) -> list[str]:
+def _architectures(ref: str) -> list[str]:
     file = Path(ref) / "config.json"
     if not file.is_file():
         return []
     try:
         return [str(name) for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or []]
     except (ValueError, AttributeError, TypeError) as error:
-        raise InputError(f"{key} {ref}: cannot be loaded: config.json: {first_line(error)}") from error
+        raise InputError(f"{ref}: cannot be loaded: config.json: {first_line(error)}") from error
 
 
-def check_label(model: Model, ref: str, key: str, label: str | None) -> None:
+def check_label(model: Model, label: str | None) -> None:
     """Errors: InputError if a model has several outputs and `label` names none, or has one output and a label."""
     names = [str(name) for name in model.config.id2label.values()]
     if model.config.num_labels != 1 and label not in names:
         given = "reward.label names none of them" if label is None else f"none of them is {label!r}"
-        raise InputError(f"{key} {ref}: has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
+        raise InputError(f"has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
     if model.config.num_labels == 1 and label is not None:
-        raise InputError(f"{key} {ref}: has only one output, so reward.label must be null: {label!r}")
+        raise InputError(f"has only one output, so reward.label must be null: {label!r}")
 
 
-def load_tokenizer(ref: str, key: str = "model", access: Access = SAFE) -> Any:
+def load_tokenizer(ref: str, access: Access = SAFE) -> Any:
     """The tokenizer of a model, padding on the left, with a pad token. Masks do not depend on the pad *id*."""
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(ref, trust_remote_code=access.remote_code)
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
-        raise InputError(f"{key} {ref}: its tokenizer cannot be loaded: {_load_failure(error)}") from error
+        raise InputError(f"{ref}: its tokenizer cannot be loaded: {_load_failure(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # some models get an empty tokenizer if they have none
-        raise InputError(f"{key} {ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
+        raise InputError(f"{ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
     tokenizer.padding_side = "left"
     # Long texts are read in windows or left out here, so no warning of transformers is needed.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if tokenizer.pad_token is None:
         stand_in = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
         if stand_in is None:
-            raise InputError(f"{key} {ref}: its tokenizer has no special token, so there is none for padding")
+            raise InputError(f"{ref}: its tokenizer has no special token, so there is none for padding")
         tokenizer.pad_token = stand_in
     return tokenizer
 
 
-def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]], where: str) -> None:
+def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
     """Errors: InputError for a token id, special or in `rows`, beyond the model's embeddings.
 
     A tokenizer may have more tokens than the model (for images, say) if none of them is used.
@@ -216,10 +218,10 @@ def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]]
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     beyond = [f"{name} ({token})" for name, token in special.items() if token is not None and token >= size]
     if beyond:
-        raise InputError(f"{where}: the tokenizer's {', '.join(beyond)} is outside the model's {size} tokens")
+        raise InputError(f"the tokenizer's {', '.join(beyond)} is outside the model's {size} tokens")
     largest = max((max(row, default=0) for row in rows), default=0)
     if largest >= size:
-        raise InputError(f"{where}: token {largest} is outside the model's {size}: is this the model's tokenizer?")
+        raise InputError(f"token {largest} is outside the model's {size}: is this the model's tokenizer?")
 
 
 def eos_ids(model: Model, tokenizer: Any) -> list[int]:

@@ -39,33 +39,33 @@ def has_adapter(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def adapter_base(folder: str | Path, what: str) -> str:
+def adapter_base(folder: str | Path) -> str:
     """The model that an adapter was made for: a folder, or a hub id with its revision.
 
     Errors: InputError if the adapter does not name it.
     """
-    config = _adapter_config(folder, what)
+    config = _adapter_config(folder)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
-        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} names no base_model_name_or_path")
+        raise InputError(f"{folder}: {ADAPTER_CONFIG} names no base_model_name_or_path")
     return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
 
 
-def require_classifier_adapter(folder: str | Path, what: str) -> None:
+def require_classifier_adapter(folder: str | Path) -> None:
     """Errors: InputError for the adapter of a language model, which brings no reward head."""
-    task = _adapter_config(folder, what).get("task_type")
+    task = _adapter_config(folder).get("task_type")
     if task != CLASSIFIER:
         raise InputError(
-            f"{what} {folder}: is the adapter of another kind of model (task_type {task}), not of a sequence "
+            f"{folder}: is the adapter of another kind of model (task_type {task}), not of a sequence "
             f"classifier: its reward head would be random; train one with `{shell_command()} reward-model`"
         )
 
 
-def _adapter_config(folder: str | Path, what: str) -> dict[str, Any]:
+def _adapter_config(folder: str | Path) -> dict[str, Any]:
     try:
         return dict(json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{what} {folder}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
+        raise InputError(f"{folder}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
 
 
 def add_adapter(
@@ -75,7 +75,6 @@ def add_adapter(
     alpha: float,
     target_modules: list[str] | None,
     ref: str,
-    what: str,
     seed: int,
     task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL,
 ) -> Any:
@@ -103,26 +102,26 @@ def add_adapter(
             torch.manual_seed(seed)
             adapted = get_peft_model(model, settings)
     except ValueError as error:
-        raise InputError(f"{what}: {first_line(error)}") from error
+        raise InputError(f"{first_line(error)}") from error
     name, _, revision = ref.partition("@")
     config = adapted.peft_config[TRAINED]
     config.base_model_name_or_path, config.revision = (ref, None) if Path(ref).is_dir() else (name, revision or None)
     return adapted.eval()
 
 
-def load_adapter(model: Any, folder: str | Path, what: str) -> Any:
+def load_adapter(model: Any, folder: str | Path) -> Any:
     """A saved adapter on its base model, to be trained further. Errors: InputError where it does not fit."""
     from peft import PeftModel
 
     if not (Path(folder) / "adapter_model.safetensors").is_file():  # peft would read pickled weights
-        raise InputError(f"{what} {folder}: the adapter has no adapter_model.safetensors")
+        raise InputError(f"{folder}: the adapter has no adapter_model.safetensors")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # peft only warns about missing keys
             warnings.simplefilter("ignore", FutureWarning)
             adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=TRAINED, is_trainable=True)
     except Exception as error:  # peft raises a dozen kinds
-        raise InputError(f"{what} {folder}: the adapter does not fit its base: {first_line(error)}") from error
+        raise InputError(f"{folder}: the adapter does not fit its base: {first_line(error)}") from error
     switch_dropout_off(adapted)
     return adapted
 

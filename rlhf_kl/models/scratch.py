@@ -72,7 +72,7 @@ def new_gpt2(
     return model.eval()
 
 
-def classifier_from_lm(lm: Any, tokenizer: Any, key: str, access: Access = SAFE) -> Any:
+def classifier_from_lm(lm: Any, tokenizer: Any, access: Access = SAFE) -> Any:
     """A one-output sequence classifier on the trunk of a causal LM; its head is still to be initialised.
 
     Errors: InputError where the architecture has no sequence classifier.
@@ -86,7 +86,7 @@ def classifier_from_lm(lm: Any, tokenizer: Any, key: str, access: Access = SAFE)
             model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=access.remote_code)
         model.base_model.load_state_dict(lm.base_model.state_dict())
     except (ValueError, RuntimeError) as error:
-        raise InputError(f"{key}: transformers has no sequence classifier for a {type(lm).__name__}") from error
+        raise InputError(f"transformers has no sequence classifier for a {type(lm).__name__}") from error
     switch_dropout_off(model)
     return model.float()
 

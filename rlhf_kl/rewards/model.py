@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,13 +114,9 @@ class RewardModel:
                 "last hidden state"
             )
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """One score per response, in the model's unit."""
-        return self.score(prompts, responses).tolist()
-
     @torch.no_grad()
-    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
-        """Scores (B,) float32 on the CPU."""
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
+        """Scores (B,) float32 on the CPU, in the model's unit; inf where it is not finite, since NaN means no score."""
         rows = self.encode(prompts, responses)
         scores = torch.zeros(len(rows))
         self.kept = [ScoredText(row, torch.empty(0)) for row in rows] if self.keeps_states else []
@@ -134,7 +131,7 @@ class RewardModel:
 
             for _ in fitting_batches(len(group), len(group), score, "shorter texts for the reward model need less"):
                 pass
-        return scores
+        return torch.where(scores.isfinite(), scores, math.inf)
 
     def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Scores (B,) float32 of encoded texts, with gradients if they are enabled."""

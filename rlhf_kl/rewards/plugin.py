@@ -1,19 +1,21 @@
-"""A user's reward function or class as a scorer: its options, its thread, its state."""
+"""A user's reward function or class: its options, its thread, its state, and the checks of its scores."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import json
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.plugins import users_code
-from rlhf_kl.rewards.functions import WeightedSum
-from rlhf_kl.rewards.time_limit import OwnThread
-from rlhf_kl.ui import log
+from rlhf_kl.plugins import hidden, users_code
 
 
 class PluginReward:
@@ -22,19 +24,46 @@ class PluginReward:
     It runs in the main thread; with a time limit, all its calls run in one separate thread.
     """
 
-    def __init__(self, attribute: Any, options: Mapping[str, Any], time_limit: float | None = None) -> None:
+    def __init__(
+        self,
+        attribute: Any,
+        options: Mapping[str, Any] | None = None,
+        time_limit: float | None = None,
+    ) -> None:
         """`time_limit`: seconds that a call may take. Errors: InputError if the instance cannot be made."""
-        self.name = str(getattr(attribute, "__name__", attribute))
+        options = dict(options or {})
         self.columns = self.named = column_parameters(attribute, options)
         self._thread = OwnThread() if time_limit is not None else None
         self._limit = time_limit
-        self._object: Any = self._made(attribute, options) if inspect.isclass(attribute) else attribute
+        self._object: Any = attribute
+        if inspect.isclass(attribute):
+            with users_code(f"{attribute.__name__} cannot be created: raised"):
+                self._object = self._in_its_thread(None, partial(attribute, **options))
         self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Any:
-        """The result of the function. Errors: those of the function, InputError for a column, and TimeLimitExceeded."""
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
+        """Scores (B,) float32; NaN where it returned None.
+
+        Errors: InputError with its fault: the line that raised, the missing column, or the score that is no number.
+        """
+        batch = f"{len(responses)} responses, the first of them {responses[0][:60]!r}"
         call = self._call(prompts, responses)
-        return call() if self._thread is None else self._thread.call(self._limit, call)
+        try:
+            with users_code("raised"):
+                answer = self._in_its_thread(self._limit, call)
+                returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs here
+        except TimeLimitExceeded as error:
+            raise InputError(f"{error} (reward.time_limit) on {batch}") from error
+        if returned is None:
+            raise InputError(f"returned {type(answer).__name__}, not one number per response, on {batch}")
+        if len(returned) != len(responses):
+            raise InputError(f"returned {len(returned)} scores for {batch}")
+        scores = torch.tensor([math.nan if score is None else _number(score) for score in returned])
+        for score, raw, response in zip(scores.tolist(), returned, responses, strict=True):
+            if raw is not None and not math.isfinite(score):
+                shown = hidden(repr(raw))
+                raise InputError(f"the score of {response[:60]!r} is {shown}, not a finite number")
+        return scores
 
     def _call(self, prompts: Sequence[str], responses: Sequence[str]) -> Callable[[], Any]:
         return partial(self._function, prompts, responses, **self.columns_of(prompts))
@@ -46,7 +75,7 @@ class PluginReward:
             if bare := [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if name not in row]:
                 prompt, row = bare[0]
                 raise InputError(
-                    f"reward {self.name}: needs {name!r}, neither an option in the config nor a column of the prompt "
+                    f"needs {name!r}, neither an option in the config nor a column of the prompt "
                     f"{prompt[:60]!r}{suggestion(name, row)}"
                 )
         return {name: [row[name] for row in rows] for name in self.columns}
@@ -60,26 +89,20 @@ class PluginReward:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of its state. Errors: InputError if this fails, or if JSON cannot restore the state exactly."""
-        state: dict[str, Any] = self._apart("state_dict")
-        if (problem := _not_json(state, "state_dict()")) is not None:
-            name = type(self._object).__name__
-            raise InputError(f"reward {name}: {problem}: use only numbers, texts, lists, and mappings with text keys")
-        return copy.deepcopy(state)  # the object may change its own
+        with users_code("state_dict raised"):
+            state = self._in_its_thread(None, self._object.state_dict)
+            copy: dict[str, Any] = json.loads(json.dumps(state))
+        if copy != state and repr(copy) != repr(state):  # NaN is not equal to itself
+            raise InputError("state_dict: JSON cannot hold it: use only numbers, texts, lists, and dicts of these")
+        return copy
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. Errors: InputError if this fails."""
-        self._apart("load_state_dict", copy.deepcopy(state))
+        with users_code("load_state_dict raised"):
+            self._in_its_thread(None, partial(self._object.load_state_dict, json.loads(json.dumps(state))))
 
-    def _apart(self, method: str, *arguments: Any) -> Any:
-        with users_code(f"reward {type(self._object).__name__}: {method} raised"):
-            return self._in_its_thread(getattr(self._object, method), *arguments)
-
-    def _in_its_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments) if self._thread is None else self._thread.call(None, function, *arguments)
-
-    def _made(self, cls: type, options: Mapping[str, Any]) -> Any:
-        with users_code(f"reward {cls.__name__}: cannot be created: raised"):
-            return self._in_its_thread(partial(cls, **options))
+    def _in_its_thread(self, limit: float | None, call: Callable[[], Any]) -> Any:
+        return call() if self._thread is None else self._thread.call(limit, call)
 
 
 def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
@@ -101,86 +124,65 @@ def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
     return [p.name for p in named if p.default is p.empty and (is_class or p.name not in options)]
 
 
-def _not_json(value: Any, where: str) -> str | None:
-    """The part of a value whose type JSON cannot restore."""
-    if isinstance(value, dict):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            return f"{where} has the key {odd[0]!r}"
-        problems = (_not_json(item, f"{where}[{key!r}]") for key, item in value.items())
-    elif isinstance(value, list):
-        problems = (_not_json(item, f"{where}[{i}]") for i, item in enumerate(value))
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        return None
-    else:
-        return f"{where} is {type(value).__name__}"
-    return next((problem for problem in problems if problem is not None), None)
-
-
-# ---- all scorers of a run ----
-
-
-def plugin_scorers(reward: Any, gold: Any) -> dict[str, PluginReward]:
-    """The user's scorers of a run, by the name of their config key."""
-    named = {"reward": reward, "gold": gold}
-    if isinstance(reward, WeightedSum):
-        named |= {f"terms.{name}": term for name, (_, term) in reward.terms.items()}
-    return {name: one for name, one in named.items() if isinstance(one, PluginReward)}
-
-
-def scorers_with_state(reward: Any, gold: Any) -> dict[str, PluginReward]:
-    """The scorers whose state is saved in a checkpoint."""
-    return {name: one for name, one in plugin_scorers(reward, gold).items() if one.has_state}
-
-
-def columns_read(reward: Any, gold: Any) -> list[str]:
-    """The columns of the data set that the scorers of a run name, required or optional."""
-    return list(dict.fromkeys(name for one in plugin_scorers(reward, gold).values() for name in one.named))
-
-
-def states_of(scorers: Mapping[str, PluginReward]) -> dict[str, dict[str, Any]]:
-    """Their states by name. The state of gold, which is only logged, is left out if it fails.
-
-    Errors: InputError, see `PluginReward.state_dict`.
-    """
-    states = {}
-    for name, scorer in scorers.items():
-        with _only_logged(name):
-            states[name] = scorer.state_dict()
-    return states
-
-
-def load_states(scorers: Mapping[str, PluginReward], states: Mapping[str, dict[str, Any]]) -> None:
-    """Restore the states of the scorers in it. Errors: InputError, see `PluginReward.load_state_dict`."""
-    for name in scorers.keys() & states.keys():
-        with _only_logged(name):
-            scorers[name].load_state_dict(states[name])
-
-
-class ScorerStates:
-    """The states of scorers as one, for a checkpoint."""
-
-    def __init__(self, scorers: Mapping[str, PluginReward]) -> None:
-        self.scorers = scorers
-
-    def state_dict(self) -> dict[str, Any]:
-        return states_of(self.scorers)
-
-    def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
-        load_states(self.scorers, states)
-        for name in self.scorers.keys() - states.keys():
-            log.warning(f"resume: {name}: the checkpoint has no state for it, so it starts anew")
-
-
-@contextmanager
-def state_kept(scorers: Mapping[str, PluginReward]) -> Iterator[None]:
-    """Restore their state afterwards: an evaluation does not change a run."""
-    before = states_of(scorers)
+def _number(score: Any) -> float:
+    """The number, inf beyond float32; NaN for what is not a single number."""
+    if isinstance(score, bool | str) or not hasattr(score, "__float__"):
+        return math.nan
     try:
-        yield
-    finally:
-        load_states(scorers, before)
+        return float(torch.tensor(float(score), dtype=torch.float32))
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a row of several numbers
+        return math.nan
 
 
-def _only_logged(name: str) -> AbstractContextManager[None]:
-    """An error of gold does not end a run."""
-    return suppress(InputError) if name == "gold" else nullcontext()
+# ---- a thread with a time limit
+
+
+class TimeLimitExceeded(InputError):
+    """A call took longer than its time limit."""
+
+
+class OwnThread:
+    """Runs all calls in one separate thread, and abandons a call that takes too long.
+
+    An abandoned call keeps its thread (Python cannot end it). It does not keep the process from ending, and the next
+    call gets a new thread.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Any, ...]] | None = None
+
+    def call(self, seconds: float | None, function: Callable[[], Any]) -> Any:
+        """The function's result, or its exception. Errors: TimeLimitExceeded after `seconds` (None = never)."""
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._calls, same_device()), daemon=True).start()
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._calls.put((function, answers))
+        try:
+            result, error = answers.get(timeout=seconds)
+        except queue.Empty:
+            self._calls = None
+            raise TimeLimitExceeded(f"took longer than {seconds:g} s") from None
+        if error is not None:
+            raise error
+        return result
+
+
+def same_device() -> Callable[[], None]:
+    """For a new thread, whose default is the first GPU: use the GPU of the calling thread."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    number = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(number)
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Any, ...]], prepare: Callable[[], None]) -> None:
+    prepare()
+    while True:
+        function, answers = calls.get()
+        try:
+            result = function()
+            # A generator runs here too, not where its result is read.
+            answers.put((list(result) if hasattr(result, "__next__") else result, None))
+        except BaseException as error:  # the caller gets every exception
+            answers.put((None, error))

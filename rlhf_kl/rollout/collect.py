@@ -17,13 +17,13 @@ from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
 from rlhf_kl.ops.packing import Layout, Packed
-from rlhf_kl.rewards.functions import score_responses
+from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.rollout.features import StateFeatures
 from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.sharding import unsharded
-from rlhf_kl.types import PromptBatch, RewardFn, RolloutBatch, Sampled, Sampling
+from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
 
 
 class Responses(NamedTuple):
@@ -84,23 +84,23 @@ class Assessor:
         model: ActorCritic,
         reference: ReferenceStates,
         features: StateFeatures | None,
-        reward: RewardFn,
-        reward_name: str,
+        scorers: Scorers,
         shaping: ScoreShaping,
         temperature: float,
         group: int = 1,
     ) -> None:
         """`group`: neighbours in a batch that have the same prompt."""
-        self.group = group
         self.model, self.reference, self.features = model, reference, features
-        self.reward, self.reward_name, self.shaping, self.temperature = reward, reward_name, shaping, temperature
+        self.scorers, self.shaping, self.temperature, self.group = scorers, shaping, temperature, group
 
     def __call__(self, responses: Responses) -> RolloutBatch:
-        """The rollout of one batch. The scores of a reward function are checked, those of a reward model are not."""
+        """The rollout of one batch. Errors: InputError from a reward function."""
         prompts, sampled, texts = responses
         device = sampled.ids.device
-        scores, scored, terms = score_responses(self.reward, prompts.texts, texts, self.reward_name)
-        traits = response_traits(sampled.ids, sampled.mask, sampled.ended)
+        scores, failures = self.scorers(prompts.texts, texts)
+        raw, traits = scores[REWARD], response_traits(sampled.ids, sampled.mask, sampled.ended)
+        # A clip would make an infinite score finite.
+        shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
         layout = response_layout(prompts, sampled)
         stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
         return RolloutBatch(
@@ -109,13 +109,12 @@ class Assessor:
             response_ids=sampled.ids,
             mask=sampled.mask,
             **stats._asdict(),
-            scores=scores.to(device),
-            shaped_scores=torch.where(scored.to(scores.device), self.shaping(scores, traits), 0.0).to(device),
+            scores=scores,
+            shaped_scores=shaped.to(device),
             ended=sampled.ended,
             prompts=prompts.texts,
             responses=list(texts),
-            score_terms=terms,
-            scored=scored.to(device),
+            failures=failures,
             penalties=self.shaping.penalties(traits),
             group=self.group,
             device=device,
@@ -165,7 +164,7 @@ def non_finite_figure(rollout: RolloutBatch) -> str | None:
         "a log-prob of the reference": rollout.ref_logprobs,
         "a KL": rollout.exact_kl,
         "a value": rollout.values,
-        "a score": torch.stack([rollout.scores, rollout.shaped_scores]),  # a clip makes an infinite one finite
+        "a score": (rollout.scores[REWARD] + rollout.shaped_scores)[rollout.scored],  # a clip makes inf finite
     }
     return next((name for name, x in figures.items() if not bool(torch.isfinite(x).all())), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -26,12 +26,11 @@ from rlhf_kl.kl_controllers.tilt import (
 )
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.masked import float64
-from rlhf_kl.rewards.functions import GoldScorer, checked_scores, gold_scores_of
-from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
 from rlhf_kl.rollout.collect import Responses, respond
 from rlhf_kl.seeding import shuffled, uniforms
-from rlhf_kl.types import RewardFn, Sampling
+from rlhf_kl.types import Sampling
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
@@ -165,8 +164,8 @@ class ReferenceSamples:
     scores: Tensor  # (N,) raw
     traits: ResponseTraits
     groups: list[int]  # the prompt of each
-    gold: list[float] | None
-    gold_failure: str | None = None  # why there are no gold scores, if the scorer failed
+    gold: Tensor  # (N,), NaN = none
+    failures: list[str]  # of the gold scorer
 
     @property
     def spread(self) -> bool:
@@ -174,8 +173,8 @@ class ReferenceSamples:
         return bool(self.scores.max() > self.scores.min())
 
     def cpu(self) -> ReferenceSamples:
-        """The same, on the CPU."""
-        return replace(self, scores=self.scores.cpu(), traits=ResponseTraits(*(column.cpu() for column in self.traits)))
+        """The same: scores and traits are on the CPU."""
+        return self
 
     @classmethod
     def concat(cls, parts: Sequence[ReferenceSamples]) -> ReferenceSamples:
@@ -184,8 +183,8 @@ class ReferenceSamples:
             torch.cat([part.scores for part in parts]),
             ResponseTraits(*(torch.cat(column) for column in zip(*(part.traits for part in parts), strict=True))),
             [group for part in parts for group in part.groups],
-            None if any(part.gold is None for part in parts) else [gold for part in parts for gold in part.gold or []],
-            next((part.gold_failure for part in parts if part.gold_failure is not None), None),
+            torch.cat([part.gold for part in parts]),
+            [failure for part in parts for failure in part.failures],
         )
 
     def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
@@ -202,7 +201,8 @@ class ReferenceSamples:
             )
         length = float(float64(self.traits.lengths).mean())
         clipped = fitted.clipped(self.scores)
-        return ReferenceScores(shaped.tolist(), self.groups, length, self.gold, clipped), fitted
+        gold = None if bool(self.gold.isnan().any()) else self.gold.tolist()
+        return ReferenceScores(shaped.tolist(), self.groups, length, gold, clipped), fitted
 
 
 def sample_prompts(prompts: int, samples: int, seed: int, number: int = 0) -> list[int]:
@@ -240,33 +240,29 @@ def reference_responses(
         yield respond(reference, prompts.pick(groups[rows]), noise[rows], sampling, tokenizer)
 
 
-def score_samples(
-    batches: Iterator[Responses],
-    groups: list[int],
-    reward: RewardFn,
-    reward_name: str,
-    gold: GoldScorer | None,
-) -> ReferenceSamples:
+def score_samples(batches: Iterator[Responses], groups: list[int], scorers: Scorers) -> ReferenceSamples:
     """Score the reference's responses; responses without a score are left out.
 
-    A gold scorer that fails is left out too.
+    So are all gold scores, if one is missing. Errors: InputError from a reward, or for a score that is not finite.
     """
-    scores, traits, golds, gold_failure = [], [], [], None
+    scores, gold, traits, failures = [], [], [], []
     for batch, sampled, texts in batches:
-        scores.append(checked_scores(reward, batch.texts, texts, reward_name))
+        values, failed = scorers(batch.texts, texts)
+        for text in [text for text, score in zip(texts, values[REWARD].tolist(), strict=True) if math.isinf(score)][:1]:
+            raise InputError(f"reward: the score of {text[:60]!r} is not a finite number")
+        scores.append(values[REWARD])
+        gold.append(values.get(GOLD, torch.full((len(texts),), math.nan)))
         traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
-        checked, failure = gold_scores_of(gold, batch.texts, texts)
-        golds += [score for score in checked or [] if score is not None]
-        if failure is None and None in (checked or []):
-            failure = "reward gold: returned None for a response"
-        if failure is not None:
-            gold, golds, gold_failure = None, [], failure
-    values = torch.cat(scores)
-    known = torch.isfinite(values) | isinstance(reward, RewardModel)
+        if failed:
+            scorers, failures = scorers.trained, failed
+        elif GOLD in values and bool(values[GOLD].isnan().any()):
+            failures = ["reward.gold: returned None for a response"]
+    raw, golds = torch.cat(scores), torch.cat(gold)
+    known = ~raw.isnan()
     return ReferenceSamples(
-        values[known],
+        raw[known],
         ResponseTraits(*(torch.cat(column)[known] for column in zip(*traits, strict=True))),
         [groups[i] for i in known.nonzero().flatten().tolist()],
-        [golds[i] for i in known.nonzero().flatten().tolist()] if golds else None,
-        gold_failure,
+        golds[known],
+        failures,
     )

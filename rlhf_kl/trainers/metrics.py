@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
+from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, mean_score
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.trainers.ppo import Update
 from rlhf_kl.types import RolloutBatch
@@ -87,7 +88,7 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
     k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)
     logprob_gap, logprob_gap_se = sampling_gap(logprobs + batch.entropy, batch.logprob_variance, mask)
     scored = batch.scored
-    scores, shaped = batch.scores[scored], batch.shaped_scores[scored]
+    scores, shaped = batch.scores[REWARD][scored], batch.shaped_scores[scored]
     scores_shaped = float(shaped.mean())  # nan if none is scored
     width = config.rollout.position_width
     bins = zip(batch.exact_kl.split(width, 1), mask.split(width, 1), strict=True)
@@ -99,6 +100,7 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
         "objective/scores_shaped": scores_shaped,
         "objective/rlhf_reward": scores_shaped - coef * sequence.mean,
         "objective/kl_share": _share(coef * sequence.mean, scores_shaped),
+        "objective/gold": None if batch.failures else mean_score(batch.scores.get(GOLD)),
         "kl/token": token.mean,
         "kl/token_stderr": token.stderr if several else None,
         "kl/sequence": sequence.mean,
@@ -126,7 +128,11 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
         "rollout/unscored": int((~scored).sum()),
         "rollout/equal_groups": _equal_groups(batch, group),
         "rollout/distinct_responses": _distinct(batch.prompts, batch.responses, group),
-        **{f"reward/{name}": float(part.nanmean()) for name, part in batch.score_terms.items()},
+        **{
+            f"reward/{name.removeprefix(TERM)}": float(part.nanmean())
+            for name, part in batch.scores.items()
+            if name.startswith(TERM)
+        },
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }
 

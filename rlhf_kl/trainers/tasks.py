@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_kl.data.chat import chat_exchange, chat_prompt, require_chat_template
 from rlhf_kl.data.texts import Example, Labelled, Pair
 from rlhf_kl.distributed import Ranks
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.evaluate import perplexity_of, text_sums
 from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import LM, negative_log_likelihood
@@ -85,7 +85,8 @@ class TextTask(LanguageTask):
             raise InputError(f"data.texts: all {len(texts)} texts are empty")
         rows = [[*row, tokenizer.eos_token_id] for row in encode_all(tokenizer, full)]
         super().__init__(lm, [row[:context] for row in rows], [1] * len(rows))
-        check_vocabulary(lm.model, tokenizer, self.rows, self.data)
+        with blame(self.data):
+            check_vocabulary(lm.model, tokenizer, self.rows)
         self.fingerprint = texts_fingerprint(full)
         self.notes = []
         if len(full) < len(texts):
@@ -151,7 +152,8 @@ class ResponseTask(LanguageTask):
             )
         cut = sum(self.context is not None and len(p) + len(r) > self.context for p, r in fitting)
         rows = [[*p, *r][: self.context] for p, r in fitting]
-        check_vocabulary(self.model, self.tokenizer, rows, self.data)
+        with blame(self.data):
+            check_vocabulary(self.model, self.tokenizer, rows)
         return rows, [len(p) for p, _ in fitting], cut
 
     def encode(self, example: Example) -> tuple[list[int], list[int]]:
@@ -222,7 +224,8 @@ class PairTask(RewardTask):
         prompts = [pair.prompt for pair in pairs]
         self.chosen = reward.encode(prompts, [pair.chosen for pair in pairs])
         self.rejected = reward.encode(prompts, [pair.rejected for pair in pairs])
-        check_vocabulary(reward.model, reward.tokenizer, self.chosen + self.rejected, self.data)
+        with blame(self.data):
+            check_vocabulary(reward.model, reward.tokenizer, self.chosen + self.rejected)
         self.fingerprint = texts_fingerprint(text for pair in pairs for text in pair)
 
     def __len__(self) -> int:
@@ -243,8 +246,8 @@ class PairTask(RewardTask):
 
         def score(part: slice) -> Tensor:
             prompts = [pair.prompt for pair in self.heldout[part]]
-            chosen = self.reward.score(prompts, [pair.chosen for pair in self.heldout[part]])
-            return torch.stack([chosen, self.reward.score(prompts, [pair.rejected for pair in self.heldout[part]])])
+            chosen = self.reward(prompts, [pair.chosen for pair in self.heldout[part]])
+            return torch.stack([chosen, self.reward(prompts, [pair.rejected for pair in self.heldout[part]])])
 
         self.scores = torch.cat(processes.parts(len(self.heldout), score), 1)  # (2, held-out pairs)
         return pair_figures(*self.scores)
@@ -266,7 +269,8 @@ class LabelTask(RewardTask):
         super().__init__(reward)
         self.heldout = list(heldout)
         self.encoded = reward.encode([""] * len(rows), [row.text for row in rows])
-        check_vocabulary(reward.model, reward.tokenizer, self.encoded, self.data)
+        with blame(self.data):
+            check_vocabulary(reward.model, reward.tokenizer, self.encoded)
         self.labels = torch.tensor([row.label for row in rows])
         self.fingerprint = texts_fingerprint(f"{row.label} {row.text}" for row in rows)
 
@@ -289,7 +293,7 @@ class LabelTask(RewardTask):
 
         def score(part: slice) -> Tensor:
             texts = [row.text for row in self.heldout[part]]
-            return self.reward.score([""] * len(texts), texts)
+            return self.reward([""] * len(texts), texts)
 
         self.scores = torch.cat(processes.parts(len(self.heldout), score))
         self.positive = torch.tensor([row.label > 0.5 for row in self.heldout])

@@ -32,6 +32,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.sharding import can_shard
 
 Cli = Callable[..., Any]
@@ -177,15 +178,15 @@ def test_an_adapter_needs_less(tiny_folder: Path, tmp_path: Path, tiny_settings:
     model = load_causal_lm(str(tiny_folder))
     size = sum(p.numel() for p in model.parameters())
     lm = LM(model)
-    parts = SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None)
+    parts = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers())
     whole = estimate_memory(config, parts, tokens=10)
     # Policy, reference and two moments; gradients and the copy for the ceiling; in float32.
     assert (whole.kept, whole.training, whole.gathered) == (4 * size * 4, 2 * size * 4, 0)
     tokens = config.rollout.batch_size * min(config.rollout.max_new_tokens, 10)
     assert whole.states == tokens * (16 + 16) * 4  # the reference's states, and the critic's features made of them
-    adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", what="policy.lora", seed=0)
+    adapted = add_adapter(model, r=1, alpha=1.0, target_modules=None, ref="x", seed=0)
     lm = LM(adapted)
-    less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None), tokens=10)
+    less = estimate_memory(config, SimpleNamespace(policy=lm, reference=lm, scorers=Scorers()), tokens=10)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert (less.kept, less.training) == (4 * (size + trained + 2 * trained), 4 * 2 * trained)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rollout import collect
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
@@ -32,24 +33,27 @@ def noise(prompts, responses):
 
 @pytest.fixture
 def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`nan_scores(3, 4)`: the reward model returns a NaN in updates 3 and 4."""
+    """`nan_scores(3, 4)`: the reward model's score is not finite in updates 3 and 4."""
 
     def spoil(*steps: int) -> None:
-        roll_out, score = Rollouts.__call__, collect.score_responses
+        roll_out, score = Rollouts.__call__, Scorers.__call__
         now = [0]
 
         def noting(self: Rollouts, step: int) -> Any:
             now[0] = step
-            return roll_out(self, step)
+            try:
+                return roll_out(self, step)
+            finally:
+                now[0] = 0  # evaluations are not spoilt
 
         def spoilt(*arguments: Any) -> Any:
             scores = score(*arguments)
             if now[0] in steps:
-                scores.values[1] = torch.nan
+                scores.values["reward"][1] = math.inf
             return scores
 
         monkeypatch.setattr(Rollouts, "__call__", noting)
-        monkeypatch.setattr(collect, "score_responses", spoilt)
+        monkeypatch.setattr(Scorers, "__call__", spoilt)
 
     return spoil
 
@@ -73,7 +77,7 @@ def test_a_reward_model_in_a_sum_whose_scores_are_not_finite(
     train: Train, tmp_path: Path, tiny_reward_folder: Path, tiny_data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its NaNs of updates 3 and 4: two updates are skipped, and the evaluation between them has no score."""
-    roll_out, score, now = Rollouts.__call__, RewardModel.score, [0]
+    roll_out, score, now = Rollouts.__call__, RewardModel.__call__, [0]
 
     def noting(self: Rollouts, step: int) -> Any:
         now[0] = step
@@ -81,11 +85,11 @@ def test_a_reward_model_in_a_sum_whose_scores_are_not_finite(
 
     def spoilt(self: RewardModel, *arguments: Any) -> Any:
         scores = score(self, *arguments)
-        scores[-1] = torch.nan if now[0] in (3, 4) else scores[-1]
+        scores[-1] = torch.inf if now[0] in (3, 4) else scores[-1]
         return scores
 
     monkeypatch.setattr(Rollouts, "__call__", noting)
-    monkeypatch.setattr(RewardModel, "score", spoilt)
+    monkeypatch.setattr(RewardModel, "__call__", spoilt)
     terms = f"{{rm: {{kind: model, model: '{tiny_reward_folder}'}}, a: {{kind: '{tiny_data.reward}', weight: 0.5}}}}"
     train(tmp_path / "run", f"reward={{kind: sum, terms: {terms}}}", "eval.every=2")
     found = rows(tmp_path / "run")
@@ -104,7 +108,7 @@ def test_a_gold_scorer_that_fails_is_reported_once_and_ends_nothing(
     summary = train(tmp_path / "run", f"reward.gold='{tmp_path}/gold.py:broken'")
     found, other = rows(tmp_path / "run"), rows(tiny_run)
     assert [len(alerts(row, "gold-failed")) for row in found[:6]] == [1, 0, 0, 0, 0, 0]
-    assert "reward gold: raised OSError: no route to the judge (" in alerts(found[0], "gold-failed")[0]
+    assert "reward.gold: raised OSError: no route to the judge (" in alerts(found[0], "gold-failed")[0]
     assert {row.get("objective/gold") for row in found} == {row.get("eval/gold") for row in found} == {None}
     assert summary["reference"]["gold"] is None
     assert found[0]["alerts"][1:] == other[0]["alerts"]

@@ -94,23 +94,6 @@ def test_an_adapter_is_trained_further_with_its_beginning_as_the_reference(
     assert (tmp_path / "more" / "final" / "adapter_model.safetensors").is_file()
 
 
-def test_recomputed_layers_change_no_figure(run: Path, train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run", *LORA, "policy.gradient_checkpointing=true")
-    for one, other in zip(rows(tmp_path / "run"), rows(run), strict=True):
-        for key in ("kl/token", "objective/scores", "policy/loss", "value/loss"):
-            if key in one:
-                assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
-
-
-def test_bfloat16_computes_in_half_and_keeps_whole_weights(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run", *LORA, "run.dtype=bfloat16")
-    found = rows(tmp_path / "run")
-    assert found[0]["kl/token"] == pytest.approx(0.0, abs=1e-6)
-    assert found[-2]["kl/token"] > 1e-3
-    stored = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
-
-
 def test_merge_writes_the_whole_model(
     rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tmp_path: Path
 ) -> None:

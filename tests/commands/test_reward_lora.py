@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.load import Loader
 from rlhf_kl.config.schema import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm
@@ -57,8 +57,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def scores(folder: Path) -> torch.Tensor:
-    reward = Resolver().reward_model(str(folder), "reward.model", ScorerSection())
-    return reward.score([""] * len(TEXTS), TEXTS)
+    reward = Loader().reward_model(str(folder), "reward.model", ScorerSection())
+    return reward([""] * len(TEXTS), TEXTS)
 
 
 def test_it_learns_and_stores_the_adapter_and_the_head_alone(run: Path) -> None:
@@ -134,7 +134,6 @@ def test_an_adapter_on_an_adapter_is_found_down_to_the_base(
         alpha=4.0,
         target_modules=None,
         ref=str(tiny_folder),
-        what="policy.lora",
         seed=0,
     )
     with torch.no_grad():
@@ -149,11 +148,3 @@ def test_an_adapter_on_an_adapter_is_found_down_to_the_base(
     assert torch.allclose(scores(tmp_path / "run" / "final"), scores(tmp_path / "run" / "merged"), atol=1e-4)
     with pytest.raises(InputError, match=r"task_type CAUSAL_LM.*would be random"):
         scores(tmp_path / "adapter")
-
-
-def test_merge_without_an_adapter_is_refused(config: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
-    outcome = rlhf_kl(
-        "reward-model", "--config", config, "--output-dir", tmp_path, "--set", "policy.lora=null", "--merge"
-    )
-    assert outcome.code == 2
-    assert "--merge: the run trains no adapter" in outcome.err

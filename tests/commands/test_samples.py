@@ -32,7 +32,7 @@ def result() -> StepResult:
         k1_variance=zeros,
         logprob_variance=zeros,
         values=zeros,
-        scores=torch.arange(ROWS).float(),
+        scores={"reward": torch.arange(ROWS).float()},
         shaped_scores=torch.zeros(ROWS),
         ended=torch.ones(ROWS, dtype=torch.bool),
         prompts=[f"p{i}" for i in range(ROWS)],

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -105,26 +104,15 @@ def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
     assert (tiny().policy() / "config.json").is_file()
 
 
-def test_a_killed_build_is_swept_up(own_cache: Path) -> None:
-    name = tiny().corpus().name
-    shutil.rmtree(own_cache / "tiny" / name)
-    leftover = own_cache / "tiny" / f".{name}.99999.tmp"
-    leftover.mkdir()
-    (leftover / "train.jsonl").write_text("half")
-    tiny().corpus()
-    assert not leftover.exists()
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/below"])
 def test_a_cache_that_cannot_be_written_is_one_line(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / place))
+    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "file"))
     with pytest.raises(InputError, match="RLHF_KL_CACHE") as caught:
         tiny().corpus()
     assert len(caught.value.problems) == 1
-    assert str(caught.value).startswith(f"{tmp_path / place}: ")
+    assert str(caught.value).startswith(f"{tmp_path / 'file'}: ")
 
 
 def test_a_full_disk_is_the_cache_s_and_not_the_run_s(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,17 +47,17 @@ def test_prompts_are_padded_on_the_left(letters: Any) -> None:
 
 def problem(texts: list[str], letters: Any, room: int | None, form: PromptFormat | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        prepare_prompts(texts, letters, room, "data.prompts", form)
+        prepare_prompts(texts, letters, room, form)
     return str(caught.value)
 
 
 def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) -> None:
-    prompts = prepare_prompts(["ab", "", "abcd", " \n", "abc"], letters, 4, "data.prompts")
+    prompts = prepare_prompts(["ab", "", "abcd", " \n", "abc"], letters, 4)
     assert prompts.texts == ["ab", "abc"]
     assert prompts.rows == [[1, 3, 4], [1, 3, 4, 5]]
-    assert prompts.note.startswith("data.prompts: 3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
-    assert prepare_prompts(["ab", "abc"], letters, 4, "data.prompts").note == ""
-    assert prepare_prompts(["ab" * 99], letters, None, "data.prompts").note == ""
+    assert prompts.note.startswith("3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
+    assert prepare_prompts(["ab", "abc"], letters, 4).note == ""
+    assert prepare_prompts(["ab" * 99], letters, None).note == ""
 
 
 def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
@@ -66,7 +66,7 @@ def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
-    prompts = prepare_prompts(["abcd", "d", "dcba"], letters, 6, "data.prompts", PromptFormat(first_tokens=2))
+    prompts = prepare_prompts(["abcd", "d", "dcba"], letters, 6, PromptFormat(first_tokens=2))
     assert prompts.texts == ["ab", "d", "dc"]
     assert prompts.rows == [[1, 3, 4], [1, 6], [1, 6, 5]]
 
@@ -77,7 +77,7 @@ CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_gene
 def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    prompts = prepare_prompts(["ab"], chatty, 10, "data.prompts", PromptFormat(chat=True, system="c"))
+    prompts = prepare_prompts(["ab"], chatty, 10, PromptFormat(chat=True, system="c"))
     assert prompts.texts == ["ab"]  # what a reward function sees
     assert prompts.rows == [[5, 2, 3, 4, 2, 6]]  # c, eos, a, b, eos, d: a bos only where the template writes one
     assert "no chat template" in problem(["ab"], letters, 10, PromptFormat(chat=True))
@@ -92,8 +92,8 @@ def test_variables_of_a_chat_template(letters: Any) -> None:
     def form(**options: Any) -> PromptFormat:
         return PromptFormat(chat=True, options=options)
 
-    assert prepare_prompts(["a"], chatty, 10, "data.prompts", form()).rows == [[1, 3, 2, 6]]
-    assert prepare_prompts(["a"], chatty, 10, "data.prompts", form(enable_thinking=False)).rows == [[1, 3, 2, 6, 5, 5]]
+    assert prepare_prompts(["a"], chatty, 10, form()).rows == [[1, 3, 2, 6]]
+    assert prepare_prompts(["a"], chatty, 10, form(enable_thinking=False)).rows == [[1, 3, 2, 6, 5, 5]]
     words = problem(["a"], chatty, 10, form(enable_thinkin=False))
     assert "data.chat_options.enable_thinkin: " in words
     assert "did you mean enable_thinking?" in words
@@ -105,7 +105,7 @@ def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     chatty.chat_template = CHAT
     several = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
     own = Conversation([("system", "d"), ("user", "a")])
-    prompts = prepare_prompts([several, own], chatty, 20, "data.prompts", PromptFormat(chat=True, system="c"))
+    prompts = prepare_prompts([several, own], chatty, 20, PromptFormat(chat=True, system="c"))
     assert prompts.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
     # The configured system message, three turns, the answer's beginning; then one that has its own
     assert prompts.rows == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]

@@ -165,15 +165,15 @@ def test_labels_are_0_and_1() -> None:
 
 def test_every_twentieth_key_is_kept_apart_with_all_its_rows() -> None:
     rows = [(i % 60, i) for i in range(120)]
-    train, kept = split_heldout(rows, lambda row: row[0], "data.texts")
+    train, kept = split_heldout(rows, lambda row: row[0])
     assert {row[0] for row in kept} == {19, 39, 59}
     assert len(kept) == 6
     assert sorted(train + kept) == sorted(rows)
     with pytest.raises(InputError, match="19 different rows are too few"):
-        split_heldout(list(range(19)) * 5, lambda row: row, "data.texts")
+        split_heldout(list(range(19)) * 5, lambda row: row)
 
 
 def test_rows_of_held_out_keys_are_left_out() -> None:
-    assert without_leaks([1, 2, 3, 2], [2], lambda row: row, "x") == [1, 3]
+    assert without_leaks([1, 2, 3, 2], [2], lambda row: row) == [1, 3]
     with pytest.raises(InputError, match="every row"):
-        without_leaks([2, 2], [2], lambda row: row, "x")
+        without_leaks([2, 2], [2], lambda row: row)

@@ -190,7 +190,7 @@ def read_every_way(path: Path) -> None:
     ]
     for reader in readers:
         with contextlib.suppress(InputError):
-            reader(load_rows(str(path), "train", "data"))
+            reader(load_rows(str(path), "train"))
 
 
 @generated("files")

@@ -34,7 +34,7 @@ def test_its_scores_are_ours_whatever_the_lengths(peer: ModuleType, tiny_reward_
     save_model(model, tokenizer, tmp_path / "reward")
     ours = RewardModel(model, tokenizer)
     prompts, responses = ["abc", "a", "abab"], ["cab", "b", "abcabcabc"]
-    scores = ours(prompts, responses)
+    scores = ours(prompts, responses).tolist()
     theirs = peer.Scorer(str(tmp_path / "reward"), 1, torch.float32)(prompts, responses, [[5, 1], [5, 6], [5, 1]])
     assert theirs == pytest.approx([scores[0], scores[1] - 1, scores[2]], abs=1e-5)
 

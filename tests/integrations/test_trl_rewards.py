@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.ops.advantages import grpo, rloo
 from rlhf_kl.plugins import load_attribute
-from rlhf_kl.rewards.functions import score_responses
-from rlhf_kl.rewards.trl_interface import TRLReward
+from rlhf_kl.rewards.trl import TRLReward
 from rlhf_kl.types import Prompt, Response
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")
@@ -76,8 +75,7 @@ def test_a_function_file_gives_the_scores_that_it_gives_in_trl(toy: Any, toy_mod
     seen, _ = a_rollout(trainer)
     prompts = [Prompt(row["prompt"], row) for row in seen["inputs"]]
     responses = [Response(text, ids) for text, ids in zip(seen["completions"], seen["ids"], strict=True)]
-    scores = score_responses(TRLReward(function, {}), prompts, responses, "mine.py:checker")
+    scores = TRLReward(function)(prompts, responses)
     theirs = seen["rewards"].squeeze(1)
     assert 0 < int(theirs.isnan().sum()) < len(theirs)
-    assert torch.equal(scores.scored, ~theirs.isnan())
-    assert torch.equal(scores.values[scores.scored], theirs[scores.scored])
+    assert torch.allclose(scores, theirs, rtol=0, atol=0, equal_nan=True)

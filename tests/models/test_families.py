@@ -139,7 +139,7 @@ def test_an_adapter_that_is_off_is_the_start_and_merged_is_close(folder: Path, l
     start = read(LM(load_causal_lm(str(folder))))
     base = load_causal_lm(str(folder))
     modules = ["q_proj", "down_proj"] if folder.name == "falcon_h1" else None  # peft refuses its other projections
-    policy = add_adapter(base, r=2, alpha=4.0, target_modules=modules, ref=str(folder), what="policy.lora", seed=1)
+    policy = add_adapter(base, r=2, alpha=4.0, target_modules=modules, ref=str(folder), seed=1)
     reference = AdapterReference(policy, keep_start=False)
     assert torch.equal(read(LM(policy)), start)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_an_adapter_that_is_off_is_the_start_and_merged_is_close(folder: Path, l
     assert float((trained - start).abs().max()) > 1e-2
     assert torch.equal(read(reference), start)
     save_model(policy, letters, tmp_path)
-    again = load_adapter(load_causal_lm(str(folder)), tmp_path, "policy.model")
+    again = load_adapter(load_causal_lm(str(folder)), tmp_path)
     assert torch.equal(read(LM(again)), trained)
     torch.testing.assert_close(read(LM(merge(policy))), trained, rtol=1e-3, atol=1e-3)
 
@@ -161,7 +161,7 @@ def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> Non
     for recompute in (False, True):
         model = load_causal_lm(str(folder))
         if recompute:
-            enable_recompute(model, "policy.gradient_checkpointing")
+            enable_recompute(model)
         attention = next(module for name, module in model.named_modules() if name.endswith(("attn", "attention")))
         count = [0]
         attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
@@ -178,15 +178,15 @@ def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> Non
 def test_its_reward_model_scores_the_last_token_and_is_saved_as_it_is(
     folder: Path, letters: Any, tmp_path: Path
 ) -> None:
-    model = classifier_from_lm(load_causal_lm(str(folder)), letters, "policy.model")
+    model = classifier_from_lm(load_causal_lm(str(folder)), letters)
     initialise_head(model.score, 0)
     reward = RewardModel(model, letters)
-    together = reward(TEXTS, ["a", "cd", ""])
-    alone = [reward([text], [response])[0] for text, response in zip(TEXTS, ["a", "cd", ""], strict=True)]
+    together = reward(TEXTS, ["a", "cd", ""]).tolist()
+    alone = [float(reward([text], [response])) for text, response in zip(TEXTS, ["a", "cd", ""], strict=True)]
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-4)
     assert len({round(score, 3) for score in together}) == 3
     save_model(model, letters, tmp_path)
-    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]) == pytest.approx(
+    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]).tolist() == pytest.approx(
         together, abs=1e-6
     )
 
@@ -195,7 +195,7 @@ def test_its_reward_model_scores_the_last_token_and_is_saved_as_it_is(
 def test_a_family_without_a_classifier_is_refused_by_name(folders: Folders, letters: Any, name: str) -> None:
     model, title = load_causal_lm(str(folders[name])), name.title().replace("_", "")
     with pytest.raises(InputError, match=f"has no sequence classifier for a {title}ForCausalLM"):
-        classifier_from_lm(model, letters, "policy.model")
+        classifier_from_lm(model, letters)
 
 
 PLAIN_TRANSFORMERS = """
@@ -216,9 +216,7 @@ print(json.dumps(result))
 def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any, tmp_path: Path) -> None:
     """Whole models and an adapter, in a process that cannot import this package."""
     base = load_causal_lm(str(folders["llama"]))
-    policy = add_adapter(
-        base, r=2, alpha=4.0, target_modules=None, ref=str(folders["llama"]), what="policy.lora", seed=1
-    )
+    policy = add_adapter(base, r=2, alpha=4.0, target_modules=None, ref=str(folders["llama"]), seed=1)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
@@ -253,9 +251,9 @@ def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any
     assert torch.equal(logits_of(load_causal_lm(str(other))), logits_of(load_causal_lm(str(source))))
     scores = []
     for folder in (source, other):
-        model = classifier_from_lm(load_causal_lm(str(folder)), letters, "policy.model")
+        model = classifier_from_lm(load_causal_lm(str(folder)), letters)
         initialise_head(model.score, 0)
-        scores.append(RewardModel(model, letters)(TEXTS, ["", "a", "b"]))
+        scores.append(RewardModel(model, letters)(TEXTS, ["", "a", "b"]).tolist())
     assert scores[0] == scores[1]
 
 
@@ -292,7 +290,7 @@ def test_code_that_comes_with_a_model_does_not_run_unless_allowed(
         "class OwnLM(GPT2LMHeadModel):\n    config_class = Own\n"
     )
     assert "run.trust_remote_code" in problem_of(load_causal_lm, tmp_path)
-    model = load_causal_lm(str(tmp_path), "policy.model", Access(remote_code=True))
+    model = load_causal_lm(str(tmp_path), Access(remote_code=True))
     assert torch.equal(logits_of(model), logits_of(load_causal_lm(str(folders["gpt2"]))))
 
 
@@ -304,7 +302,7 @@ def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     assert "run.allow_pickle" in problem_of(load_causal_lm, tmp_path)
-    loaded = load_causal_lm(str(tmp_path), "policy.model", Access(pickle=True))
+    loaded = load_causal_lm(str(tmp_path), Access(pickle=True))
     assert torch.equal(logits_of(loaded), logits_of(model))
 
 

@@ -20,7 +20,7 @@ SAMPLING = Sampling(8, 0.9, [2], 0)
 @pytest.fixture(params=[False, True], ids=["fresh adapter", "began as an adapter"])
 def pair(request: pytest.FixtureRequest, new_model: Make) -> tuple[LM, AdapterReference, LM]:
     """A policy whose adapter was trained, the reference inside it, and a copy of what the policy was at its start."""
-    policy = add_adapter(new_model(), r=2, alpha=4.0, target_modules=None, ref="base", what="policy.lora", seed=1)
+    policy = add_adapter(new_model(), r=2, alpha=4.0, target_modules=None, ref="base", seed=1)
     if request.param:
         move(policy, seed=1)
     start = LM(copy.deepcopy(policy))

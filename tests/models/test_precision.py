@@ -15,6 +15,8 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.logprobs import chosen_logprobs
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, exact_kl_now, measure, respond, response_layout
 from rlhf_kl.rollout.reference import ReferenceStates
@@ -53,9 +55,8 @@ def shifted(new_model: Make) -> Make:
 def assessed(policy: LM, reference: LM, prompts: PromptBatch, letters: Any) -> Any:
     """A rollout, and the reference's states that belong to it."""
     states = ReferenceStates(reference)
-    assess = Assessor(
-        ActorCritic(policy), states, None, lambda p, r: [float(len(x)) for x in r], "length", ScoreShaping(), 0.8
-    )
+    scorers = Scorers(Scorer("reward", PluginReward(lambda p, r: [float(len(x)) for x in r])))
+    assess = Assessor(ActorCritic(policy), states, None, scorers, ScoreShaping(), 0.8)
     responses = respond(policy, prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING, letters)
     return responses.sampled, assess(responses), states
 

@@ -98,7 +98,7 @@ def test_embeddings_are_tied_and_generation_samples_from_the_whole_policy(new_mo
 
 
 def test_a_classifier_keeps_the_trunk_of_its_language_model(tiny_folder: Path, letters: Any) -> None:
-    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters, "policy.model")
+    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters)
     trunk = load_causal_lm(str(tiny_folder)).base_model.state_dict()
     assert model.config.num_labels == 1
     assert model.score.out_features == 1

@@ -98,7 +98,7 @@ def test_what_is_trained_and_saved(new_model: Make) -> None:
     assert list(ActorCritic(lm, critic=critic).modules) == ["policy", "critic"]
     assert set(ActorCritic(lm, value).trained) == {*policy.parameters(), *value.parameters()}
     assert set(ActorCritic(lm, critic=critic).trained) == set(policy.parameters())
-    adapted = add_adapter(new_model(), r=2, alpha=4.0, target_modules=None, ref="base", what="policy.lora", seed=1)
+    adapted = add_adapter(new_model(), r=2, alpha=4.0, target_modules=None, ref="base", seed=1)
     trained = {id(p) for p in ActorCritic(LM(adapted), value).trained}
     names = {name.split(".")[-3] for name, p in adapted.named_parameters() if id(p) in trained}
     assert names == {"lora_A", "lora_B"}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from rlhf_kl.commands.build import build_parts
 from rlhf_kl.commands.memory import estimate_memory
-from rlhf_kl.commands.parts import build_parts
 from rlhf_kl.commands.session import joined, make_accelerator
 from rlhf_kl.commands.training import prepare_training
 from rlhf_kl.config.load import load_config

@@ -30,8 +30,8 @@ def layered_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any) -> Pa
 
 @pytest.mark.parametrize(
     ("processes", "sections"),
-    [(1, {}), (2, {}), (2, SHARD), (2, EVERYTHING), (2, EVERYTHING | {"policy": {"shard": True, "lora": {"r": 2}}})],
-    ids=["one", "two", "sharded", "all sharded", "sharded adapter"],
+    [(2, {}), (2, EVERYTHING), (2, EVERYTHING | {"policy": {"shard": True, "lora": {"r": 2}}})],
+    ids=["two", "all sharded", "sharded adapter"],
 )
 def test_what_a_process_holds_after_an_update(
     launch: Launch,

@@ -21,30 +21,34 @@ def model(tiny_reward_folder: Path) -> RewardModel:
     return RewardModel(freeze(load_reward_model(folder)), load_tokenizer(folder))
 
 
+def scores(model: RewardModel, prompts: list[str], responses: list[str]) -> list[float]:
+    return model(prompts, responses).tolist()
+
+
 def test_a_score_is_the_classifiers_logit_at_the_eos(model: RewardModel) -> None:
     ids = torch.tensor([[1, 3, 4, 5, 6, 2]])  # bos abcd eos
     with torch.no_grad():
         hidden = model.model.base_model(input_ids=ids).last_hidden_state[0, -1]
         expected = float(model.model.score(hidden))
-    assert model(["ab"], ["cd"]) == pytest.approx([expected], abs=1e-5)
-    assert model(["ab"], ["c"]) != pytest.approx([expected], abs=1e-5)
+    assert scores(model, ["ab"], ["cd"]) == pytest.approx([expected], abs=1e-5)
+    assert scores(model, ["ab"], ["c"]) != pytest.approx([expected], abs=1e-5)
 
 
 def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder: Path) -> None:
     prompts = ["a", "abcd", "bb", "d", "cab"]
     responses = ["b", "", "dcbadcba", "a", "cc"]
-    together = model(prompts, responses)
-    alone = [model([p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
+    together = scores(model, prompts, responses)
+    alone = [scores(model, [p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5)
     by_two = RewardModel(model.model, model.tokenizer, rows=2)
-    assert by_two(prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+    assert scores(by_two, prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
 
 
 def test_less_memory_changes_no_score(model: RewardModel, small_device: Callable[..., list[int]]) -> None:
     prompts, responses = ["a", "abcd", "bb", "d", "cab"], ["b", "", "dcbadcba", "a", "cc"]
-    before = model(prompts, responses)
+    before = scores(model, prompts, responses)
     passes = small_device(2)
-    assert model(prompts, responses) == pytest.approx(before, abs=1e-5)
+    assert scores(model, prompts, responses) == pytest.approx(before, abs=1e-5)
     assert max(passes) > 2
 
 
@@ -52,10 +56,10 @@ def test_less_memory_changes_no_score(model: RewardModel, small_device: Callable
 def test_kept_states_are_those_of_each_text_alone(model: RewardModel, rows: int) -> None:
     """In passes of any size, with the longest text between others; keeping them changes no score."""
     prompts, responses = ["a", "abcd", "bb", "d"], ["b", "dcbadcba", "", "a"]
-    expected = model(prompts, responses)
+    expected = scores(model, prompts, responses)
     keeping = RewardModel(model.model, model.tokenizer, rows=rows)
     keeping.keeps_states = True
-    assert keeping(prompts, responses) == pytest.approx(expected, abs=1e-5)
+    assert scores(keeping, prompts, responses) == pytest.approx(expected, abs=1e-5)
     assert [text.ids for text in keeping.kept] == model.encode(prompts, responses)
     for text in keeping.kept:
         with torch.no_grad():
@@ -71,7 +75,7 @@ def test_any_token_may_be_the_pad_token_of_the_classifier(
     """Its own forward pass, which the head is compared with, never scores a pad token."""
     classifier = load_reward_model(str(tiny_reward_folder))
     classifier.config.pad_token_id = pad
-    assert RewardModel(classifier, model.tokenizer)(["ab"], ["c"]) == model(["ab"], ["c"])
+    assert scores(RewardModel(classifier, model.tokenizer), ["ab"], ["c"]) == scores(model, ["ab"], ["c"])
     assert classifier.config.pad_token_id == pad
 
 
@@ -92,10 +96,10 @@ def test_the_head_of_a_bfloat16_model_computes_in_float32(model: RewardModel) ->
     half = RewardModel(shifted, model.tokenizer, dtype=torch.bfloat16)
     half.keeps_states = True
     prompts, responses = ["a", "abcd", "bb"], ["b", "dcbadcba", ""]
-    scores = half(prompts, responses)
+    found = scores(half, prompts, responses)
     last = torch.stack([text.states[-1] for text in half.kept]).double()
     expected = (last @ shifted.score.weight.double().T).squeeze(1).tolist()
-    assert scores == pytest.approx(expected, abs=1e-4)
+    assert found == pytest.approx(expected, abs=1e-4)
     assert expected != pytest.approx(torch.tensor(expected).bfloat16().tolist(), abs=1e-2)
 
 
@@ -104,7 +108,7 @@ def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:
     (row,) = model.encode([long], ["dd"])
     assert len(row) == 32
     assert row[-3:] == [6, 6, 2]
-    assert model([long], ["dd"]) == pytest.approx(model(["c" + long], ["dd"]), abs=1e-5)
+    assert scores(model, [long], ["dd"]) == pytest.approx(scores(model, ["c" + long], ["dd"]), abs=1e-5)
 
 
 @pytest.mark.parametrize("stand_in", ["eos_token", "bos_token"])
@@ -113,11 +117,11 @@ def test_a_pad_token_that_is_another_one_changes_no_score(
 ) -> None:
     """transformers scores the last token that is not the pad id: with pad = eos never the EOS."""
     prompts, responses = ["a", "abcd", "bb"], ["b", "", "dcbadcba"]
-    expected = model(prompts, responses)
+    expected = scores(model, prompts, responses)
     tokenizer = load_tokenizer(str(tiny_reward_folder))
     tokenizer.pad_token = getattr(tokenizer, stand_in)
     again = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer)
-    assert again(prompts, responses) == pytest.approx(expected, abs=1e-6)
+    assert scores(again, prompts, responses) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_classifier_may_end_on_the_text_itself(model: RewardModel, tiny_reward_folder: Path) -> None:
@@ -126,7 +130,7 @@ def test_a_classifier_may_end_on_the_text_itself(model: RewardModel, tiny_reward
     assert bare.encode(["ab"], ["c"]) == [[1, 3, 4, 5]]
     with torch.no_grad():
         hidden = model.model.base_model(input_ids=torch.tensor([[1, 3, 4, 5]])).last_hidden_state[0, -1]
-        assert bare(["ab"], ["c"]) == pytest.approx([float(model.model.score(hidden))], abs=1e-5)
+        assert scores(bare, ["ab"], ["c"]) == pytest.approx([float(model.model.score(hidden))], abs=1e-5)
 
 
 def test_the_format_is_what_is_asked_for_then_what_the_folder_says(model: RewardModel) -> None:
@@ -161,7 +165,7 @@ def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, lett
     scorer = RewardModel(classifier, letters, label="good")
     with torch.no_grad():
         odds = classifier(input_ids=torch.tensor([[1, 3, 4, 2]])).logits[0].softmax(0)
-    assert scorer(["a"], ["b"]) == pytest.approx([float(torch.log(odds[2] / (1 - odds[2])))], abs=1e-5)
+    assert scores(scorer, ["a"], ["b"]) == pytest.approx([float(torch.log(odds[2] / (1 - odds[2])))], abs=1e-5)
 
 
 def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:
@@ -189,4 +193,4 @@ def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:
     assert scorer.encode(["ab", "abcd"], ["c", "abcd"]) == [[1, 3, 4, 5, 2], [1, 3, 4, 5, 6, 2]]
     with torch.no_grad():
         expected = float(encoder(input_ids=torch.tensor([[1, 3, 4, 5, 2]])).logits)
-    assert scorer(["ab", "abcd"], ["c", "abcd"])[0] == pytest.approx(expected, abs=1e-5)
+    assert scores(scorer, ["ab", "abcd"], ["c", "abcd"])[0] == pytest.approx(expected, abs=1e-5)

@@ -1,40 +1,114 @@
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import filled
-from rlhf_kl.rewards.functions import WeightedSum, checked_scores
-from rlhf_kl.rewards.plugin import PluginReward, scorers_with_state, state_kept, states_of
+from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TimeLimitExceeded
+from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.types import Response
 
-PROMPTS, RESPONSES = ["p", "q"], ["first", "second"]
-
-
-class Counts:
-    """Every score is the number of responses seen before it."""
-
-    def __init__(self, start: Any = 0) -> None:
-        self.seen = start
-
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        self.seen += len(responses)
-        return [float(self.seen - len(responses) + i) for i in range(len(responses))]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
+PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
 
 
-class Holds(Counts):
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": [{"value": self.seen}]}
+def problem(reward: Callable[..., Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        PluginReward(reward)(PROMPTS, RESPONSES)
+    assert len(caught.value.problems) == 1
+    return str(caught.value)
+
+
+def returns(value: Any) -> Callable[..., Any]:
+    return lambda prompts, responses: value
+
+
+# ---- scores
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", True, [1.0], 1e300])
+def test_a_score_that_is_no_finite_number_names_its_sample(value: Any) -> None:
+    message = problem(returns([1.0, value, 2.0]))
+    assert "'second'" in message
+    assert repr(value) in message
+
+
+def test_something_that_is_not_one_number_a_response() -> None:
+    assert "returned 2 scores for 3 responses" in problem(returns([1.0, 2.0]))
+    assert "returned NoneType, not one number per response" in problem(returns(None))
+    assert "not a finite number" in problem(returns(torch.zeros(3, 2)))
+
+
+def test_whatever_it_raises_is_told_with_its_line() -> None:
+    def broken(prompts: Sequence[str], responses: Sequence[str]) -> Any:
+        yield 1.0
+        raise KeyError("word")
+
+    def leaves(prompts: Sequence[str], responses: Sequence[str]) -> Any:
+        sys.exit(3)
+
+    line = broken.__code__.co_firstlineno + 2
+    assert f"raised KeyError: 'word' (test_plugin.py:{line})" in problem(broken)
+    assert "raised TypeError" in problem(lambda responses: [1.0])
+    assert "raised SystemExit: 3 (test_plugin.py:" in problem(leaves)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, 2.0, None),
+        torch.tensor([1, 2.0, -3.5]),
+        np.array([1, 2.0, -3.5]),
+        (torch.tensor(x) for x in (1, 2.0, -3.5)),
+    ],
+    ids=["tuple", "tensor", "array", "generator"],
+)
+def test_numbers_of_every_make_are_taken(value: Any) -> None:
+    scores = PluginReward(returns(value))(PROMPTS, RESPONSES)
+    assert scores.dtype == torch.float32
+    assert scores[:2].tolist() == [1.0, 2.0]
+    assert scores[2].isnan() or scores[2] == -3.5  # NaN where it returned None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array([1.0, np.nan]), [np.True_, np.float32("nan")], torch.tensor([1.0, float("nan")]), (True, None)],
+    ids=["numpy", "scalars", "torch", "tuple"],
+)
+def test_for_trl_true_is_one_and_nan_no_score(value: Any) -> None:
+    scores = TRLReward(lambda prompts, completions: value)(["p", "q"], [Response("r", [1]), Response("s", [2])])
+    assert scores[0] == 1.0
+    assert scores[1].isnan()
+
+
+def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-123456")
+    options = filled({"key": "${MY_KEY}"})
+
+    def refused(prompts: Sequence[str], responses: Sequence[str], key: str) -> list[float]:
+        raise PermissionError(f"401: {key}")
+
+    def odd(prompts: Sequence[str], responses: Sequence[str], key: str) -> Any:
+        return [key] * len(responses)
+
+    class NotMade:
+        def __init__(self, key: str) -> None:
+            raise PermissionError(f"401: {key}")
+
+    for attribute in (refused, odd, NotMade):
+        with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
+            PluginReward(attribute, options)(PROMPTS, RESPONSES)
+        assert "sk-" not in str(caught.value)
+
+
+# ---- threads
 
 
 class KeepsATable:
@@ -61,71 +135,49 @@ class KeepsATable:
 @pytest.mark.parametrize(("limit", "main"), [(None, 1.0), (60.0, 0.0)])
 def test_everything_of_it_runs_in_the_main_thread_unless_it_has_a_time_limit(limit: float | None, main: float) -> None:
     reward = PluginReward(KeepsATable, {}, limit)
-    assert checked_scores(reward, PROMPTS, RESPONSES, "x").tolist() == [main, main]
+    assert reward(PROMPTS, RESPONSES).tolist() == [main] * 3
     again = PluginReward(KeepsATable, {}, limit)
     again.load_state_dict(reward.state_dict())
     assert again.state_dict() == {"rows": 1}
 
 
-def test_objects_with_a_state_are_found_wherever_they_score() -> None:
-    def plain(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        return [0.0] * len(responses)
+def test_a_call_that_takes_too_long_is_given_up_and_the_next_one_works() -> None:
+    def slowly() -> object:  # a generator runs within the limit
+        yield 1.0
+        time.sleep(10)
 
-    one, two, gold = (PluginReward(Counts, {"start": n}) for n in (10, 20, 30))
-    terms = WeightedSum({"a": (1.0, one), "b": (0.5, two), "c": (1.0, PluginReward(plain, {}))})
-    assert scorers_with_state(terms, gold) == {"terms.a": one, "terms.b": two, "gold": gold}
-    assert scorers_with_state(one, plain) == {"reward": one}
-    assert scorers_with_state(PluginReward(plain, {}), None) == {}
-
-
-def test_an_evaluation_leaves_the_state_as_it_was() -> None:
-    reward = PluginReward(Counts, {})
-    reward(PROMPTS, RESPONSES)
-    with state_kept({"reward": reward}):
-        assert reward(PROMPTS, RESPONSES) == [2.0, 3.0]
-    assert reward(PROMPTS, RESPONSES) == [2.0, 3.0]
+    thread, began = OwnThread(), time.monotonic()
+    for call in (lambda: time.sleep(30), slowly):
+        with pytest.raises(TimeLimitExceeded, match=r"longer than 0\.1 s"):
+            thread.call(0.1, call)
+    assert time.monotonic() - began < 5
+    assert thread.call(5.0, lambda: (float(n) for n in range(3))) == [0.0, 1.0, 2.0]
+    with pytest.raises(ZeroDivisionError):
+        thread.call(5.0, lambda: 1 / 0)
+    with pytest.raises(InputError, match=r"took longer than 0\.05 s \(reward\.time_limit\) on 3 responses"):
+        PluginReward(lambda prompts, responses: time.sleep(5), {}, 0.05)(PROMPTS, RESPONSES)
 
 
-@pytest.mark.parametrize("value", [(1, 2), {1: 2.0}, {3}, b"x", object(), [[1j]]])
-def test_a_state_that_a_file_would_not_give_back_is_refused(value: Any) -> None:
-    with pytest.raises(InputError, match=r"reward Holds: state_dict\(\)\['kept'\]\[0\]\['value'\]") as caught:
-        PluginReward(Holds, {"start": value}).state_dict()
-    assert len(caught.value.problems) == 1
-    assert PluginReward(Holds, {"start": {"a": [1, 2.5, None, True, "x"]}}).state_dict()
+def test_a_thread_has_the_gpu_of_the_one_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device belongs to a thread, and a new one begins with the first."""
+    chosen: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda n: chosen.append((n, threading.current_thread().name)))
+    there = OwnThread().call(5.0, lambda: threading.current_thread().name)
+    assert chosen == [(3, there)]
+    assert there != threading.current_thread().name
 
 
-def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", "sk-123456")
-    options = filled({"key": "${MY_KEY}"})
-
-    def refused(prompts: Sequence[str], responses: Sequence[str], key: str) -> list[float]:
-        raise PermissionError(f"401: {key}")
-
-    def odd(prompts: Sequence[str], responses: Sequence[str], key: str) -> Any:
-        return [key] * len(responses)
-
-    class NotMade:
-        def __init__(self, key: str) -> None:
-            raise PermissionError(f"401: {key}")
-
-    for function in (refused, odd):
-        reward = PluginReward(function, options)
-        with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
-            checked_scores(reward, PROMPTS, RESPONSES, "x")
-        assert "sk-" not in str(caught.value)
-    with pytest.raises(InputError, match=r"cannot be created: raised PermissionError: 401: \$\{MY_KEY\}"):
-        PluginReward(NotMade, options)
+# ---- state
 
 
-class Live(Counts):
-    """Its state is the mapping that it goes on to change."""
-
-    def __init__(self) -> None:
-        self.kept = {"seen": [0]}
+class Holds:
+    def __init__(self, value: Any) -> None:
+        self.kept = {"kept": [value]}
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        self.kept["seen"][0] += len(responses)
-        return [float(self.kept["seen"][0])] * len(responses)
+        return [0.0] * len(responses)
 
     def state_dict(self) -> dict[str, Any]:
         return self.kept
@@ -134,17 +186,22 @@ class Live(Counts):
         self.kept = state
 
 
-@pytest.mark.parametrize("made", [Live, Live()])  # a class, and an instance in the user's module
-def test_a_state_that_goes_on_changing_is_copied(made: Any) -> None:
-    reward = PluginReward(made, {})
-    assert reward.has_state
-    with state_kept({"reward": reward}):
-        reward(PROMPTS, RESPONSES)
-        first = reward.state_dict()
-        reward(PROMPTS, RESPONSES)
-        assert first == {"seen": [2]}
-    assert reward.state_dict() == {"seen": [0]}
-    assert reward(PROMPTS, RESPONSES) == [2.0, 2.0]
+@pytest.mark.parametrize("value", [(1, 2), {1: 2.0}, {3}, object()])
+def test_a_state_that_a_file_would_not_give_back_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="state_dict"):
+        PluginReward(Holds, {"value": value}).state_dict()
+
+
+def test_a_state_is_copied_since_the_object_may_change_it() -> None:
+    value = {"a": [1, 2.5, None, True, "x", float("nan")]}
+    for attribute, options in ((Holds, {"value": value}), (Holds(value), {})):  # a class; an instance of a module
+        reward = PluginReward(attribute, options)
+        state = reward.state_dict()
+        reward._object.kept["kept"].append(1)
+        assert repr(state) == repr({"kept": [value]})
+        reward.load_state_dict(state)
+        reward._object.kept["kept"].append(1)
+        assert len(state["kept"]) == 1
 
 
 def test_the_weights_of_a_torch_module_are_no_state() -> None:
@@ -153,23 +210,3 @@ def test_the_weights_of_a_torch_module_are_no_state() -> None:
             return [0.0] * len(responses)
 
     assert not PluginReward(Scores, {"in_features": 2, "out_features": 1}).has_state
-
-
-class Fails(Counts):
-    def state_dict(self) -> dict[str, Any]:
-        raise ValueError("no disk")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise ValueError("no disk")
-
-
-def test_a_state_that_fails_is_told_and_costs_gold_nothing() -> None:
-    reward = PluginReward(Fails, {})
-    for attempt in (reward.state_dict, lambda: reward.load_state_dict({})):
-        with pytest.raises(InputError, match=r"reward Fails: .*state_dict raised ValueError: no disk"):
-            attempt()
-    with pytest.raises(InputError):
-        states_of({"reward": reward})
-    counts = PluginReward(Counts, {})
-    with state_kept({"gold": reward, "reward": counts}):
-        assert states_of({"gold": reward, "reward": counts}) == {"reward": {"seen": 0}}

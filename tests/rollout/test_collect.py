@@ -10,7 +10,8 @@ from torch.distributions import Categorical, kl_divergence
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
-from rlhf_kl.rewards.functions import WeightedSum
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout import reference as reference_module
 from rlhf_kl.rollout.collect import (
@@ -32,6 +33,8 @@ TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
 SAMPLING = Sampling(12, 0.8, [2], 0)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
+ONE = Scorers(Scorer("reward", PluginReward(lambda p, r: [1.0] * len(r))))
+
 
 class Parts(NamedTuple):
     model: ActorCritic
@@ -43,7 +46,8 @@ class Parts(NamedTuple):
 
     def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
         shaping = shaping or ScoreShaping()
-        return Assessor(self.model, self.reference, None, reward, "mine", shaping, 0.8)(self.responses)
+        scorers = reward if isinstance(reward, Scorers) else Scorers(Scorer("reward", PluginReward(reward)))
+        return Assessor(self.model, self.reference, None, scorers, shaping, 0.8)(self.responses)
 
 
 @pytest.fixture
@@ -117,14 +121,16 @@ def test_kl_of_the_moved_policy_at_the_old_states(parts: Parts, new_model: Make)
 
 def test_the_rollout_is_made_of_its_parts(parts: Parts) -> None:
     prompts, sampled, texts = parts.responses
-    reward = WeightedSum({"x": (2.0, lengths), "y": (1.0, lambda p, r: [1.0] * len(r))})
+    one = PluginReward(lambda p, r: [1.0] * len(r))
+    reward = Scorers(Scorer("terms.x", PluginReward(lengths), 2.0), Scorer("terms.y", one), Scorer("gold", one, 0.0))
     rollout = parts.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
     assert torch.equal(rollout.input_ids, torch.cat([prompts.ids, sampled.ids], 1))
     assert torch.equal(torch.cat([rollout.prompt_mask, rollout.mask], 1), torch.cat([prompts.mask, sampled.mask], 1))
     assert torch.equal(rollout.ended, sampled.ended)
     assert (rollout.prompts, rollout.responses) == (list(TEXTS), texts)
-    assert rollout.scores.tolist() == [2.0 * len(text) + 1.0 for text in texts]
-    assert rollout.score_terms["x"].tolist() == [2.0 * len(text) for text in texts]
+    assert rollout.scores["reward"].tolist() == [2.0 * len(text) + 1.0 for text in texts]
+    assert rollout.scores["terms.x"].tolist() == [2.0 * len(text) for text in texts]
+    assert rollout.scores["gold"].tolist() == [1.0] * len(texts)
     assert 0 < int(sampled.ended.sum()) < len(TEXTS)
     missing = [0.0 if ended else 0.5 for ended in sampled.ended]
     assert rollout.penalties["missing_eos"].tolist() == missing
@@ -172,7 +178,7 @@ class World:
             self.policy, self.prompts, uniforms(len(TEXTS), 6, 0, noise), Sampling(6, 0.8, list(eos), 0), self.letters
         )
         model, shaping = ActorCritic(self.policy), ScoreShaping()
-        return Assessor(model, self.reference, None, lambda p, r: [1.0] * len(r), "one", shaping, 0.8)(responses)
+        return Assessor(model, self.reference, None, ONE, shaping, 0.8)(responses)
 
 
 def test_its_logits_are_those_of_its_own_pass(

@@ -24,7 +24,7 @@ TEXTS = ("ab", "abcdab", "d", "cccc", "ba")
 @pytest.fixture
 def reward(new_model: Make, letters: Any) -> RewardModel:
     """An untrained reward model that reads the policy's letters."""
-    model = classifier_from_lm(new_model(seed=5, hidden_size=8), letters, "reward.model")
+    model = classifier_from_lm(new_model(seed=5, hidden_size=8), letters)
     initialise_head(model.score, seed=1)
     return RewardModel(model.eval(), letters, rows=2)
 

@@ -12,6 +12,8 @@ import torch
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
 from rlhf_kl.rollout.reference_scores import (
     ReferenceSamples,
@@ -91,25 +93,29 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Ca
         stream = PromptStream(PROMPTS, letters, 3, 0)
         return reference_responses(lm, stream, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
 
-    samples = score_samples(drawn(), groups, count, "count", lambda p, r: [float(len(x)) for x in r])
+    def with_gold(gold: Any) -> Scorers:
+        return Scorers(Scorer("reward", PluginReward(count)), Scorer("gold", PluginReward(gold), 0.0))
+
+    samples = score_samples(drawn(), groups, with_gold(lambda p, r: [float(len(x)) for x in r]))
     assert sizes == [3, 3, 1]
     assert samples.scores.tolist() == [4.0] * 3 + [1.0] * 3 + [2.0]
     texts = [text for batch in drawn() for text in batch.texts]
-    assert samples.gold == [len(text) for text in texts]
+    assert samples.gold.tolist() == [len(text) for text in texts]
     assert samples.traits.lengths.tolist() == [n for batch in drawn() for n in batch.sampled.mask.sum(1).tolist()]
     assert len(set(texts[:3])) > 1  # each has noise of its own
-    assert score_samples(drawn(), groups, count, "count", None).gold is None
-    failed = score_samples(drawn(), groups, count, "count", lambda p, r: [1.0])
-    assert failed.gold is None
-    assert "reward gold: returned 1 scores for 3 responses" in str(failed.gold_failure)
+    assert score_samples(drawn(), groups, with_gold(count).trained).gold.isnan().all()
+    failed = score_samples(drawn(), groups, with_gold(lambda p, r: [1.0]))
+    assert failed.gold.isnan().all()
+    assert "reward.gold: returned 1 scores for 3 responses" in str(failed.failures)
     both = ReferenceSamples.concat([samples, failed])
-    assert (both.gold, both.gold_failure) == (None, failed.gold_failure)
+    assert both.failures == failed.failures
+    assert both.shaped(ScoreShaping(), normalize=False)[0].gold is None
 
 
 def samples_of(scores: list[float]) -> ReferenceSamples:
     rows = len(scores)
     traits = ResponseTraits(torch.tensor([True] * (rows - 1) + [False]), torch.full((rows,), 4), torch.zeros(rows))
-    return ReferenceSamples(torch.tensor(scores), traits, [0] * rows, None)
+    return ReferenceSamples(torch.tensor(scores), traits, [0] * rows, torch.zeros(rows), [])
 
 
 def test_the_scale_is_fitted_to_the_samples_and_penalties_come_off() -> None:

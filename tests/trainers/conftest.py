@@ -41,6 +41,8 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
     from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.models.lm import LM, Trunk
     from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
+    from rlhf_kl.rewards.plugin import PluginReward
+    from rlhf_kl.rewards.scorer import Scorer, Scorers
     from rlhf_kl.rewards.shaping import ScoreShaping
     from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
     from rlhf_kl.rollout.features import StateFeatures
@@ -98,8 +100,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
                     model,
                     states,
                     features,
-                    reward,
-                    "reward",
+                    Scorers(Scorer("reward", PluginReward(reward))),
                     shaping,
                     config.rollout.temperature,
                     config.rollout.samples_per_prompt,

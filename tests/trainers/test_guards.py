@@ -50,10 +50,10 @@ def rollout() -> RolloutBatch:
     grid, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     ids, row = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2)
     per_token = [grid] * 7
-    return RolloutBatch(ids, mask, ids, mask, *per_token, row, row, mask[:, 0], ["a"] * 2, ["b"] * 2)
+    return RolloutBatch(ids, mask, ids, mask, *per_token, {"reward": row}, row, mask[:, 0], ["a"] * 2, ["b"] * 2)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 @pytest.mark.parametrize(
     ("field", "said"),
     [
@@ -61,7 +61,6 @@ def rollout() -> RolloutBatch:
         ("ref_logprobs", "log-prob of the reference"),
         ("exact_kl", "KL"),
         ("values", "value"),
-        ("scores", "score"),  # a clip may hide it in the shaped ones
         ("shaped_scores", "score"),
     ],
 )
@@ -73,6 +72,8 @@ def test_one_number_spoils_a_rollout(field: str, said: str, value: float) -> Non
     found = non_finite_figure(replace(clean, **{field: spoilt}))
     assert found is not None
     assert said in found
+    beyond = {"reward": torch.tensor([0.0, torch.inf])}  # a clip may hide it in the shaped scores
+    assert non_finite_figure(replace(clean, scores=beyond)) == "a score"
 
 
 def test_all_finite() -> None:

@@ -32,12 +32,11 @@ BATCH = RolloutBatch(
     k1_variance=torch.tensor([[0.25, 1.0, 9.0], [4.0, 9.0, 9.0]]),
     logprob_variance=torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]),
     values=torch.zeros(2, 3),
-    scores=torch.tensor([1.0, 3.0]),
+    scores={"reward": torch.tensor([1.0, 3.0]), "terms.length": torch.tensor([0.25, 0.75])},
     shaped_scores=torch.tensor([0.5, 1.5]),
     ended=torch.tensor([True, False]),
     prompts=["a", "b"],
     responses=["c", "d"],
-    score_terms={"length": torch.tensor([0.25, 0.75])},
     penalties={"missing_eos": torch.tensor([0.0, 1.0])},
 )
 
@@ -60,7 +59,10 @@ def test_different_texts_of_a_batch(prompts: str, responses: str, size: int, sha
     zeros = torch.zeros(4, 1)
     ids, chosen = torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, dtype=torch.bool)
     batch = RolloutBatch(
-        ids, chosen, ids, chosen, *[zeros] * 7, *[zeros[:, 0]] * 2, chosen[:, 0], list(prompts), list(responses)
+        *(ids, chosen, ids, chosen),
+        *[zeros] * 7,
+        {"reward": zeros[:, 0]},
+        *(zeros[:, 0], chosen[:, 0], list(prompts), list(responses)),
     )
     settings = TrainConfig.model_validate({"rollout": {"batch_size": 4, "samples_per_prompt": size}})
     assert rollout_metrics(batch, 0.5, settings)["rollout/distinct_responses"] == share
@@ -134,7 +136,9 @@ def test_the_standard_error_is_the_spread_of_repeated_means() -> None:
 
 def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> None:
     alone = {name: value[:1] for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor | list)}
-    row = rollout_metrics(replace(BATCH, **alone, score_terms={}, penalties={}), 0.5, config())
+    row = rollout_metrics(
+        replace(BATCH, **alone, scores={"reward": BATCH.scores["reward"][:1]}, penalties={}), 0.5, config()
+    )
     assert row["kl/k1"] < 0 < row["kl/exact"]
     assert {row[key] for key in ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")} == {None}
     control = SimpleNamespace(adjusts=False)
@@ -145,17 +149,18 @@ def test_one_response_has_no_standard_error_and_nothing_is_told_from_it() -> Non
 def test_responses_to_one_prompt_are_one_draw() -> None:
     """Two groups whose responses are the same: errors are those of two responses. In one group the responses are."""
     names = [name for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor)]
-    twice = {name: getattr(BATCH, name).repeat_interleave(2, 0) for name in names}
+    twice: dict[str, Any] = {name: getattr(BATCH, name).repeat_interleave(2, 0) for name in names}
+    twice["scores"] = {"reward": BATCH.scores["reward"].repeat_interleave(2, 0)}
     in_twos = TrainConfig.model_validate(
         {"kl": {"target": 0.1, "ceiling": None}, "ppo": {"advantage": "rloo"}, "rollout": {"samples_per_prompt": 2}}
     )
     keys = ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")
     once, row = (
-        rollout_metrics(replace(BATCH, **tensors, score_terms={}, penalties={}, group=group), 0.5, settings)
+        rollout_metrics(replace(BATCH, **tensors, penalties={}, group=group), 0.5, settings)
         for tensors, group, settings in (({}, 1, config()), (twice, 2, in_twos))
     )
     assert [row[key] for key in keys] == pytest.approx([once[key] for key in keys])
-    alone = rollout_metrics(replace(BATCH, score_terms={}, penalties={}, group=2), 0.5, in_twos)
+    alone = rollout_metrics(replace(BATCH, penalties={}, group=2), 0.5, in_twos)
     assert [alone[key] for key in keys] == [once[key] for key in keys]
 
 

@@ -94,14 +94,14 @@ UNSEEN, PAIRS = EVERY[::5], [pair for i, pair in enumerate(EVERY) if i % 5]
 @pytest.fixture
 def reward(tiny_folder: Path) -> RewardModel:
     tokenizer = load_tokenizer(str(tiny_folder))
-    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), tokenizer, "policy.model")
+    model = classifier_from_lm(load_causal_lm(str(tiny_folder)), tokenizer)
     initialise_head(model.score, seed=0)
     return RewardModel(model, tokenizer)
 
 
 def figures(reward: RewardModel, pairs: list[Pair]) -> dict[str, float]:
     prompts = [pair.prompt for pair in pairs]
-    return pair_figures(*(reward.score(prompts, [getattr(p, side) for p in pairs]) for side in ("chosen", "rejected")))
+    return pair_figures(*(reward(prompts, [getattr(p, side) for p in pairs]) for side in ("chosen", "rejected")))
 
 
 def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardModel) -> None:

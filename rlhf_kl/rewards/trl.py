@@ -7,16 +7,14 @@ import inspect
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from statistics import fmean
 from typing import Any
 
 from rlhf_kl.config.plugins import TRL_PROVIDED
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import hidden
-from rlhf_kl.rewards.plugin import PluginReward, plugin_scorers
-from rlhf_kl.rewards.time_limit import same_device
+from rlhf_kl.rewards.plugin import PluginReward, same_device
 from rlhf_kl.types import Prompt, Response
 
 OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
@@ -29,20 +27,21 @@ class TRLReward(PluginReward):
     the data set, or only those that it names if it has no **kwargs. An async function is awaited.
     """
 
-    def __init__(self, attribute: Any, options: Mapping[str, Any], *limits: Any) -> None:
+    def __init__(self, attribute: Any, options: Mapping[str, Any] | None = None, *limits: Any) -> None:
         """As for `PluginReward`."""
         super().__init__(attribute, options, *limits)
         parameters = list(inspect.signature(self._function).parameters.values())
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        filled = TRL_PROVIDED | (set() if inspect.isclass(attribute) else set(options))  # an option wins over a column
+        # An option wins over a column.
+        filled = TRL_PROVIDED | (set() if inspect.isclass(attribute) else set(options or {}))
         own = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in filled]
         self.takes = {p.name for p in parameters}
         self.hidden_columns = OWN | filled
         self.named = [p.name for p in own]
         self.columns = [p.name for p in own if p.default is p.empty]
         self.update, self.updates = 1, 1
-        self.extra: dict[str, list[str]] = defaultdict(list)  # columns logged since the update began
-        self.logged: dict[str, list[float]] = defaultdict(list)
+        self.extra: dict[str, list[str]] = defaultdict(list)  # columns logged since the update began, by `log_extra`
+        self.logged: dict[str, list[float]] = defaultdict(list)  # by `log_metric`
 
     def begin(self, update: int, updates: int) -> None:
         """Start update number `update` (from 1); clears the logged values."""
@@ -50,23 +49,17 @@ class TRLReward(PluginReward):
         self.extra.clear()
         self.logged.clear()
 
-    def metrics(self) -> dict[str, list[float]]:
-        """Values logged by `log_metric` since the update began."""
-        return {f"log/{name}": list(values) for name, values in self.logged.items()}
-
     def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
         """Every column that it gets. Errors: InputError if a prompt has no column that it needs."""
         needed = super().columns_of(prompts)
         rows: list[Mapping[str, Any]] = [getattr(prompt, "row", {}) for prompt in prompts]
-        names = [
-            name for name in dict.fromkeys(name for row in rows for name in row) if name not in self.hidden_columns
-        ]
+        names = dict.fromkeys(name for row in rows for name in row if name not in self.hidden_columns)
         taken = [name for name in names if self.takes_all or name in self.takes]
         return needed | {name: [row.get(name) for row in rows] for name in taken}
 
     def _call(self, prompts: Sequence[str], responses: Sequence[str]) -> Callable[[], Any]:
         if any(not isinstance(response, Response) for response in responses):
-            raise InputError(f"reward {self.name}: completion_ids exist only for sampled responses")
+            raise InputError("completion_ids exist only for sampled responses")
         arguments = {
             "prompts": [_messages(prompt) or str(prompt) for prompt in prompts],
             "completions": [_completion(prompt, text) for prompt, text in zip(prompts, responses, strict=True)],
@@ -85,29 +78,6 @@ class TRLReward(PluginReward):
         from transformers import TrainerState
 
         return TrainerState(global_step=self.update - 1, max_steps=self.updates)
-
-
-def begin_scorers(reward: Any, gold: Any, update: int, updates: int) -> list[TRLReward]:
-    """Pass the current update to a run's TRL scorers; returns these scorers."""
-    found = [scorer for scorer in plugin_scorers(reward, gold).values() if isinstance(scorer, TRLReward)]
-    for scorer in found:
-        scorer.begin(update, updates)
-    return found
-
-
-def mean_metrics(found: Iterable[Iterable[Mapping[str, list[float]]]]) -> dict[str, float]:
-    """Metrics that the rewards of all processes logged, by name: the mean of all values."""
-    values: dict[str, list[float]] = {}
-    for metrics in (metrics for each in found for metrics in each):
-        for name, logged in metrics.items():
-            values.setdefault(name, []).extend(logged)
-    return {name: fmean(each) for name, each in values.items()}
-
-
-def logged_columns(rewards: Sequence[TRLReward], responses: int) -> dict[str, list[str]]:
-    """Columns that they logged, by name: one value per response of the update. Other lengths are left out."""
-    logged = [pair for reward in rewards for pair in reward.extra.items()]
-    return {name: values for name, values in logged if len(values) == responses}
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:

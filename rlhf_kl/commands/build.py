@@ -6,15 +6,15 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from rlhf_kl import ui
-from rlhf_kl.commands.models import Loaded, load_language_model, load_trained_model
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.load import Loaded, Loader
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.evaluate import Drawn
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
@@ -28,13 +28,13 @@ from rlhf_kl.models.value import (
     value_head_from_reward,
     zero_head,
 )
-from rlhf_kl.rewards.functions import GoldScorer, WeightedSum
+from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.plugin import plugin_scorers
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rewards.trl_interface import begin_scorers
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.types import RewardFn, Sampling
+from rlhf_kl.sharding import is_sharded, shard, unsharded
+from rlhf_kl.types import Sampling
 from rlhf_kl.ui import log
 
 EVAL_PROMPTS = 64
@@ -47,14 +47,13 @@ class Parts:
     policy: LM
     reference: LM
     tokenizer: Any
-    reward: RewardFn
-    gold: GoldScorer | None
+    scorers: Scorers
     prompts: PromptStream
     heldout: PromptStream
     texts: list[str]
     sampling: Sampling
     reference_is_initial_policy: bool
-    spread: list[nn.Module] = field(default_factory=list)  # sharded models
+    sharded: list[nn.Module] = field(default_factory=list)
     drawn: Drawn = field(default_factory=dict)  # the reference's responses in evaluations
 
 
@@ -62,40 +61,25 @@ def build_parts(config: TrainConfig, accelerator: Any) -> Parts:
     """Load everything that the config names, and refuse what cannot work."""
     config = with_files(config)
     device, dtype = accelerator.device, compute_dtype(config.run.dtype)
-    resolver = Resolver.for_run(config.run, device)
-    section = config.policy
-    with ui.waiting("loading the policy and the reference"):
-        loaded = load_trained_model(
-            resolver,
-            section.model,
-            section.lora,
-            "policy.model",
-            seed=derive_seed(config.run.seed, "adapter"),
-            gradient_checkpointing=section.gradient_checkpointing,
-        )
-        model, tokenizer = loaded.model.to(device), loaded.tokenizer
-        reference, is_initial_policy = build_reference(config, resolver, loaded)
-    reward = resolver.reward(config.reward)
-    gold = resolver.gold(config.reward)
-    train, kept = build_prompts(config, resolver, model, tokenizer)
-    for scorer in plugin_scorers(reward, gold).values():
-        scorer.columns_of([*train.texts, *kept.texts])
-    begin_scorers(reward, gold, 1, config.updates)
+    loader, section = Loader.for_run(config.run, device), config.policy
+    seed, recompute = derive_seed(config.run.seed, "adapter"), section.gradient_checkpointing
+    loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=recompute)
+    model, tokenizer = loaded.model.to(device), loaded.tokenizer
+    reference, is_initial_policy = build_reference(config, loader, loaded)
+    scorers = loader.scorers(config.reward)
+    train, kept = build_prompts(config, loader, model, tokenizer)
+    scorers.columns_of([*train.texts, *kept.texts])
+    scorers.begin(1, config.updates)
     batch = config.rollout.batch_size
     each = config.rollout.samples_per_prompt
     with ui.waiting("encoding the prompts"):
         prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
     heldout = PromptStream(kept.texts, tokenizer, min(EVAL_PROMPTS, len(kept.texts)), config.run.seed, kept.rows)
-    texts = resolver.texts(
-        config.eval.texts,
-        config.eval.column,
-        "eval.texts",
-        limit=config.eval.max_documents,
-        split=config.eval.split,
-    )
+    held = config.eval
+    texts = loader.texts(held.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, dtype)
-    return Parts(policy, reference, tokenizer, reward, gold, prompts, heldout, texts, sampling, is_initial_policy)
+    return Parts(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
@@ -108,37 +92,41 @@ def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
     )
 
 
-def build_reference(config: TrainConfig, resolver: Resolver, loaded: Loaded) -> tuple[LM, bool]:
+def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tuple[LM, bool]:
     """The frozen model that the KL is measured to, and whether it is the starting policy.
 
     For a policy with an adapter it is the same model at its start, without a second copy of the weights.
     """
     ref, policy, dtype = config.reference.model, loaded.model, compute_dtype(config.run.dtype)
-    if ref is None or resolver.folder(ref, "reference.model") == loaded.folder:
+    with blame("reference.model"):
+        same = ref is None or loader.folder(ref) == loaded.folder
+    if ref is None or same:
         if has_adapter(policy):
             return AdapterReference(policy, dtype, keep_start=loaded.began_as_adapter), True
-        return frozen_lm(copy.deepcopy(policy), dtype, resolver.device), True
-    reference = load_language_model(resolver, ref, "reference.model").model
+        return frozen_lm(copy.deepcopy(policy), dtype, loader.device), True
+    reference = loader.language_model(ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("reference.model: has another vocabulary than policy.model, so there is no KL between them")
-    return frozen_lm(reference, dtype, resolver.device), False
+    return frozen_lm(reference, dtype, loader.device), False
 
 
-def build_prompts(config: TrainConfig, resolver: Resolver, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
+def build_prompts(config: TrainConfig, loader: Loader, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
     context = context_length(policy)
     room = None if context is None else context - config.rollout.max_new_tokens
     form = prompt_format(config.data)
-    train_texts, kept_texts = resolver.prompts(config.data, config.eval)
-    train = prepare_prompts(train_texts, tokenizer, room, "data.prompts", form)
-    kept = prepare_prompts(kept_texts, tokenizer, room, "eval.prompts", form)
-    if kept_texts is not train_texts:  # prompts that were cut short may have become the same
-        train = without_rows(train, kept)
-    for prompts in (train, kept):
-        check_vocabulary(policy, tokenizer, prompts.rows, "data.prompts")
-        if prompts.note and prompts.texts is not train_texts:
-            log.info(prompts.note)
-    return train, kept
+    train_texts, kept_texts = loader.prompts(config.data, config.eval)
+    prepared = []
+    for key, texts in (("data.prompts", train_texts), ("eval.prompts", kept_texts)):
+        with blame(key):
+            prompts = prepare_prompts(texts, tokenizer, room, form)
+            check_vocabulary(policy, tokenizer, prompts.rows)
+        if prompts.note:
+            log.info(f"{key}: {prompts.note}")
+        prepared.append(prompts)
+    train, kept = prepared
+    # Prompts that were cut short may have become the same.
+    return (train if kept_texts is train_texts else without_rows(train, kept)), kept
 
 
 def without_rows(train: Prompts, kept: Prompts) -> Prompts:
@@ -147,12 +135,10 @@ def without_rows(train: Prompts, kept: Prompts) -> Prompts:
     rest = [i for i, row in enumerate(train.rows) if tuple(row) not in apart]
     if not rest:
         raise InputError("data.prompts: every prompt is among the held-out ones too; name others as eval.prompts")
-    dropped = len(train.rows) - len(rest)
-    if not dropped:
-        return train
-    note = f"data.prompts: {dropped} of {len(train.rows)} prompts left out: they are among the held-out ones"
-    texts, rows = [train.texts[i] for i in rest], [train.rows[i] for i in rest]
-    return Prompts(texts, rows, f"{train.note}; {note}" if train.note else note)
+    if len(rest) < len(train.rows):
+        dropped = len(train.rows) - len(rest)
+        log.info(f"data.prompts: {dropped} of {len(train.rows)} prompts left out: they are among the held-out ones")
+    return Prompts([train.texts[i] for i in rest], [train.rows[i] for i in rest])
 
 
 def prompt_format(data: PromptsSection) -> PromptFormat:
@@ -176,8 +162,8 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
     hidden_size = policy.model.config.get_text_config().hidden_size
     if config.critic == "head":
         return ActorCritic(policy, HeadValue(hidden_size).to(device))
-    reward = parts.reward
-    if isinstance(reward, RewardModel) and _reads_rows_of(parts, reward) and _has_one_output(reward):
+    reward = parts.scorers.model
+    if reward is not None and _reads_rows_of(parts, reward) and reward.model.score.out_features == 1:
         trunk = copy.deepcopy(reward.model.base_model)
         head = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
     else:
@@ -196,13 +182,7 @@ def feature_count(parts: Parts) -> int:
 
 def feature_rewards(parts: Parts) -> list[RewardModel]:
     """The reward models that can read whole responses as the policy's tokens."""
-    reward = parts.reward
-    every = [term for _, term in reward.terms.values()] if isinstance(reward, WeightedSum) else [reward]
-    return [one for one in every if isinstance(one, RewardModel) and _reads_rows_of(parts, one)]
-
-
-def _has_one_output(reward: RewardModel) -> bool:
-    return bool(reward.model.score.out_features == 1)
+    return [model for model in parts.scorers.trained.models.values() if _reads_rows_of(parts, model)]
 
 
 def _reads_rows_of(parts: Parts, reward: RewardModel) -> bool:
@@ -216,3 +196,41 @@ def _reads_rows_of(parts: Parts, reward: RewardModel) -> bool:
     if reward.model.get_input_embeddings().num_embeddings < parts.policy.model.config.get_text_config().vocab_size:
         return False
     return reward.limit is None or parts.prompts.longest + parts.sampling.max_new_tokens <= reward.limit
+
+
+def shard_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None:
+    """Shard models by `policy.shard` and `reference.shard`, before an optimizer is made; `parts.sharded` lists them.
+
+    A value head and a critic on features are small and stay whole.
+    """
+    policy, device = parts.policy, parts.policy.device
+    if config.policy.shard:
+        one = pack_last([[0]], device)
+        shard(layers_of(policy.base), policy, device)
+        if isinstance(model.value, SeparateValue):
+            shard(layers_of(model.value.trunk.base), model.value, device)
+        parts.sharded += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
+        with torch.no_grad():  # the first pass makes all layers part of this root
+            hidden = policy.states(one, lambda _, hidden: hidden)
+            if model.value is not None:
+                model.value(one, hidden)
+        with unsharded(*parts.sharded):
+            pass
+        if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_sharded(p)]:
+            raise RuntimeError(f"policy.shard: these tensors are not sharded: {held[:3]}")
+    if config.reference.shard:
+        frozen = [parts.reference.model, *(reward.model for reward in parts.scorers.models.values())]
+        apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
+        if not apart and not config.policy.shard:
+            raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
+        for each in apart:
+            if not (layers := layers_of(each)):
+                raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
+            shard(layers, None, device)
+            parts.sharded.append(each)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers of a transformers model, by the class names that the model lists."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlhf_kl.commands.resolver import Resolver
+from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import (
     EvalSection,
@@ -19,7 +19,6 @@ from rlhf_kl.config.schema import (
 from rlhf_kl.data.chat import Conversation
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
-from rlhf_kl.rewards.model import RewardModel
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.world import World
@@ -29,8 +28,8 @@ HELD = EvalSection(texts="t.txt")
 
 
 @pytest.fixture
-def resolver() -> Resolver:
-    return Resolver()
+def loader() -> Loader:
+    return Loader()
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -38,109 +37,102 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_a_built_in_world_stands_behind_its_name(resolver: Resolver, small_world: World) -> None:
+def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: World) -> None:
     config = with_files(TrainConfig.model_validate({"policy": {"model": SMALL}}))
     assert config.policy.model == str(small_world.policy())
-    train, kept = resolver.prompts(config.data, config.eval)
+    train, kept = loader.prompts(config.data, config.eval)
     assert len(train) == 400
     assert len(kept) == 64
     assert not set(train) & set(kept)
-    assert len(resolver.texts(config.eval.texts, "text", "eval.texts")) == 60
-    assert len(resolver.texts(config.eval.texts, "text", "eval.texts", limit=7)) == 7
-    reward = resolver.reward(config.reward)
-    assert isinstance(reward, RewardModel)
-    assert len(reward(train[:2], [" good", " bad"])) == 2
-    gold = resolver.gold(config.reward)
-    assert gold is not None
-    assert gold(["The hotel in Oslo:"], [""]) == [-4.0]
+    assert len(loader.texts(config.eval.texts, "text", "eval.texts", "test")) == 60
+    assert len(loader.texts(config.eval.texts, "text", "eval.texts", "test", limit=7)) == 7
+    scorers = loader.scorers(config.reward)
+    assert scorers.model is not None
+    assert scorers(["The hotel in Oslo:"], [""]).values["gold"].tolist() == [-4.0]
 
 
 def prompts(path: str) -> PromptsSection:
     return PromptsSection(prompts=path, column="q")
 
 
-def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(resolver: Resolver, tmp_path: Path) -> None:
+def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(loader: Loader, tmp_path: Path) -> None:
     rows = [{"q": f"prompt {i % 40}"} for i in range(100)]  # each of 40 two or three times
-    train, kept = resolver.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), HELD)
+    train, kept = loader.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), HELD)
     assert len(kept) == 2
     assert not set(train) & set(kept)
     assert set(train) | set(kept) == {row["q"] for row in rows}
 
 
-def test_few_prompts_serve_for_both(resolver: Resolver, tmp_path: Path) -> None:
+def test_few_prompts_serve_for_both(loader: Loader, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", [{"q": "one"}, {"q": "two"}])
-    assert resolver.prompts(prompts(path), HELD) == (["one", "two"], ["one", "two"])
+    assert loader.prompts(prompts(path), HELD) == (["one", "two"], ["one", "two"])
 
 
-def test_held_out_prompts_that_are_named_win(resolver: Resolver, tmp_path: Path) -> None:
+def test_held_out_prompts_that_are_named_win(loader: Loader, tmp_path: Path) -> None:
     train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
     own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
-    assert resolver.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == ["mine"]
+    assert loader.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == ["mine"]
 
 
-def test_pairs_of_a_file(resolver: Resolver, tmp_path: Path) -> None:
+def test_pairs_of_a_file(loader: Loader, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"p": "a", "good": "b", "bad": "c"}, {"p": "d", "good": "x", "bad": "y"}])
     kept = jsonl(tmp_path / "y.jsonl", [{"p": "d", "good": "e", "bad": "f"}])  # its prompt is not trained on
     section = PairsSection(pairs=path, eval_pairs=kept, prompt_column="p", chosen_column="good", rejected_column="bad")
-    assert resolver.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
+    assert loader.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
 
 
-def test_texts_and_pairs_of_one_prompt_stay_on_one_side(resolver: Resolver, tmp_path: Path) -> None:
+def test_texts_and_pairs_of_one_prompt_stay_on_one_side(loader: Loader, tmp_path: Path) -> None:
     texts = jsonl(tmp_path / "t.jsonl", [{"text": f"text {i % 40}"} for i in range(100)])
-    train, kept = resolver.documents(SFTDataSection(texts=texts))
+    train, kept = loader.documents(SFTDataSection(texts=texts))
     assert len(train) + len(kept) == 100
     assert not set(train) & set(kept)
     rows = [{"prompt": f"{i % 40}", "chosen": f"good {i}", "rejected": "bad"} for i in range(100)]
-    some, apart = resolver.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
+    some, apart = loader.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
     assert len(some) + len(apart) == 100
     assert not {pair.prompt for pair in some} & {pair.prompt for pair in apart}
 
 
-def test_what_is_held_out_by_name_is_not_trained_on(resolver: Resolver, tmp_path: Path) -> None:
+def test_what_is_held_out_by_name_is_not_trained_on(loader: Loader, tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
     kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
-    assert resolver.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
+    assert loader.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
     with pytest.raises(InputError, match="every row is a held-out row too"):
-        resolver.documents(SFTDataSection(texts=kept, eval_texts=kept))
+        loader.documents(SFTDataSection(texts=kept, eval_texts=kept))
     labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
     apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
-    rest, held = resolver.labelled(PairsSection(labels=labels, eval_pairs=apart))
+    rest, held = loader.labelled(PairsSection(labels=labels, eval_pairs=apart))
     assert (rest, held) == ([Labelled("a", 1.0)], [Labelled("b", 0.0)])
 
 
-def test_prompts_in_the_form_of_conversations_and_of_columns(resolver: Resolver, tmp_path: Path) -> None:
+def test_prompts_in_the_form_of_conversations_and_of_columns(loader: Loader, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
     rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
     file = jsonl(tmp_path / "c.jsonl", rows)
-    assert resolver.prompts(prompts(file), HELD)[0] == ["why?", "plain"]
+    assert loader.prompts(prompts(file), HELD)[0] == ["why?", "plain"]
     chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [isinstance(p, Conversation) for p in resolver.prompts(chat, HELD)[0]] == [0, 1, 0]
+    assert [isinstance(p, Conversation) for p in loader.prompts(chat, HELD)[0]] == [0, 1, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
-    assert resolver.prompts(section, HELD)[0] == ["{T} P {x}\nTL;DR:"]
+    assert loader.prompts(section, HELD)[0] == ["{T} P {x}\nTL;DR:"]
     with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
-        resolver.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
+        loader.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
 
 
-def test_several_scorers_with_weights(resolver: Resolver, tiny_data: Any, tiny_reward_folder: Path) -> None:
+def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_reward_folder: Path) -> None:
     terms = {
         "a": {"kind": tiny_data.reward, "weight": 2.0},
         "b": {"kind": tiny_data.reward, "letter": "b", "weight": -1.0},
         "model": {"model": str(tiny_reward_folder), "weight": 0.5},
     }
-    together = resolver.reward(RewardSection.model_validate({"kind": "sum", "terms": terms}))
-    alone = resolver.reward(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"])[0]
-    assert together(["x"], ["aab"]) == pytest.approx([2 * 0.25 - 0.125 + 0.5 * alone], rel=1e-5)
+    section = RewardSection.model_validate({"kind": "sum", "terms": terms, "gold": tiny_data.reward})
+    together = loader.scorers(section)(["x"], ["aab"]).values
+    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"]).values["reward"])
+    assert float(together["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
+    assert float(together["gold"]) == 0.25
 
 
-def test_a_gold_scorer_of_ones_own(resolver: Resolver, tiny_data: Any) -> None:
-    assert resolver.gold(RewardSection(kind=tiny_data.reward)) is None
-    chosen = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
-    gold = resolver.gold(chosen)
-    assert gold is not None
-    assert gold(["x"], ["aa"]) == [0.25]
-
-
-def test_a_reward_function_with_its_options(resolver: Resolver, tiny_data: Any) -> None:
-    section = RewardSection.model_validate({"kind": tiny_data.reward, "letter": "b"})
-    assert resolver.reward(section)(["x"], ["abb"]) == [0.25]
+def test_scorers_that_are_left_out(loader: Loader, tiny_data: Any) -> None:
+    section = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
+    for reward, gold in ((True, False), (False, True)):
+        values = loader.scorers(section, reward=reward, gold=gold)(["x"], ["aa"]).values
+        assert set(values) == ({"reward"} if reward else {"gold"})

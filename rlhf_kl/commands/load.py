@@ -1,0 +1,416 @@
+"""Loads what a config or a command line names: language models, adapters, scorers, prompts, texts and pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from rlhf_kl import ui
+from rlhf_kl.config.plugins import NamedPlugin, load_reward
+from rlhf_kl.config.schema import (
+    ArchitectureSection,
+    EvalSection,
+    LoraSection,
+    PairsSection,
+    PromptsSection,
+    RewardSection,
+    RunSection,
+    ScorerSection,
+    SFTDataSection,
+    TrainConfig,
+)
+from rlhf_kl.data.files import HELDOUT_SHARE, Row, load_rows, split_heldout, text_column, without_leaks
+from rlhf_kl.data.texts import (
+    UNUSABLE,
+    Example,
+    Labelled,
+    Pair,
+    read_examples,
+    read_labels,
+    read_pairs,
+    read_prompts,
+    read_texts,
+)
+from rlhf_kl.errors import InputError, blame, suggestion
+from rlhf_kl.hub import model_folder
+from rlhf_kl.models.lm import enable_recompute
+from rlhf_kl.models.load import (
+    SAFE,
+    Access,
+    check_label,
+    compute_dtype,
+    is_classifier,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+)
+from rlhf_kl.models.lora import (
+    LANGUAGE_MODEL,
+    adapter_base,
+    add_adapter,
+    checkpointed,
+    is_adapter,
+    load_adapter,
+    merge,
+    require_classifier_adapter,
+)
+from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2, train_tokenizer
+from rlhf_kl.models.value import freeze
+from rlhf_kl.plugins import is_reference
+from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
+from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
+from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.seeding import derive_seed
+from rlhf_kl.sharding import load_tensors
+from rlhf_kl.types import Prompt
+from rlhf_kl.ui import log
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A causal language model or a classifier, with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    folder: str  # of the model, or of its adapter
+    began_as_adapter: bool
+
+
+class Loader:
+    """Turns the names in a config into models, data and scorers; a hub id is downloaded or taken from the cache.
+
+    `key` is the config key of a name. Errors: InputError, with the key in front.
+    """
+
+    def __init__(self, device: Any = "cpu", access: Access = SAFE, dtype: torch.dtype = torch.float32) -> None:
+        """`device` and `dtype`: of the reward models' computation."""
+        self.device, self.access, self.dtype = device, access, dtype
+
+    @classmethod
+    def for_run(cls, run: RunSection, device: Any) -> Loader:
+        """The loader of a config with this `run` section."""
+        access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
+        return cls(device, access, compute_dtype(run.dtype))
+
+    # ---- models
+
+    def folder(self, ref: str) -> str:
+        """The local folder of a model."""
+        return model_folder(ref, pickled=self.access.pickle)
+
+    def tokenizer(self, ref: str, key: str) -> Any:
+        """The tokenizer of a model."""
+        with blame(key):
+            return load_tokenizer(self.folder(ref), self.access)
+
+    def language_model(self, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
+        """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`."""
+        with ui.waiting(f"loading {key}"), blame(key):
+            return self._language_model(ref, keep_adapter=keep_adapter)
+
+    def _language_model(self, ref: str, *, keep_adapter: bool = False) -> Loaded:
+        folder = self.folder(ref)
+        if not is_adapter(folder):
+            return Loaded(load_causal_lm(folder, self.access), load_tokenizer(folder, self.access), folder, False)
+        base = self._language_model(adapter_base(folder))  # which may itself be an adapter
+        model = load_adapter(base.model, folder)
+        tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
+        return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
+
+    def trained_model(
+        self, ref: str, lora: LoraSection | None, seed: int, *, gradient_checkpointing: bool = False
+    ) -> Loaded:
+        """`policy.model`, to be trained: with a fresh adapter if the config names one; an adapter is trained further.
+
+        `seed`: for the weights of a fresh adapter.
+        """
+        loaded = self.language_model(ref, "policy.model", keep_adapter=lora is None)
+        if lora is not None:
+            model = with_adapter(loaded.model, lora, base_name(ref, loaded), seed)
+            loaded = Loaded(model, loaded.tokenizer, loaded.folder, False)
+        if gradient_checkpointing:
+            recompute(loaded.model)
+        return loaded
+
+    def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
+        """A sequence classifier as a scorer; an adapter is merged into its base."""
+        with ui.waiting(f"loading {key}"), blame(key):
+            folder = self.folder(ref)
+            if is_adapter(folder):
+                model, tokenizer = self._classifier_of_adapter(folder, section.label)
+            else:
+                model = load_reward_model(folder, self.access, section.label)
+                tokenizer = load_tokenizer(folder, self.access)
+            form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
+            model = freeze(model).to(self.device)
+            return RewardModel(model, tokenizer, form=form, label=section.label, dtype=self.dtype)
+
+    def _classifier_of_adapter(self, folder: str, label: str | None) -> tuple[Any, Any]:
+        """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model."""
+        require_classifier_adapter(folder)
+        ref = adapter_base(folder)
+        base = self.folder(ref)
+        if is_classifier(base):
+            tokenizer = load_tokenizer(base, self.access)
+            model = load_reward_model(base, self.access, label)
+        else:
+            lm = self._language_model(ref)
+            tokenizer = lm.tokenizer
+            model = classifier_from_lm(lm.model, lm.tokenizer, self.access)  # its head comes with the adapter
+            with blame(folder):
+                check_label(model, label)
+        merged = merge(load_adapter(model, folder))
+        remember_format(merged, folder)
+        return merged, self._tokenizer_of_adapter(folder, tokenizer)
+
+    def _tokenizer_of_adapter(self, folder: str, base: Any) -> Any:
+        has_one = (Path(folder) / "tokenizer_config.json").is_file()
+        return load_tokenizer(folder, self.access) if has_one else base
+
+    # ---- scorers
+
+    def scorers(self, section: RewardSection, *, reward: bool = True, gold: bool = True) -> Scorers:
+        """The scorers of a config, or some of them: its reward, or the terms of a sum; and gold."""
+        found = []
+        for name, term in (section.terms or {}).items() if reward else ():
+            found.append(Scorer(TERM + name, self._scorer(term, f"reward.terms.{name}", section), term.weight))
+        if reward and not section.terms:
+            found.append(Scorer(REWARD, self._scorer(section, REWARD, section)))
+        if gold and section.gold is not None:
+            plugin = NamedPlugin("reward.gold", section.gold, {})
+            call = (
+                _plugin(plugin, section.time_limit)
+                if is_reference(section.gold)
+                else self.reward_model(section.gold, plugin.key, ScorerSection())
+            )
+            found.append(Scorer(GOLD, call, 0.0))
+        return Scorers(*found)
+
+    def _scorer(self, scorer: ScorerSection, where: str, section: RewardSection) -> RewardModel | PluginReward:
+        if scorer.kind == "model":
+            assert scorer.model is not None
+            return self.reward_model(scorer.model, f"{where}.model", scorer)
+        plugin = NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
+        return _plugin(plugin, section.time_limit)
+
+    # ---- data
+
+    def _read(self, key: str, ref: str, split: str, read: Callable[[list[Row]], tuple[list[T], int]]) -> list[T]:
+        """The rows of a file or data set, as `read` makes them; it says how many it has left out."""
+        with ui.waiting(f"reading {key}"), blame(key):
+            rows = load_rows(ref, split)
+            found, skipped = read(rows)
+        if skipped:
+            log.info(f"{key}: {ref}: {skipped} of {len(rows)} rows left out: {UNUSABLE}, or no difference")
+        return found
+
+    def texts(
+        self, ref: str, column: str, key: str, split: str, *, limit: int | None = None, template: str | None = None
+    ) -> list[str]:
+        """The first `limit` texts of a data set."""
+        column = text_column(ref, column)
+        return self._read(key, ref, split, lambda rows: (read_texts(rows[:limit], column, template, ref), 0))
+
+    def all_prompts(self, data: PromptsSection, key: str, ref: str, split: str) -> list[Prompt]:
+        """The prompts of one file or data set."""
+        column, chat = text_column(ref, data.column), data.chat_template
+        return self._read(key, ref, split, lambda rows: read_prompts(rows, column, data.template, ref, chat=chat))
+
+    def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[Prompt], list[Prompt]]:
+        """Training prompts and held-out prompts, without overlap.
+
+        If no held-out prompts are named, one prompt in twenty is held out.
+        With fewer than twenty prompts the training prompts are also the held-out ones.
+        """
+        train, kept = self.all_prompts(data, "data.prompts", data.prompts, data.split), None
+        if held.prompts is not None:
+            kept = self.all_prompts(data, "eval.prompts", held.prompts, held.split)
+        elif len(set(train)) < HELDOUT_SHARE:
+            return train, train
+        train, kept = divided("data.prompts", train, kept, str)
+        return train, list(dict.fromkeys(kept)) or train
+
+    def documents(self, data: SFTDataSection) -> tuple[list[str], list[str]]:
+        """Training texts and held-out texts, without overlap."""
+        train = self.texts(
+            data.texts, data.column, "data.texts", data.split, limit=data.max_documents, template=data.template
+        )
+        kept = None
+        if data.eval_texts is not None:
+            kept = self.texts(data.eval_texts, data.column, "data.eval_texts", data.eval_split, template=data.template)
+        return divided("data.texts", train, kept, str)
+
+    def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
+        """Training prompts with responses, and held-out ones with other prompts."""
+
+        def all_examples(key: str, ref: str, split: str) -> list[Example]:
+            columns, most = (data.prompt_column, data.response_column or "", data.template, ref), data.max_documents
+            return self._read(
+                key, ref, split, lambda rows: read_examples(rows[:most], *columns, chat=data.chat_template)
+            )
+
+        train = all_examples("data.texts", data.texts, data.split)
+        kept = (
+            all_examples("data.eval_texts", data.eval_texts, data.eval_split) if data.eval_texts is not None else None
+        )
+        return divided("data.texts", train, kept, _prompt)
+
+    def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
+        """The preference pairs of one file or data set."""
+        columns = (data.prompt_column, data.chosen_column, data.rejected_column, data.template, ref)
+        return self._read(key, ref, split, lambda rows: read_pairs(rows, *columns, chat=data.chat_template))
+
+    def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
+        """Preference pairs, and held-out ones with other prompts."""
+        assert data.pairs is not None
+        train, kept = self.all_pairs(data, "data.pairs", data.pairs, data.split), None
+        if data.eval_pairs is not None:
+            kept = self.all_pairs(data, "data.eval_pairs", data.eval_pairs, data.eval_split)
+        return divided("data.pairs", train, kept, _prompt)
+
+    def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
+        """Labelled training texts and held-out ones, without overlap."""
+
+        def all_labels(key: str, ref: str, split: str) -> list[Labelled]:
+            columns = (data.text_column, data.label_column, ref)
+            return self._read(key, ref, split, lambda rows: (read_labels(rows, *columns), 0))
+
+        assert data.labels is not None
+        train, kept = all_labels("data.labels", data.labels, data.split), None
+        if data.eval_pairs is not None:
+            kept = all_labels("data.eval_pairs", data.eval_pairs, data.eval_split)
+        return divided("data.labels", train, kept, lambda row: row.text)
+
+
+def divided(
+    key: str, train: list[T], kept: list[T] | None, identity: Callable[[T], Hashable]
+) -> tuple[list[T], list[T]]:
+    """Training rows and held-out rows: `kept`, or a part that is split off. Rows with one `identity` stay together."""
+    with blame(key):
+        if kept is None:
+            return split_heldout(train, identity)
+        rest = without_leaks(train, kept, identity)
+    if len(rest) < len(train):
+        count = len(train) - len(rest)
+        log.info(f"{key}: {count} of {len(train)} rows left out: they are among the held-out ones")
+    return rest, kept
+
+
+def _prompt(row: Example | Pair) -> Hashable:
+    return str(row.prompt)
+
+
+def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:
+    target, arguments = load_reward(plugin)
+    return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
+
+
+# ---- models to train
+
+
+def base_name(ref: str, loaded: Loaded) -> str:
+    """The base in a fresh adapter's config: the folder of a local model, else the hub id."""
+    return loaded.folder if Path(ref).is_dir() else ref
+
+
+def with_adapter(
+    model: Any, lora: LoraSection, ref: str, seed: int, task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL
+) -> Any:
+    """The model with a fresh adapter of `policy.lora`; `ref` is its base, for the adapter's config."""
+    with blame("policy.lora"):
+        return add_adapter(
+            model, r=lora.r, alpha=lora.alpha, target_modules=lora.target_modules, ref=ref, seed=seed, task=task
+        )
+
+
+def recompute(model: Any) -> None:
+    """Gradient checkpointing, for `policy.gradient_checkpointing`."""
+    with blame("policy.gradient_checkpointing"):
+        enable_recompute(model)
+
+
+def new_language_model(shape: ArchitectureSection, texts: Sequence[str], seed: int) -> tuple[Any, Any]:
+    """A GPT-2 with random weights, and a tokenizer trained on `texts`; `seed` is the run's."""
+    tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
+    model = new_gpt2(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        context=shape.context,
+        tokenizer=tokenizer,
+        seed=derive_seed(seed, "weights"),
+    )
+    return model, tokenizer
+
+
+# ---- of a run
+
+
+def load_run_policy(
+    loader: Loader, config: TrainConfig, folder: RunFolder | None, step: int | None = None
+) -> tuple[Any, Any]:
+    """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
+
+    Errors: InputError if the run has no such checkpoint, or neither a checkpoint nor a final model.
+    """
+    if folder is not None and folder.final.is_dir() and step is None:
+        final = loader.language_model(str(folder.final), "--run")
+        return final.model, final.tokenizer
+    section = config.policy
+    seed = derive_seed(config.run.seed, "adapter")
+    loaded = loader.trained_model(section.model, section.lora, seed)
+    if folder is not None:
+        load_policy(_checkpoint(folder, step), loaded.model)
+    return loaded.model, loaded.tokenizer
+
+
+def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
+    """The reference of a run, or another model in its place."""
+    ref = located(other or config.reference.model or config.policy.model)
+    return loader.language_model(ref, "reference")
+
+
+def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
+    """The policy's weights out of a checkpoint of policy and value function."""
+    holder = nn.Module()
+    holder.policy = policy
+    try:
+        load_tensors(checkpointed(holder), load_file(checkpoint.path / "model.safetensors"))
+    except InputError as error:
+        raise InputError(f"{checkpoint.path}: does not fit the policy: {error}") from error
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
+    if not present:
+        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+    if step is None:
+        whole, problems = newest_whole(folder.checkpoints)
+        if whole is None:
+            raise InputError(*(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems))
+        return whole
+    if step not in present:
+        hint = suggestion(str(step), [str(known) for known in present])
+        raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
+    problem = present[step].damage()
+    if problem is not None:
+        raise InputError(f"--checkpoint {step}: {present[step].path}: {problem}")
+    return present[step]
+
+
+def located(ref: str) -> str:
+    """An existing path of the command line, made absolute; anything else unchanged."""
+    path = Path(ref).expanduser()
+    return str(path.absolute()) if path.exists() else ref

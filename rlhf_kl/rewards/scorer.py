@@ -1,0 +1,205 @@
+"""The scorers of a run: the reward that the policy is trained on, the terms of a sum, and gold, which is only logged.
+
+Scores are (B,) on the CPU. NaN = the scorer gave none for this response; inf = a reward model's score was not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.errors import InputError, blame
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.ui import log
+
+REWARD, GOLD = "reward", "gold"
+TERM = "terms."  # before the name of a term of a sum
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A reward model, or a user's function. One of weight 0 is only logged: its failure does not end a run."""
+
+    name: str  # "reward", "terms.NAME" or "gold"
+    call: Callable[[Sequence[str], Sequence[str]], Tensor]
+    weight: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """Its config key."""
+        return REWARD if self.name == REWARD else f"{REWARD}.{self.name}"
+
+
+class Scores(NamedTuple):
+    """Raw scores of one batch."""
+
+    values: dict[str, Tensor]  # (B,): "reward", what each "terms.NAME" adds to it, and "gold"
+    failures: list[str]  # of scorers that are only logged; their scores are NaN
+
+
+class Scorers:
+    """All scorers of a run. Their weighted scores are added up; one that does not score a response adds nothing."""
+
+    def __init__(self, *scorers: Scorer) -> None:
+        self.scorers = scorers
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Scores:
+        """Errors: InputError from a scorer with a weight, by its config key."""
+        values: dict[str, Tensor] = {}
+        failures = []
+        for scorer in self.scorers:
+            try:
+                with blame(scorer.key):
+                    values[scorer.name] = scorer.call(prompts, responses)
+            except InputError as error:
+                if scorer.weight:
+                    raise
+                values[scorer.name] = torch.full((len(responses),), math.nan)
+                failures.append(str(error))
+        terms = [scorer for scorer in self.scorers if scorer.name.startswith(TERM)]
+        values |= {term.name: term.weight * values[term.name].double() for term in terms}
+        if terms:
+            values = {REWARD: _sum([values[term.name] for term in terms if term.weight]), **values}
+        return Scores(values, failures)
+
+    @property
+    def trained(self) -> Scorers:
+        """Without those that are only logged."""
+        return Scorers(*(scorer for scorer in self.scorers if scorer.weight))
+
+    @property
+    def model(self) -> RewardModel | None:
+        """The reward model, if it alone is the reward."""
+        return next((s.call for s in self.scorers if s.name == REWARD and isinstance(s.call, RewardModel)), None)
+
+    @cached_property
+    def models(self) -> dict[str, RewardModel]:
+        """The reward models, by the names of their scorers."""
+        return {scorer.name: scorer.call for scorer in self.scorers if isinstance(scorer.call, RewardModel)}
+
+    @cached_property
+    def functions(self) -> dict[str, PluginReward]:
+        """The user's functions, by the names of their scorers."""
+        return {scorer.name: scorer.call for scorer in self.scorers if isinstance(scorer.call, PluginReward)}
+
+    # ---- columns of the data set
+
+    def columns_of(self, prompts: Sequence[str]) -> list[dict[str, list[Any]]]:
+        """The columns that each function reads. Errors: InputError if a prompt lacks one."""
+        columns = []
+        for scorer in self.scorers:
+            if function := self.functions.get(scorer.name):
+                with blame(scorer.key):
+                    columns.append(function.columns_of(prompts))
+        return columns
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns that the functions name, required or optional."""
+        return list(dict.fromkeys(name for function in self.functions.values() for name in function.named))
+
+    # ---- TRL's interface
+
+    @cached_property
+    def _trl(self) -> list[TRLReward]:
+        return [function for function in self.functions.values() if isinstance(function, TRLReward)]
+
+    def begin(self, update: int, updates: int) -> None:
+        """Start update number `update` (from 1) of `updates`; clears what functions logged."""
+        for function in self._trl:
+            function.begin(update, updates)
+
+    def logged_metrics(self) -> dict[str, list[float]]:
+        """Values that functions logged since the update began, by their key in the row."""
+        values: dict[str, list[float]] = {}
+        for function in self._trl:
+            for name, logged in function.logged.items():
+                values.setdefault(f"log/{name}", []).extend(logged)
+        return values
+
+    def logged_columns(self, responses: int) -> dict[str, list[str]]:
+        """Columns that functions logged: one value per response of the update. Other lengths are left out."""
+        logged = [pair for function in self._trl for pair in function.extra.items()]
+        return {name: values for name, values in logged if len(values) == responses}
+
+    # ---- state
+
+    @property
+    def _with_state(self) -> Iterator[tuple[Scorer, PluginReward]]:
+        for scorer in self.scorers:
+            function = self.functions.get(scorer.name)
+            if function is not None and function.has_state:
+                yield scorer, function
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the user's objects, by name; one that is only logged is left out where it fails.
+
+        Errors: InputError if a state cannot be read, or if JSON cannot restore it exactly.
+        """
+        states = {}
+        for scorer, function in self._with_state:
+            with _failures_of(scorer):
+                states[scorer.name] = function.state_dict()
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore the states, with an alert about objects that have none there, so that they begin anew."""
+        self._load(states)
+        for scorer, _ in self._with_state:
+            if scorer.name not in states:
+                log.warning(f"resume: {scorer.key}: the checkpoint has no state for it, so it starts anew")
+
+    def _load(self, states: Mapping[str, Any]) -> None:
+        for scorer, function in self._with_state:
+            if scorer.name in states:
+                with _failures_of(scorer):
+                    function.load_state_dict(states[scorer.name])
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore their states afterwards: an evaluation does not change a run."""
+        before = self.state_dict()
+        try:
+            yield
+        finally:
+            self._load(before)
+
+
+@contextmanager
+def _failures_of(scorer: Scorer) -> Iterator[None]:
+    try:
+        with blame(scorer.key):
+            yield
+    except InputError:
+        if scorer.weight:
+            raise
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """The sum (B,) float32 of what terms add; NaN where none of them scores."""
+    scored = torch.stack([~term.isnan() for term in terms]).any(0)
+    total = sum((torch.where(term.isnan(), 0.0, term) for term in terms), torch.zeros(()).double())
+    total = torch.where(total.isnan(), math.inf, total).float()  # inf - inf
+    return torch.where(scored, total, math.nan)
+
+
+def mean_score(values: Tensor | None) -> float | None:
+    """Mean of scores (B,) over the scored responses; None without any."""
+    known = [] if values is None else values[~values.isnan()].tolist()
+    return sum(known) / len(known) if known else None
+
+
+def mean_metrics(logged: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
+    """Metrics that the functions of all processes logged: the mean of all values, by name."""
+    names = dict.fromkeys(name for each in logged for name in each)
+    return {name: fmean(value for each in logged for value in each.get(name, ())) for name in names}

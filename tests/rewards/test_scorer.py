@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import load_reward_model, load_tokenizer
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers, mean_metrics, mean_score
+
+PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
+
+
+def returns(value: Any) -> PluginReward:
+    return PluginReward(lambda prompts, responses: value)
+
+
+def sum_of(**terms: tuple[float, Any]) -> Scorers:
+    return Scorers(*(Scorer(f"terms.{name}", call, weight) for name, (weight, call) in terms.items()))
+
+
+def test_a_sum_and_what_each_term_adds_to_it() -> None:
+    """As TRL adds up several functions: None adds nothing, and a response without any score has none."""
+    x, y = returns([1.0, None, None]), returns([10.0, 20.0, None])
+    values, failures = sum_of(x=(2.0, x), y=(-0.5, y))(PROMPTS, RESPONSES)
+    assert failures == []
+    assert values["reward"][:2].tolist() == [-3.0, -10.0]
+    assert values["reward"].isnan().tolist() == [False, False, True]
+    assert values["terms.x"][0] == 2.0
+    assert values["terms.y"][:2].tolist() == [-5.0, -10.0]
+    assert values["terms.x"].isnan().tolist() == [False, True, True]
+    assert mean_score(values["terms.y"]) == -7.5
+
+
+def test_a_failing_scorer_is_named_by_its_key_and_gold_costs_its_scores_alone() -> None:
+    good, bad = returns([1.0, 2.0, 3.0]), returns([1.0])
+    with pytest.raises(InputError, match=r"^reward\.terms\.y: returned 1 scores"):
+        sum_of(x=(1.0, good), y=(1.0, bad))(PROMPTS, RESPONSES)
+    values, failures = Scorers(Scorer("reward", good), Scorer("gold", bad, 0.0))(PROMPTS, RESPONSES)
+    assert values["reward"].tolist() == [1.0, 2.0, 3.0]
+    assert values["gold"].isnan().all()
+    assert failures == ["reward.gold: returned 1 scores for 3 responses, the first of them 'first'"]
+    assert mean_score(values["gold"]) is mean_score(None) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_models_score_that_is_not_finite_is_a_score(tiny_reward_folder: Path, value: float) -> None:
+    """NaN would mean that it gave none."""
+    model = load_reward_model(str(tiny_reward_folder))
+    tokenizer = load_tokenizer(str(tiny_reward_folder))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("d")] = value
+    terms = sum_of(model=(0.5, RewardModel(model, tokenizer)), count=(2.0, returns([1.0, -1e38, 1.0])))
+    values, _ = terms(["a", "a", "a"], ["bb", "dd", "cc"])
+    assert values["terms.model"].isinf().tolist() == values["reward"].isinf().tolist() == [False, True, False]
+
+
+class Counts:
+    """Every score is the number of responses seen before it."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.seen = start
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        self.seen += len(responses)
+        return [float(self.seen - len(responses) + i) for i in range(len(responses))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Fails(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no disk")
+
+
+def scorers(kind: Callable[..., Any] = Counts, gold: Callable[..., Any] = Counts) -> Scorers:
+    one, two = PluginReward(kind, {"start": 10}), PluginReward(gold, {"start": 30})
+    return Scorers(Scorer("terms.a", one), Scorer("terms.b", returns([0.0])), Scorer("gold", two, 0.0))
+
+
+def test_states_go_into_a_checkpoint_and_back() -> None:
+    made = scorers()
+    made(PROMPTS[:1], RESPONSES[:1])
+    states = made.state_dict()
+    assert states == {"terms.a": {"seen": 11}, "gold": {"seen": 31}}
+    again = scorers()
+    assert again.load_state_dict(states) == []
+    assert again.state_dict() == states
+    assert scorers().load_state_dict({"gold": {"seen": 31}}) == ["reward.terms.a"]
+
+
+def test_an_evaluation_leaves_states_as_they_were() -> None:
+    made = scorers()
+    with made.kept():
+        made(PROMPTS[:1], RESPONSES[:1])
+    assert made.state_dict() == scorers().state_dict()
+
+
+def test_a_state_that_fails_ends_a_run_unless_it_is_only_logged() -> None:
+    with pytest.raises(InputError, match=r"^reward\.terms\.a: state_dict raised ValueError: no disk"):
+        scorers(kind=Fails).state_dict()
+    assert scorers(gold=Fails).state_dict() == {"terms.a": {"seen": 10}}
+
+
+def test_metrics_of_several_processes_are_one_mean() -> None:
+    assert mean_metrics([{"log/x": [1.0, 2.0]}, {"log/x": [6.0], "log/y": [math.pi]}]) == {
+        "log/x": 3.0,
+        "log/y": math.pi,
+    }
