@@ -15,7 +15,7 @@ PACKAGE = Path(rlhf_kl.__file__).parent
 
 
 # Local names that sections go by in the package, beside their own.
-ALIASES = {"cfg", "section", "settings", "shape", "data"}
+ALIASES = {"cfg", "section", "settings", "shape", "data", "scorer"}
 
 
 def reads(but: str) -> set[tuple[str, str]]:

@@ -168,5 +168,5 @@ def test_a_gold_function_that_misbehaves_costs_its_figures_only(place: Path, rlh
     change = "reward={kind: 'scorers.py:lengths', gold: 'scorers.py:raises'}"
     outcome = rlhf_kl("train", "--config", "tiny.yaml", "--output-dir", "run", "--set", change)
     assert outcome.code == 0
-    assert "gold-failed: reward gold: " in outcome.err
+    assert "gold-failed: reward.gold: " in outcome.err
     assert json.loads((place / "run" / "summary.json").read_text())["final"]["objective/gold"] is None

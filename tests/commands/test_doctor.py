@@ -78,7 +78,7 @@ def test_lines_fit_a_narrow_terminal(
     rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    monkeypatch.setattr("rlhf_kl.text.stdout_width", lambda: 60)
+    monkeypatch.setattr("rlhf_kl.cli.training.stdout_width", lambda: 60)
     outcome = rlhf_kl("doctor", "--config", tmp_path / "tiny.yaml", "--quiet")
     lines = outcome.out.splitlines()
     assert max(map(len, lines)) <= 60

@@ -32,13 +32,13 @@ def result() -> StepResult:
         k1_variance=zeros,
         logprob_variance=zeros,
         values=zeros,
-        scores={"reward": torch.arange(ROWS).float()},
+        scores={"reward": torch.arange(ROWS).float(), "gold": 10.0 * torch.arange(ROWS)},
         shaped_scores=torch.zeros(ROWS),
         ended=torch.ones(ROWS, dtype=torch.bool),
         prompts=[f"p{i}" for i in range(ROWS)],
         responses=[f"r{i}" for i in range(ROWS)],
     )
-    return StepResult({"step": 7}, rollout, [float(10 * i) for i in range(ROWS)], {})
+    return StepResult({"step": 7}, rollout, {})
 
 
 def test_the_first_ones_and_those_that_diverge_most(result: StepResult, letters: Any) -> None:

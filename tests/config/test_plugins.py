@@ -159,8 +159,8 @@ def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(mon
         make_controller("mine.py:Law", {"key": "${MY_KEY}"})
     monkeypatch.setenv("MY_KEY", "sk-123456")
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
-    [alert] = law.update(0.6, 64)
-    assert "OverflowError: at ${MY_KEY} (mine.py:" in alert
+    facts = law.update(0.6, 64)
+    assert "OverflowError: at ${MY_KEY} (mine.py:" in facts["coef-not-finite"]["reason"]
     assert law.coef == 1.0
     with pytest.raises(InputError, match=r"Law.update raised KeyError: 'at \$\{MY_KEY\}' \(mine.py:"):
         law.update(0.1, 64)
