@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import accumulate
@@ -185,11 +185,27 @@ _SECRETS: dict[str, str] = {}  # values that were filled in -> how they are writ
 
 def filled(value: Any) -> Any:
     """A value with the variables in its texts filled in; one that is not set stays as written."""
+    return _with_texts(value, lambda text: _VARIABLE.sub(_fill, text))
+
+
+def as_written(state: Any) -> Any:
+    """The state of a plugin with variables as they are written in place of their values, for a file."""
+    return _with_texts(state, hidden) if _SECRETS else state
+
+
+def as_filled(state: Any) -> Any:
+    """The state that `as_written` was made of; only variables that a config of this process has written are filled."""
+    named = {written: value for value, written in _SECRETS.items()}
+    known = "|".join(map(re.escape, named))
+    return _with_texts(state, lambda text: re.sub(known, lambda m: named[m[0]], text)) if named else state
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return _VARIABLE.sub(_fill, value)
+        return change(value)
     if isinstance(value, dict):
-        return {key: filled(item) for key, item in value.items()}
-    return [filled(item) for item in value] if isinstance(value, list) else value
+        return {key: _with_texts(item, change) for key, item in value.items()}
+    return [_with_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _fill(match: re.Match[str]) -> str:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.plugins import as_filled, as_written
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
 from rlhf_kl.sharding import load_slots, load_tensors
 
@@ -42,7 +43,8 @@ class Checkpoint:
                 f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
                 "--overwrite starts anew, another --output-dir keeps it"
             )
-        return state
+        filled: dict[str, Any] = as_filled(state)
+        return filled
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights into a module of the same shape, with tied tensors."""
@@ -78,7 +80,7 @@ def save_checkpoint(
     def write(place: Path) -> None:
         save_file(dict(model), place / "model.safetensors")
         save_file(dict(optimizer), place / "optimizer.safetensors")
-        (place / "state.json").write_text(json.dumps({"format": FORMAT, **state}), encoding="utf-8")
+        (place / "state.json").write_text(json.dumps(as_written({"format": FORMAT, **state})), encoding="utf-8")
         (place / CONTENTS).write_text(json.dumps(_contents(place)), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"
