@@ -7,17 +7,19 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_kl.commands.train import TrainLoop
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Rollouts
-from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -284,3 +286,13 @@ def test_a_ceiling_that_shortens_in_vain_ends_the_run(
     with pytest.raises(GuardStop, match=r"above the ceiling 2e-06 for 10 updates in a row") as caught:
         train(tmp_path / "run", *settings, "ppo.learning_rate=1e-2", "ppo.total_episodes=240")
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("now", "saved", "after"), [(0.25, 1.0, 0.25), (1.0, 0.5, 0.5)])
+def test_a_rate_that_was_lowered_stays_lower_when_a_run_goes_back(now: float, saved: float, after: float) -> None:
+    rate = SimpleNamespace(factor=now)
+    run = SimpleNamespace(restore=lambda *_: setattr(rate, "factor", saved))
+    loop: Any = SimpleNamespace(trainer=SimpleNamespace(rate=SimpleNamespace(adaptive=rate)), run=run)
+    TrainLoop.go_back(loop, Checkpoint(Path("step-000001")))
+    assert rate.factor == after

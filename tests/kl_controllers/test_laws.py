@@ -66,9 +66,9 @@ def test_ziegler_horizon_10000_can_hardly_move_in_a_short_run():
 
 def test_exponential_doubles_and_smooths():
     assert coefs_after(ExponentialKL(gain=math.log(2), target=0.1), [1.1]) == pytest.approx([0.2])
-    # smoothed KL 1.1 then 0.6: factors 4^1 and 4^0.5
-    law = ExponentialKL(gain=math.log(4), target=0.1, smoothing=0.5)
-    assert coefs_after(law, [1.1, 0.1]) == pytest.approx([0.4, 0.8])
+    # smoothed KL 1.1, then 3/4 * 1.1 + 1/4 * 0.1 = 0.85: factors 4^1 and 4^0.75
+    law = ExponentialKL(gain=math.log(4), target=0.1, smoothing=0.75)
+    assert coefs_after(law, [1.1, 0.1]) == pytest.approx([0.4, 0.4 * 4**0.75])
 
 
 def test_exponential_survives_a_kl_that_overflows_exp():

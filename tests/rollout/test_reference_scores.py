@@ -102,7 +102,10 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Ca
     texts = [text for batch in drawn() for text in batch.texts]
     assert samples.gold.tolist() == [len(text) for text in texts]
     assert samples.traits.lengths.tolist() == [n for batch in drawn() for n in batch.sampled.mask.sum(1).tolist()]
-    assert len(set(texts[:3])) > 1  # each has noise of its own
+    whole = PromptStream(PROMPTS, letters, 7, 0)
+    [once] = reference_responses(lm, whole, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
+    assert once.texts == texts  # noise belongs to a response, not to its place in a batch
+    assert len(set(texts[:3])) > 1
     assert score_samples(drawn(), groups, with_gold(count).trained).gold.isnan().all()
     failed = score_samples(drawn(), groups, with_gold(lambda p, r: [1.0]))
     assert failed.gold.isnan().all()

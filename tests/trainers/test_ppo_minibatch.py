@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.objectives import Targets, Tokens, ppo_targets
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -91,6 +92,18 @@ def test_passes_of_their_own_size_have_room_and_change_nothing(rolled: Make, mon
     assert max(narrow_sizes) <= 60 < sum(sizes)
     assert len(sizes) < len(narrow_sizes)
     torch.testing.assert_close(narrow[1], whole[1], rtol=1e-3, atol=1e-5)
+
+
+def test_every_epoch_and_update_has_minibatches_and_noise_of_its_own(make_trainer: Make) -> None:
+    trainer = make_trainer(ppo={"epochs": 2, "minibatch_size": 8}, rollout={"batch_size": 16})
+    first, second = (torch.stack(list(trainer.minibatches(step))) for step in (1, 2))
+    for rows in (*first.view(2, 16), *second.view(2, 16)):
+        assert sorted(rows.tolist()) == list(range(16))  # each row once an epoch
+    assert not torch.equal(first[:2], first[2:])
+    assert not torch.equal(first, second)
+    trainer.rollouts.sample.prompts = PromptStream(["a"], trainer.rollouts.sample.tokenizer, 16, 0)
+    one, other = (trainer.rollouts.sample(step).texts for step in (1, 2))
+    assert one != other
 
 
 def test_a_token_counts_the_same_in_every_row(rolled: Make) -> None:
