@@ -21,6 +21,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.report.verdict import text_table
+from rlhf_kl.rewards.scorer import Scorers
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
@@ -49,7 +50,7 @@ def estimate(shape: dict[str, Any], args: argparse.Namespace, gpus: int, *, lora
         "rollout": {"batch_size": args.batch, "max_new_tokens": args.tokens // 2},
     })  # fmt: skip
     lm = SimpleNamespace(model=model, module=model, device=torch.device("cuda"))
-    parts: Any = SimpleNamespace(policy=lm, reference=lm, reward=None, gold=None)
+    parts: Any = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers())
     return estimate_memory(config, parts, args.tokens, gpus).total(args.rows) / 2**30
 
 

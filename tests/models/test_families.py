@@ -262,7 +262,7 @@ def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any
 
 def problem_of(load: Callable[..., Any], folder: Path) -> str:
     with pytest.raises(InputError) as caught:
-        load(str(folder), "policy.model")
+        load(str(folder))
     return str(caught.value)
 
 
