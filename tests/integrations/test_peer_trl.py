@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.models.load import load_reward_model, load_tokenizer, save_model
+from rlhf_kl.commands.world import World
+from rlhf_kl.models.load import load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")
@@ -27,15 +28,14 @@ def peer() -> ModuleType:
     return module
 
 
-def test_its_scores_are_ours_whatever_the_lengths(peer: ModuleType, tiny_reward_folder: Path, tmp_path: Path) -> None:
-    """Less 1 for a text that is cut off; the tokenizer on disk pads on the left."""
-    model, tokenizer = load_reward_model(str(tiny_reward_folder)), load_tokenizer(str(tiny_reward_folder))
-    tokenizer.bos_token = None  # TRL adds none
-    save_model(model, tokenizer, tmp_path / "reward")
-    ours = RewardModel(model, tokenizer)
-    prompts, responses = ["abc", "a", "abab"], ["cab", "b", "abcabcabc"]
-    scores = ours(prompts, responses).tolist()
-    theirs = peer.Scorer(str(tmp_path / "reward"), 1, torch.float32)(prompts, responses, [[5, 1], [5, 6], [5, 1]])
+def test_its_scores_are_ours_whatever_the_lengths(peer: ModuleType, small_world: World) -> None:
+    """Less 1 for a text that is cut off."""
+    folder = str(small_world.reward_model())
+    tokenizer = load_tokenizer(folder)
+    prompts, responses = ["This film", "I", "We saw"], [" was good.", "t", " it in a cinema and it was dull"]
+    scores = RewardModel(load_reward_model(folder), tokenizer)(prompts, responses).tolist()
+    end = tokenizer.eos_token_id
+    theirs = peer.Scorer(folder, end, torch.float32)(prompts, responses, [[5, end], [5, 6], [5, end]])
     assert theirs == pytest.approx([scores[0], scores[1] - 1, scores[2]], abs=1e-5)
 
 
