@@ -41,7 +41,7 @@ class Perplexity:
     documents: int
 
 
-Drawn = dict[tuple[int, int], Responses]  # by the first prompt and the one after the last
+CachedSamples = dict[tuple[int, int], Responses]  # by the first prompt and the one after the last
 
 
 @dataclass(frozen=True)
@@ -211,18 +211,18 @@ def policy_samples(
     scorers: Scorers = NO_SCORERS,
     batch_size: int = ROWS,
     advance: Callable[[int], None] = lambda _: None,
-    drawn: Drawn | None = None,
+    cached: CachedSamples | None = None,
 ) -> PolicySamples:
     """One response to each prompt of `part`; it does not depend on the parts. Errors: as `policy_figures`.
 
     The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
-    al. 2025, RL's Razor, 2509.04259). `drawn` keeps these samples, which are the same every time, for the next call.
+    al. 2025, RL's Razor, 2509.04259). `cached` keeps these samples, which are the same every time, for the next call.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part.start : part.stop]
     prompts = prompts.part(part.start, part.stop)
     made = PolicySamples()
 
-    def sampled_by(one: LM, other: LM, before: Drawn) -> Iterator[tuple[Responses, Tensor]]:
+    def sampled_by(one: LM, other: LM, before: CachedSamples) -> Iterator[tuple[Responses, Tensor]]:
         """Batches of responses of `one`, and its exact KL to `other` at their tokens."""
         model, states = ActorCritic(one), ReferenceStates(other)
 
@@ -238,7 +238,7 @@ def policy_samples(
         change = "use a lower rollout.max_new_tokens or shorter prompts"
         return fitting_batches(len(prompts), batch_size, respond_and_measure, change)
 
-    for (_, sampled, _), exact_kl in sampled_by(reference, policy, {} if drawn is None else drawn):
+    for (_, sampled, _), exact_kl in sampled_by(reference, policy, {} if cached is None else cached):
         advance(len(sampled.mask))
         made.forward_kl += float64(exact_kl).sum(1).tolist()
         made.forward_lengths += sampled.mask.sum(1).tolist()

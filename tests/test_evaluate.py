@@ -245,7 +245,7 @@ def test_the_samples_of_the_reference_are_drawn_once(
     monkeypatch.setattr("rlhf_kl.evaluate.respond", counted)
     for policy in (first, second):
         rest = (prompts, range(12), 0, Sampling(6, 1.0, [2], 0), letters)
-        kept = policy_samples(policy, reference, *rest, batch_size=5, drawn=drawn)
+        kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
         assert kept.forward_kl == policy_samples(policy, reference, *rest, batch_size=5).forward_kl
     assert all(responses.sampled.states is None for responses in drawn.values())
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing

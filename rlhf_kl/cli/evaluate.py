@@ -47,10 +47,10 @@ def evaluate(
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-        from rlhf_kl.commands.trust import Trust
+        from rlhf_kl.commands.permissions import Permissions
 
-    trust = Trust(plugins, trust_remote_code, allow_pickle)
-    request = EvalRequest(run, model, config, checkpoint, reference, texts, column, trust)
+    permissions = Permissions(plugins, trust_remote_code, allow_pickle)
+    request = EvalRequest(run, model, config, checkpoint, reference, texts, column, permissions)
     figures = run_eval(request)
     print(json.dumps(figures, indent=2) if as_json else _table(figures))
 

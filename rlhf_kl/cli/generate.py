@@ -41,7 +41,7 @@ def generate(
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.generate import GenerateRequest, run_generate
-        from rlhf_kl.commands.trust import Trust
+        from rlhf_kl.commands.permissions import Permissions
 
     request = GenerateRequest(
         run=run,
@@ -57,7 +57,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        trust=Trust(plugins, trust_remote_code, allow_pickle),
+        permissions=Permissions(plugins, trust_remote_code, allow_pickle),
     )
     results = run_generate(request)
     if output is not None:

@@ -15,7 +15,7 @@ from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.evaluate import Drawn
+from rlhf_kl.evaluate import CachedSamples
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
 from rlhf_kl.models.lora import AdapterReference, has_adapter
@@ -54,7 +54,7 @@ class Parts:
     sampling: Sampling
     reference_is_initial_policy: bool
     sharded: list[nn.Module] = field(default_factory=list)
-    drawn: Drawn = field(default_factory=dict)  # the reference's responses in evaluations
+    cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
 
 
 def build_parts(config: TrainConfig, accelerator: Any) -> Parts:

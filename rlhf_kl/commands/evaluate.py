@@ -10,8 +10,8 @@ from rlhf_kl import ui
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.build import build_prompts, sampling_of
 from rlhf_kl.commands.load import Loader, load_run_policy, load_run_reference, located
+from rlhf_kl.commands.permissions import NO_PERMISSIONS, Permissions
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
-from rlhf_kl.commands.trust import NO_TRUST, Trust
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -38,7 +38,7 @@ class EvalRequest:
     reference: str | None = None
     texts: str | None = None
     column: str | None = None
-    trust: Trust = NO_TRUST
+    permissions: Permissions = NO_PERMISSIONS
 
 
 def run_eval(request: EvalRequest) -> dict[str, Any]:
@@ -46,17 +46,17 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     given = [f"--{name}" for name in ("run", "model", "config") if getattr(request, name) is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
-    if request.trust.plugins and (request.model is not None or request.config is not None):
+    if request.permissions.plugins and (request.model is not None or request.config is not None):
         raise InputError("--plugins belongs to a run: name one with --run")
     if request.model is not None:
         return _eval_model(request)
     if request.config is not None and request.checkpoint is not None:
         raise InputError("--checkpoint belongs to a run: name one with --run")
     if request.config is not None:  # the user chose it, so its own permissions count
-        config = request.trust.added_to(load_config("train", request.config))
+        config = request.permissions.added_to(load_config("train", request.config))
         return _eval_run(request, on_this_machine(config), None)
     folder = RunFolder(request.run or newest_run(finished=True))
-    return _eval_run(request, request.trust.run_config(folder), folder)
+    return _eval_run(request, request.permissions.run_config(folder), folder)
 
 
 def _eval_model(request: EvalRequest) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _eval_model(request: EvalRequest) -> dict[str, Any]:
     if request.texts is None and not is_builtin(request.model):
         raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
     world = {"policy": {"model": request.model}} if is_builtin(request.model) else {}
-    config = request.trust.added_to(TrainConfig.model_validate(world))
+    config = request.permissions.added_to(TrainConfig.model_validate(world))
     accelerator = make_accelerator(config.run)
     loader = Loader.for_run(config.run, accelerator.device)
     assert request.model is not None
@@ -86,7 +86,7 @@ def _eval_run(request: EvalRequest, config: TrainConfig, folder: RunFolder | Non
     accelerator = make_accelerator(config.run)
     loader = Loader.for_run(config.run, accelerator.device)
     dtype = compute_dtype(config.run.dtype)
-    for_scores, for_gold = request.trust.refused(config) if folder is not None else ([], [])
+    for_scores, for_gold = request.permissions.refused(config) if folder is not None else ([], [])
     config = with_files(config)
     model, tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
     policy = frozen_lm(model, dtype, accelerator.device)

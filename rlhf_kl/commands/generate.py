@@ -12,8 +12,8 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.commands.build import prompt_format
 from rlhf_kl.commands.load import Loaded, Loader, load_run_policy, load_run_reference, located
+from rlhf_kl.commands.permissions import NO_PERMISSIONS, Permissions
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.trust import NO_TRUST, Trust
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
@@ -50,7 +50,7 @@ class GenerateRequest:
     max_new_tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
-    trust: Trust = NO_TRUST
+    permissions: Permissions = NO_PERMISSIONS
 
 
 Sample = dict[str, Any]
@@ -62,7 +62,7 @@ def run_generate(request: GenerateRequest) -> list[Sample]:
     With `output` they are written there as .jsonl too.
     """
     _check(request)
-    chosen = request.trust.added_to(TrainConfig.model_validate({}))
+    chosen = request.permissions.added_to(TrainConfig.model_validate({}))
     config = chosen
     if request.model is None:
         needed = ("policy", "reference", *["reward"] * request.scores)
@@ -100,7 +100,7 @@ def _check(request: GenerateRequest) -> None:
             "--checkpoint": request.checkpoint,
             "--with-reference": request.with_reference,
             "--scores": request.scores,
-            "--plugins": request.trust.plugins,
+            "--plugins": request.permissions.plugins,
         }
         problems += [f"{name} belongs to a run: name one with --run" for name, value in given.items() if value]
     if request.output is not None:
@@ -120,8 +120,8 @@ def _output_problems(path: Path) -> list[str]:
 
 
 def _run_config(request: GenerateRequest) -> TrainConfig:
-    config = request.trust.run_config(RunFolder(request.run or newest_run(finished=True)))
-    refused = request.trust.refused(config)[0] if request.scores else []
+    config = request.permissions.run_config(RunFolder(request.run or newest_run(finished=True)))
+    refused = request.permissions.refused(config)[0] if request.scores else []
     if refused:
         raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
     return config

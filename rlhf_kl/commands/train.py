@@ -94,7 +94,7 @@ class TrainLoop:
         for step in self.run.steps(total):
             facts: dict[str, Any] = {}
             self.scorers.begin(step, total)
-            evaluated = self.look(facts) if (step - 1) % config.eval.every == 0 else {}
+            evaluated = self.evaluate(facts) if (step - 1) % config.eval.every == 0 else {}
             ui.show_work(f"update {step}")
             result = self.step(step)
             row = result.row | evaluated
@@ -113,7 +113,7 @@ class TrainLoop:
             if ended_by:
                 self.run.stop(row, ended_by, episodes=row["episodes"])
 
-    def look(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def evaluate(self, facts: dict[str, Any]) -> dict[str, Any]:
         """The `eval/*` figures of the policy as it is; `facts` gets what is left out."""
         ui.show_work(f"evaluating on {len(self.parts.texts)} texts and {self.parts.heldout.batch_size} prompts")
         return evaluate_policy(self.config, self.parts, facts, self.ranks)
@@ -245,7 +245,7 @@ class TrainLoop:
         step = self.config.updates
         self.scorers.begin(step + 1, self.config.updates)
         facts: dict[str, Any] = {}
-        evaluated = self.look(facts)
+        evaluated = self.evaluate(facts)
         for alert in worded(facts):
             log.warning(alert)
         ui.show_work("writing final/")

@@ -167,10 +167,10 @@ def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[Re
         repetition_penalty=section.repetition_penalty,
     )
     ranks.run(lambda: check_policy(config, parts))
-    drawn: list[ReferenceSamples] = []
+    rounds: list[ReferenceSamples] = []
     for number in range(ROUNDS):
-        drawn.append(sample_reference(config, parts, ranks, number))
-        samples = ReferenceSamples.concat(drawn)
+        rounds.append(sample_reference(config, parts, ranks, number))
+        samples = ReferenceSamples.concat(rounds)
         if not len(samples.scores):
             raise InputError("reward: returned None for all reference samples")
         if samples.spread:
@@ -261,7 +261,7 @@ def evaluate_policy(
     ranks = ranks or Ranks()
     texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
 
-    def look() -> tuple[TextSums, PolicySamples]:
+    def evaluate() -> tuple[TextSums, PolicySamples]:
         with unsharded(*parts.sharded), library_state_kept(), parts.scorers.kept():
             return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
                 parts.policy,
@@ -273,10 +273,10 @@ def evaluate_policy(
                 parts.tokenizer,
                 parts.scorers,
                 batch_size=config.rollout.batch_size // ranks.count,
-                drawn=parts.drawn,
+                cached=parts.cached,
             )
 
-    sums, samples = zip(*ranks.all(ranks.run(look, scores=True)), strict=True)
+    sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     text, figures = perplexity_of(sums), figures_of(samples, facts)
     return {
         "eval/perplexity": text.perplexity,

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-from rlhf_kl.commands.trust import Trust
+from rlhf_kl.commands.permissions import Permissions
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.lm import LM
@@ -25,7 +25,7 @@ POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", 
 
 def evaluate(**request: Any) -> dict[str, Any]:
     if not request.keys() & {"model", "config"}:
-        request.setdefault("trust", Trust(plugins=True))  # the reward function of the tiny run
+        request.setdefault("permissions", Permissions(plugins=True))  # the reward function of the tiny run
     return run_eval(EvalRequest(**request))
 
 

@@ -12,7 +12,7 @@ from rlhf_kl.run.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Trust:
+class Permissions:
     """Permissions that the command line gives; those in the folder's config do not count."""
 
     plugins: bool = False
@@ -43,4 +43,4 @@ class Trust:
         return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
 
 
-NO_TRUST = Trust()
+NO_PERMISSIONS = Permissions()
