@@ -2,7 +2,7 @@
 
 `Monitors` reads every row of `metrics.jsonl` before it is written. A condition is told once when it begins, and again
 only after it has cleared with a margin. Events that a trainer, a controller or a scorer reports as facts are told each
-time. To add an alarm, add a line to `ALARMS`, and a measurement where there is none yet.
+time. To add an alarm, add a line to `ALARMS`, a measurement where there is none yet, and to `_KEYS` what it reads.
 """
 
 from __future__ import annotations
