@@ -213,11 +213,12 @@ class Monitors:
         return None if alarm.unless in self.raised else figures
 
     def has(self, *names: str) -> bool:
-        """Whether this row has these figures."""
-        return all(name in self.now for name in names)
+        """Whether this row has these figures. Errors: KeyError for one that is not kept."""
+        return all(_kept(name) in self.now for name in names)
 
     def values(self, name: str, last: int = WINDOW) -> list[float]:
-        """The last values of a figure, as far as rows have it."""
+        """The last values of a figure, as far as rows have it. Errors: KeyError for one that is not kept."""
+        _kept(name)
         return [row[name] for row in self.rows if name in row][-last:]
 
     def levels(self, name: str, updates: int = START) -> tuple[float, float] | None:
@@ -256,6 +257,16 @@ _KEYS = (
     *("eval/perplexity", "eval/distinct_2", "rollout/distinct_responses", "rollout/response_length"),
     "rollout/score_length_corr",
 )
+_DERIVED = ("kl", "held", "cross perplexity")
+
+
+def _kept(name: str) -> str:
+    """The name itself. Errors: KeyError: an alarm on figures that no row leaves would never begin."""
+    if name not in _KEYS and name not in _DERIVED:
+        raise KeyError(f"{name}: add it to _KEYS")
+    return name
+
+
 _BEST = (
     *("step", "objective/scores_shaped", "objective/scores", "objective/gold"),
     *("kl/token", "kl/sequence", "kl/error"),

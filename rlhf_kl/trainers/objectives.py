@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +60,9 @@ def _critic_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: Trai
 def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig) -> TargetTensors:
     """With the other responses to a prompt; advantages keep the unit of the shaped score (or its group's spread)."""
     figures = (rollout.shaped_scores, coef * kl, rollout.mask, rollout.scored, config.rollout.samples_per_prompt)
-    if config.ppo.advantage == "rloo":
-        advantages, weights = rloo(*figures)
-    else:
-        advantages, weights = grpo(*figures, scale_by_std=config.ppo.scale_by_group_std)
+    kinds: dict[str, Callable[..., tuple[Tensor, Tensor]]]
+    kinds = {"rloo": rloo, "grpo": partial(grpo, scale_by_std=config.ppo.scale_by_group_std)}
+    advantages, weights = kinds[config.ppo.advantage](*figures)
     return advantages, weights, torch.zeros_like(advantages), 1.0
 
 
