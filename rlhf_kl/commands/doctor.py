@@ -296,7 +296,7 @@ def check_update(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
 
 def check_scores(training: Training) -> Iterator[Finding]:
     """The shaped scores of the reference's samples: warnings, and whether there are enough different ones."""
-    scores, grouped = training.reference_scores, training.trainer.config.ppo.advantage != "gae"
+    scores, grouped = training.reference_scores, training.trainer.config.critic is None
     shaped = torch.tensor(scores.shaped)
     bars = sketch(histogram({"all": shaped})["all"])
     words = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"

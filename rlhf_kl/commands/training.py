@@ -17,6 +17,7 @@ from rlhf_kl.memory import memory_for
 from rlhf_kl.models.load import model_fingerprint, parameter_count, texts_fingerprint, tokenizer_fingerprint
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
 from rlhf_kl.rollout.features import StateFeatures
@@ -223,12 +224,10 @@ def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, 
     written = config.kl.controller.coef
     if not isinstance(written, str):
         return written, ""
-    grouped = config.ppo.advantage == "grpo"
+    estimator = ADVANTAGES[config.ppo.advantage]
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
-    coef, note = scores.solve(budget, scaled=grouped and config.ppo.scale_by_group_std)
-    # In grpo the group's mean contains each score, which counts (k - 1) / k; the KL penalty counts in full.
-    each = config.rollout.samples_per_prompt
-    return (coef * (each - 1) / each if grouped else coef), note
+    coef, note = scores.solve(budget, scaled=estimator.options_of(config.ppo).get("scale_by_group_std", False))
+    return coef * estimator.weight(config.rollout.samples_per_prompt), note
 
 
 def fingerprints(parts: Parts) -> dict[str, str]:

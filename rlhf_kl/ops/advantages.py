@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def rloo(scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group:
 
 
 def grpo(
-    scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group: int, *, scale_by_std: bool = True
+    scores: Tensor, penalties: Tensor, mask: Tensor, scored: Tensor, group: int, *, scale_by_group_std: bool = True
 ) -> tuple[Tensor, Tensor]:
     """As `rloo`, with the score minus its group's mean, optionally divided by the sample standard deviation.
 
@@ -61,7 +63,7 @@ def grpo(
     lowest, highest = torch.where(known, grouped, math.inf).amin(1), torch.where(known, grouped, -math.inf).amax(1)
     equal = (lowest >= highest).unsqueeze(1)  # only rounding errors, which a division would enlarge
     rest = torch.where(known & ~equal, grouped - mean, 0.0)
-    if scale_by_std:
+    if scale_by_group_std:
         rest = rest / ((rest.square().sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt() + GROUP_EPSILON)
     return _with_penalties(rest.view(-1, 1), penalties, mask & scored.unsqueeze(1), group)
 
@@ -79,3 +81,22 @@ def _others(x: Tensor, known: Tensor, group: int) -> tuple[Tensor, Tensor]:
     count = there.sum(1, keepdim=True) - there.int()
     mean = (values.sum(1, keepdim=True) - values) / count.clamp_min(1)
     return torch.where(count > 0, mean, 0.0).view_as(x), count.view_as(x)
+
+
+class Advantage(NamedTuple):
+    """A kind of `ppo.advantage`, and what the starting beta has to know of it."""
+
+    function: Callable[..., tuple[Tensor, Tensor]]  # of a group: called as `rloo`
+    weight: Callable[[int], float] = lambda _size: 1.0  # of a score in groups of `size`, where the KL penalty has 1
+    options: tuple[str, ...] = ()  # keys of `ppo` that it takes
+
+    def options_of(self, ppo: Any) -> dict[str, Any]:
+        """The values of its options in a config's `ppo`."""
+        return {name: getattr(ppo, name) for name in self.options}
+
+
+ADVANTAGES = {
+    "gae": Advantage(gae),
+    "rloo": Advantage(rloo),
+    "grpo": Advantage(grpo, lambda size: (size - 1) / size, ("scale_by_group_std",)),  # its mean contains each score
+}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import KLSection, TrainConfig
 from rlhf_kl.models.logits import Logits
-from rlhf_kl.ops.advantages import gae, grpo, rloo
+from rlhf_kl.ops.advantages import ADVANTAGES, gae
 from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
@@ -60,9 +59,8 @@ def _critic_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: Trai
 def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig) -> TargetTensors:
     """With the other responses to a prompt; advantages keep the unit of the shaped score (or its group's spread)."""
     figures = (rollout.shaped_scores, coef * kl, rollout.mask, rollout.scored, config.rollout.samples_per_prompt)
-    kinds: dict[str, Callable[..., tuple[Tensor, Tensor]]]
-    kinds = {"rloo": rloo, "grpo": partial(grpo, scale_by_std=config.ppo.scale_by_group_std)}
-    advantages, weights = kinds[config.ppo.advantage](*figures)
+    estimator = ADVANTAGES[config.ppo.advantage]
+    advantages, weights = estimator.function(*figures, **estimator.options_of(config.ppo))
     return advantages, weights, torch.zeros_like(advantages), 1.0
 
 

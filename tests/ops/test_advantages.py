@@ -95,7 +95,7 @@ def test_grpo_by_hand() -> None:
     scores, mask = torch.tensor([1.0, 2.0, 6.0]), torch.ones(3, 1, dtype=torch.bool)
     scaled, _ = grpo(scores, nothing[:3, :1], mask, EVERY[:3], 3)
     torch.testing.assert_close(scaled.flatten(), torch.tensor([-2.0, -1.0, 3.0]) / (7**0.5 + 1e-4))
-    plain, _ = grpo(scores, nothing[:3, :1], mask, EVERY[:3], 3, scale_by_std=False)
+    plain, _ = grpo(scores, nothing[:3, :1], mask, EVERY[:3], 3, scale_by_group_std=False)
     assert plain.flatten().tolist() == [-2.0, -1.0, 3.0]
 
 

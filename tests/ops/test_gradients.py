@@ -334,7 +334,7 @@ def test_the_kl_in_the_loss_beside_rloo_leaves_out_later_states() -> None:
 def test_the_mean_of_a_group_of_two_halves_the_scores_gradient_and_not_the_kls(placement: str) -> None:
     pairs = Pairs(3)
     score = pairs.gradient(rloo, placement, beta=0.0)
-    found = pairs.gradient(partial(grpo, scale_by_std=False), placement)
+    found = pairs.gradient(partial(grpo, scale_by_group_std=False), placement)
     torch.testing.assert_close(found, pairs.true_gradient() - score / 2)
 
 

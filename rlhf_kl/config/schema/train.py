@@ -163,11 +163,16 @@ class PPOSection(OptimiserSection):
     max_update_kl: Positive | None = None
     """Stop an update early if the KL of the policy to the one that sampled exceeds this (nats per token)."""
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need a value function; the other kinds compare the responses to a prompt."""
+        return self.advantage == "gae"
+
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.minibatch_size is not None and self.microbatch_size is not None:
             require_divides("ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size)
-        if self.advantage != "gae":
+        if not self.has_critic:
             fixed: dict[str, Any] = {"gamma": 1.0, "value_warmup": 0, "whiten_rewards": False}
             wrong = {name: getattr(self, name) for name, value in fixed.items() if getattr(self, name) != value}
             refuse(*(f"ppo.{name} is only for ppo.advantage gae: {value!r}" for name, value in wrong.items()))
@@ -270,7 +275,7 @@ class TrainConfig(Section):
     @property
     def critic(self) -> Literal["features", "head", "separate"] | None:
         """The kind of value function; None where the advantages need none."""
-        return self.policy.value if self.ppo.advantage == "gae" else None
+        return self.policy.value if self.ppo.has_critic else None
 
     @property
     def critic_lam(self) -> float:
@@ -287,7 +292,7 @@ class TrainConfig(Section):
             size, batch = minibatch_rows(ppo, rollout), rollout.batch_size
             require_divides("ppo.minibatch_size", size, "rollout.batch_size", batch)
             require_divides("ppo.microbatch_size", ppo.microbatch_size or 1, "ppo.minibatch_size", size)
-            if ppo.advantage != "gae" and rollout.samples_per_prompt < 2:
+            if not ppo.has_critic and rollout.samples_per_prompt < 2:
                 refuse(
                     f"rollout.samples_per_prompt must be at least 2 where ppo.advantage is {ppo.advantage}: a response "
                     "is compared with the others to its prompt"
