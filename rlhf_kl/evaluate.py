@@ -20,7 +20,7 @@ from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
 from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
-from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 

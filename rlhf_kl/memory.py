@@ -1,4 +1,4 @@
-"""Memory: what a training pass keeps; and full memory, detected on each device, with batches halved until they fit."""
+"""Memory: what a training pass keeps; full memory, detected on each device; batches and passes halved to fit."""
 
 from __future__ import annotations
 
@@ -93,3 +93,52 @@ def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: in
     weights = int(sum(parameter.numel() for parameter in model.parameters()))
     room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * models * weights)
     return max(1, room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))
+
+
+SMALLER_PASS = "shorter rows, an adapter (policy.lora={}) or policy.gradient_checkpointing=true need less"
+
+
+class Microbatch:
+    """Rows in one forward and backward pass: halved, for the rest of the run, if they do not fit into memory."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.halved: int | None = None  # rows after halving; None = never halved
+        self.largest: int | None = None  # rows in the largest pass of the attempt, if it reports them
+
+    def tries(self, rows: int) -> None:
+        """A pass of the attempt has `rows` rows."""
+        self.largest = max(rows, self.largest or 0)
+
+    def halve_to(self, rows: int | None) -> None:
+        """Take over the `halved` of an earlier part of the run."""
+        if rows is not None and rows < self.rows:
+            self.rows = self.halved = rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a resumed run."""
+        return {"halved": self.halved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.halve_to(state["halved"])
+
+    def fit(self, attempt: Callable[[int], Result], undo: Callable[[], None]) -> Result:
+        """`attempt(rows)`, again with half the rows after `undo()` as long as memory is full.
+
+        Errors: MemoryFull where a single row does not fit.
+        """
+        while True:
+            self.largest = None
+            try:
+                return attempt(self.rows)
+            except Exception as error:
+                if not memory_is_full(error):
+                    raise
+                tried = min(self.rows, self.largest or self.rows)
+                if tried == 1:
+                    raise MemoryFull("memory is full: a training pass of one row does not fit", SMALLER_PASS) from error
+            # Out of the handler, which holds the failed pass's tensors.
+            undo()
+            free_cached_memory()
+            self.halve_to(tried // 2)

@@ -1,4 +1,4 @@
-"""Commands in a form that works where the user stands, with or without this environment on the PATH."""
+"""How this program is called and runs: command lines that work where the user stands, and OpenMP's threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import shutil
 import sys
 import sysconfig
 
+SPIN_ROUNDS = 4000
+OURS_TO_SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+NUMBER = "OMP_NUM_THREADS"
 MODULES = {"rlhf-kl": "rlhf_kl", "tensorboard": "tensorboard.main", "torchrun": "torch.distributed.run"}
 
 
@@ -23,3 +26,30 @@ def short_path(path: str) -> str:
     """A path for a command line, relative where it lies in the working directory."""
     here = os.getcwd()
     return shlex.quote(os.path.relpath(path, here) if path.startswith(here + os.sep) else path)
+
+
+def wait_without_spinning() -> bool:
+    """Let waiting threads sleep after a moment; returns whether that was set.
+
+    Call it before torch is imported. By default they spin for milliseconds: with another run on the same cores, a
+    waiting thread then blocks the core that the other thread needs. Does nothing if the user has set one of the
+    variables.
+    """
+    if any(os.environ.get(name) for name in OURS_TO_SET):
+        return False
+    os.environ["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)  # GNU's OpenMP, that of torch on Linux
+    os.environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's, in milliseconds
+    return True
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_threads(saved: str | None) -> None:
+    """Use as many threads as before, if this machine has the cores and the user sets no number: sums stay the same."""
+    import torch
+
+    if saved is not None and not os.environ.get(NUMBER) and int(saved) <= cores():
+        torch.set_num_threads(int(saved))

@@ -12,8 +12,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlhf_kl.program import MODULES, shell_command, short_path
+from rlhf_kl.program import MODULES, keep_threads, shell_command, short_path
 
 
 @pytest.fixture
@@ -75,3 +76,28 @@ def test_a_printed_command_works_without_the_environment_on_the_path(tmp_path: P
     advice = re.search(r"such as (.*) train --config", run(sys.executable, "-m", "rlhf_kl", "train").stderr)
     assert advice
     assert run(*shlex.split(advice[1]), "--version").returncode == 0
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+several = pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs GNU's OpenMP and two cores")
+
+
+@pytest.fixture
+def threads_back() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@several
+def test_the_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch, threads_back: object) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(1)
+    keep_threads(None)
+    keep_threads(str(CORES + 1))  # which would be slower than fewer
+    assert torch.get_num_threads() == 1
+    keep_threads("2")
+    assert torch.get_num_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    keep_threads("1")
+    assert torch.get_num_threads() == 2

@@ -14,9 +14,8 @@ import typer
 from rlhf_kl.cli import compare, config, evaluate, generate, guide, simulate, training
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.program import shell_command
+from rlhf_kl.program import shell_command, wait_without_spinning
 from rlhf_kl.text import safe_text
-from rlhf_kl.threads import wait_without_spinning
 
 TRAINING = {  # commands that take a config, and one that comes along
     "train": "smoke.yaml",

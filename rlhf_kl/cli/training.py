@@ -87,8 +87,7 @@ def _run(
         check_plugins(settings)
     ui.start(quiet)
     with ui.waiting("loading torch"):
-        from rlhf_kl.commands.closing import supervised_closing, train_closing
-        from rlhf_kl.commands.final import merge_final, require_adapter
+        from rlhf_kl.commands.finish import merge_final, require_adapter, supervised_closing, train_closing
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train

@@ -14,6 +14,7 @@ from rlhf_kl.commands.load import Loaded, Loader
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
+from rlhf_kl.distributed import is_sharded, shard, unsharded
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.evaluate import CachedSamples
 from rlhf_kl.models.lm import LM, Trunk
@@ -33,7 +34,6 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.sharding import is_sharded, shard, unsharded
 from rlhf_kl.types import Sampling
 from rlhf_kl.ui import log
 

@@ -24,7 +24,7 @@ from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length,
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.rewards.scorer import REWARD
 from rlhf_kl.rollout.collect import measure, respond, response_layout
-from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.run.folder import RunFolder, check_writable, newest_run, write_atomic
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling

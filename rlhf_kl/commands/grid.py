@@ -16,10 +16,10 @@ from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError
+from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.run import stored_config
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.signals import ending_on_sigterm
-from rlhf_kl.threads import NUMBER, cores
 from rlhf_kl.ui import Advance, log
 
 POLL_S = 0.3

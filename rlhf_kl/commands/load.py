@@ -37,6 +37,7 @@ from rlhf_kl.data.texts import (
     read_prompts,
     read_texts,
 )
+from rlhf_kl.distributed import load_tensors
 from rlhf_kl.errors import InputError, blame, suggestion
 from rlhf_kl.hub import model_folder
 from rlhf_kl.models.lm import enable_recompute
@@ -70,7 +71,6 @@ from rlhf_kl.rewards.trl import TRLReward
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.sharding import load_tensors
 from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 

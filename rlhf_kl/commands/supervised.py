@@ -16,11 +16,11 @@ from rlhf_kl.models.load import compute_dtype, parameter_count
 from rlhf_kl.models.lora import CLASSIFIER, checkpointed
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.monitors import worded
+from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.rewards.model import RewardModel, TextFormat
 from rlhf_kl.run.folder import write_folder
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.supervised import SupervisedTrainer, Task
 from rlhf_kl.trainers.tasks import LabelTask, PairTask, ResponseTask, TextTask
 from rlhf_kl.ui import log

@@ -10,25 +10,25 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.commands.build import Parts, build_parts
 from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.final import write_final
+from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
 from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import held_share, local
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
+from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.report.control import closing_figures, end, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
-from rlhf_kl.sharding import held_share, local
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
-from rlhf_kl.trainers.guards import all_finite
 from rlhf_kl.trainers.metrics import failed_row, update_row
 from rlhf_kl.ui import log
 

@@ -10,7 +10,7 @@ from rlhf_kl.commands.build import Parts, build_value, feature_rewards, shard_mo
 from rlhf_kl.commands.session import LAUNCH
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import Ranks
+from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard, unsharded
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.memory import memory_for
@@ -20,8 +20,6 @@ from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
-from rlhf_kl.rollout.features import StateFeatures
-from rlhf_kl.rollout.reference import ReferenceStates
 from rlhf_kl.rollout.reference_scores import (
     ROUNDS,
     ReferenceSamples,
@@ -30,9 +28,9 @@ from rlhf_kl.rollout.reference_scores import (
     sample_prompts,
     score_samples,
 )
+from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import library_state_kept, uniforms
-from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.trainers.checks import check_start, checked_prompts
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer

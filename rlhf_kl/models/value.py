@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.distributed import local_like
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.seeding import generator
-from rlhf_kl.sharding import local_like
 
 WIDTH = 128  # of a FeatureCritic
 

@@ -5,6 +5,7 @@ In every mask, True = a token that the policy chose.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -68,3 +69,9 @@ def whiten(x: Tensor, mask: Tensor, *, center: bool = True) -> tuple[Tensor, Ten
     std = masked_std(x, mask).clamp_min(1e-8)
     shifted = x - masked_mean(x, mask) if center else x
     return torch.where(mask, shifted / std, torch.zeros_like(x)), std
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite; one transfer from the device for all tensors."""
+    flags = [torch.isfinite(tensor).all() for tensor in tensors]
+    return bool(torch.stack(flags).all()) if flags else True

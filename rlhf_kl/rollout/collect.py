@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.distributed import Ranks
+from rlhf_kl.distributed import Ranks, unsharded
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import decode_responses
@@ -19,10 +19,8 @@ from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
 from rlhf_kl.ops.packing import Layout, Packed
 from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
-from rlhf_kl.rollout.features import StateFeatures
-from rlhf_kl.rollout.reference import ReferenceStates, reading_passes
+from rlhf_kl.rollout.states import ReferenceStates, StateFeatures, reading_passes
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import unsharded
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
 
 

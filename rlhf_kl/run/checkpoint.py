@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rlhf_kl.distributed import load_slots, load_tensors
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import as_filled, as_written
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
-from rlhf_kl.sharding import load_slots, load_tensors
 
 FORMAT = 7  # of the state; raised when older checkpoints cannot be resumed any more
 CONTENTS = "checksums.json"  # sizes of the files, and checksums of small ones

@@ -17,9 +17,10 @@ from torch import Tensor
 from rlhf_kl.config.load import dump_config, flat
 from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
-from rlhf_kl.distributed import Ranks
+from rlhf_kl.distributed import Ranks, slots_of, tensors_of
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
 from rlhf_kl.memory import memory_for
+from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune, save_checkpoint
 from rlhf_kl.run.folder import (
     FULL,
@@ -41,8 +42,6 @@ from rlhf_kl.run.resume import (
 )
 from rlhf_kl.run.signals import StopRequest, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
-from rlhf_kl.sharding import slots_of, tensors_of
-from rlhf_kl.threads import keep_threads
 from rlhf_kl.ui import log
 
 LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"

@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import is_sharded, local, unsharded
 from rlhf_kl.kl_controllers import GuardedController
-from rlhf_kl.memory import tokens_of_a_pass
+from rlhf_kl.memory import Microbatch, tokens_of_a_pass
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
 from rlhf_kl.ops.masked import Mean, float64
 from rlhf_kl.ops.packing import Layout, Packed, split_groups
 from rlhf_kl.rollout.collect import Rollouts, exact_kl_now
-from rlhf_kl.rollout.features import StateFeatures
-from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import is_sharded, local, unsharded
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
-from rlhf_kl.trainers.critic import fit_critic
-from rlhf_kl.trainers.guards import Microbatch
 from rlhf_kl.trainers.objectives import Losses, Stats, StepLosses, Targets, Tokens, ppo_losses, ppo_targets
-from rlhf_kl.trainers.optim import set_learning_rate
+from rlhf_kl.trainers.optim import fit_critic, set_learning_rate
 from rlhf_kl.trainers.rate import LearningRate
 from rlhf_kl.types import RolloutBatch
 

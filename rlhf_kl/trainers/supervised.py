@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from rlhf_kl.config.schema import EpochsSection
 from rlhf_kl.distributed import Ranks
+from rlhf_kl.memory import Microbatch
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.seeding import shuffled
-from rlhf_kl.trainers.guards import Microbatch
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
 
 

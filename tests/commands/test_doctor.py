@@ -29,11 +29,11 @@ from rlhf_kl.commands.memory import (
 )
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import can_shard
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.rewards.scorer import Scorers
-from rlhf_kl.sharding import can_shard
 
 Cli = Callable[..., Any]
 Doctor = Callable[..., dict[str, list[tuple[str, str]]]]

@@ -19,7 +19,7 @@ from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, exact_kl_now, measure, respond, response_layout
-from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.checks import check_start, padding_gap
 from rlhf_kl.trainers.objectives import Losses, Targets, Tokens, ppo_losses

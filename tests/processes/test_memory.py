@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_kl.distributed import can_shard
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.scratch import new_gpt2
-from rlhf_kl.sharding import can_shard
 
 Launch = Callable[..., Any]
 SHARD = {"policy": {"shard": True}}

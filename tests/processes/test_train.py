@@ -13,13 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl import sharding
+from rlhf_kl import distributed
 from rlhf_kl.commands.training import check_sizes
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import can_shard
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.sharding import can_shard
 
 Cli = Callable[..., Any]
 VARIANTS: dict[str, list[str]] = {
@@ -161,7 +161,7 @@ def test_a_run_goes_on_with_or_without_shards(
 
 
 def test_an_old_torch_does_not_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr(distributed, "OLDEST_TORCH", (99, 0))
     config = TrainConfig.model_validate({"policy": {"model": "builtin:reviews", "shard": True}})
     with pytest.raises(InputError, match=r"policy\.shard: torch 2\.8 or newer is needed"):
         check_sizes(config, processes=2)

@@ -13,7 +13,7 @@ from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rollout import reference as reference_module
+from rlhf_kl.rollout import states as reference_module
 from rlhf_kl.rollout.collect import (
     Assessor,
     Responses,
@@ -24,7 +24,7 @@ from rlhf_kl.rollout.collect import (
     respond,
     response_layout,
 )
-from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.distributed import slots_of, tensors_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue
 from rlhf_kl.plugins import filled
 from rlhf_kl.run.checkpoint import FORMAT, Checkpoint, checkpoints, newest_whole, prune, save_checkpoint
-from rlhf_kl.sharding import slots_of, tensors_of
 from rlhf_kl.trainers.optim import adamw
 
 Make = Callable[..., Any]

@@ -45,8 +45,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
     from rlhf_kl.rewards.scorer import Scorer, Scorers
     from rlhf_kl.rewards.shaping import ScoreShaping
     from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
-    from rlhf_kl.rollout.features import StateFeatures
-    from rlhf_kl.rollout.reference import ReferenceStates
+    from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
     from rlhf_kl.trainers.optim import adamw
     from rlhf_kl.trainers.ppo import PPOTrainer
     from rlhf_kl.types import Sampling

@@ -12,7 +12,7 @@ from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, freeze
 from rlhf_kl.rollout.collect import measure, response_layout
-from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.checks import check_start, checked_prompts
 from rlhf_kl.types import Sampling

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.commands.closing import train_closing
+from rlhf_kl.commands.finish import train_closing
 from rlhf_kl.report.control import closing_figures
 
 

@@ -12,8 +12,7 @@ from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic, FeatureCritic, frozen_lm
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rollout.collect import TokenStats, measure, response_layout
-from rlhf_kl.rollout.features import StateFeatures
-from rlhf_kl.rollout.reference import ReferenceStates
+from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
