@@ -47,7 +47,7 @@ def evaluate(
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-        from rlhf_kl.commands.permissions import Permissions
+        from rlhf_kl.commands.stored import Permissions
 
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, permissions)

@@ -41,7 +41,7 @@ def generate(
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.generate import GenerateRequest, run_generate
-        from rlhf_kl.commands.permissions import Permissions
+        from rlhf_kl.commands.stored import Permissions
 
     request = GenerateRequest(
         run=run,

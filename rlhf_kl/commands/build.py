@@ -12,13 +12,26 @@ from torch import nn
 from rlhf_kl import ui
 from rlhf_kl.commands.load import Loaded, Loader
 from rlhf_kl.commands.world import with_files
+from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
-from rlhf_kl.distributed import is_sharded, shard, unsharded
+from rlhf_kl.distributed import Ranks, is_sharded, shard, unsharded
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.evaluate import CachedSamples
+from rlhf_kl.evaluate import (
+    CachedSamples,
+)
+from rlhf_kl.memory import memory_for
 from rlhf_kl.models.lm import LM, Trunk
-from rlhf_kl.models.load import check_vocabulary, compute_dtype, context_length, eos_ids
+from rlhf_kl.models.load import (
+    check_vocabulary,
+    compute_dtype,
+    context_length,
+    eos_ids,
+    model_fingerprint,
+    parameter_count,
+    texts_fingerprint,
+    tokenizer_fingerprint,
+)
 from rlhf_kl.models.lora import AdapterReference, has_adapter
 from rlhf_kl.models.value import (
     ActorCritic,
@@ -33,7 +46,15 @@ from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
+from rlhf_kl.rollout.reference_scores import (
+    ReferenceScores,
+)
+from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
+from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import derive_seed
+from rlhf_kl.trainers.optim import adamw, usual_learning_rate
+from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.types import Sampling
 from rlhf_kl.ui import log
 
@@ -234,3 +255,80 @@ def layers_of(model: Any) -> list[nn.Module]:
     """The layers of a transformers model, by the class names that the model lists."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def build_trainer(
+    config: TrainConfig,
+    parts: Parts,
+    scores: ReferenceScores,
+    shaping: ScoreShaping,
+    coef: float,
+    clock: Clock,
+    ranks: Ranks,
+) -> PPOTrainer:
+    """Wire the trainer."""
+    model = build_value(config, parts, shaping, scores.mean, scores.spread or 1.0)
+    shard_models(config, parts, model)
+    reference = ReferenceStates(parts.reference)
+    features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
+    rows = ranks.mine(range(config.rollout.batch_size))
+    sampler = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)
+    assessor = Assessor(
+        model,
+        reference,
+        features,
+        parts.scorers,
+        shaping,
+        config.rollout.temperature,
+        config.rollout.samples_per_prompt,
+    )
+    room = memory_for("a rollout does not fit", "lower rollout.batch_size or rollout.max_new_tokens")
+    return PPOTrainer(
+        config,
+        model,
+        adamw(
+            model.policy.module,
+            learning_rate(config, parts.policy.module),
+            config.ppo.weight_decay,
+            model.critic,
+            config.ppo.critic_learning_rate,
+            value=model.value,
+        ),
+        Rollouts(
+            clock.timed("time/rollout_s")(room(sampler)),
+            clock.timed("time/score_s")(room(assessor)),
+            ranks,
+            parts.sharded,
+        ),
+        reference,
+        configured_controller(config.kl, config.ppo, config.rollout, coef),
+        features,
+    )
+
+
+def learning_rate(config: TrainConfig, policy: Any) -> float:
+    """The peak learning rate of a config, or for `auto` the one that fits the policy's size."""
+    written = config.ppo.learning_rate
+    if not isinstance(written, str):
+        return written
+    return usual_learning_rate(parameter_count(policy), adapter=has_adapter(policy))
+
+
+def fingerprints(parts: Parts) -> dict[str, str]:
+    """Fingerprints of content that a resumed run needs unchanged, by config key."""
+    prints = {
+        "reference.model": model_fingerprint(parts.reference),
+        "the tokenizer of policy.model": tokenizer_fingerprint(parts.tokenizer),
+        "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
+    }
+    if not parts.reference_is_initial_policy:
+        prints["policy.model"] = model_fingerprint(parts.policy.module)
+    if parts.scorers.model is not None:
+        prints["reward.model"] = model_fingerprint(parts.scorers.model.model)
+    return prints
+
+
+def _columns_as_text(parts: Parts) -> list[str]:
+    """The columns of the training prompts that scorers read."""
+    columns = parts.scorers.columns_of(parts.prompts.texts)
+    return [repr(value) for column in columns for values in column.values() for value in values]

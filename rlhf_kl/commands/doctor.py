@@ -16,11 +16,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Parts, build_parts
+from rlhf_kl.commands.build import Parts, build_parts, learning_rate
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
-from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, learning_rate, prepare_training
+from rlhf_kl.commands.start import Training, check_sizes, prepare_training
+from rlhf_kl.commands.train import evaluate_policy
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig

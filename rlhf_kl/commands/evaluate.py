@@ -9,9 +9,9 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.build import build_prompts, sampling_of
-from rlhf_kl.commands.load import Loader, load_run_policy, load_run_reference, located
-from rlhf_kl.commands.permissions import NO_PERMISSIONS, Permissions
+from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
+from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig

@@ -11,9 +11,9 @@ from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.commands.build import prompt_format
-from rlhf_kl.commands.load import Loaded, Loader, load_run_policy, load_run_reference, located
-from rlhf_kl.commands.permissions import NO_PERMISSIONS, Permissions
+from rlhf_kl.commands.load import Loaded, Loader
 from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors.torch import load_file
-from torch import nn
 
 from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
@@ -23,7 +21,6 @@ from rlhf_kl.config.schema import (
     RunSection,
     ScorerSection,
     SFTDataSection,
-    TrainConfig,
 )
 from rlhf_kl.data.files import HELDOUT_SHARE, Row, load_rows, split_heldout, text_column, without_leaks
 from rlhf_kl.data.texts import (
@@ -37,8 +34,7 @@ from rlhf_kl.data.texts import (
     read_prompts,
     read_texts,
 )
-from rlhf_kl.distributed import load_tensors
-from rlhf_kl.errors import InputError, blame, suggestion
+from rlhf_kl.errors import blame
 from rlhf_kl.hub import model_folder
 from rlhf_kl.models.lm import enable_recompute
 from rlhf_kl.models.load import (
@@ -55,7 +51,6 @@ from rlhf_kl.models.lora import (
     LANGUAGE_MODEL,
     adapter_base,
     add_adapter,
-    checkpointed,
     is_adapter,
     load_adapter,
     merge,
@@ -68,8 +63,6 @@ from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
 from rlhf_kl.rewards.trl import TRLReward
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
-from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
@@ -353,64 +346,3 @@ def new_language_model(shape: ArchitectureSection, texts: Sequence[str], seed: i
         seed=derive_seed(seed, "weights"),
     )
     return model, tokenizer
-
-
-# ---- of a run
-
-
-def load_run_policy(
-    loader: Loader, config: TrainConfig, folder: RunFolder | None, step: int | None = None
-) -> tuple[Any, Any]:
-    """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
-
-    Errors: InputError if the run has no such checkpoint, or neither a checkpoint nor a final model.
-    """
-    if folder is not None and folder.final.is_dir() and step is None:
-        final = loader.language_model(str(folder.final), "--run")
-        return final.model, final.tokenizer
-    section = config.policy
-    seed = derive_seed(config.run.seed, "adapter")
-    loaded = loader.trained_model(section.model, section.lora, seed)
-    if folder is not None:
-        load_policy(_checkpoint(folder, step), loaded.model)
-    return loaded.model, loaded.tokenizer
-
-
-def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
-    """The reference of a run, or another model in its place."""
-    ref = located(other or config.reference.model or config.policy.model)
-    return loader.language_model(ref, "reference")
-
-
-def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
-    """The policy's weights out of a checkpoint of policy and value function."""
-    holder = nn.Module()
-    holder.policy = policy
-    try:
-        load_tensors(checkpointed(holder), load_file(checkpoint.path / "model.safetensors"))
-    except InputError as error:
-        raise InputError(f"{checkpoint.path}: does not fit the policy: {error}") from error
-
-
-def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
-    if not present:
-        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
-    if step is None:
-        whole, problems = newest_whole(folder.checkpoints)
-        if whole is None:
-            raise InputError(*(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems))
-        return whole
-    if step not in present:
-        hint = suggestion(str(step), [str(known) for known in present])
-        raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
-    problem = present[step].damage()
-    if problem is not None:
-        raise InputError(f"--checkpoint {step}: {present[step].path}: {problem}")
-    return present[step]
-
-
-def located(ref: str) -> str:
-    """An existing path of the command line, made absolute; anything else unchanged."""
-    path = Path(ref).expanduser()
-    return str(path.absolute()) if path.exists() else ref

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Parts, build_parts
+from rlhf_kl.commands.build import Parts, build_parts, fingerprints
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
 from rlhf_kl.commands.session import make_accelerator
-from rlhf_kl.commands.training import Training, check_sizes, evaluate_policy, fingerprints, prepare_training
+from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import held_share, local
+from rlhf_kl.distributed import Ranks, held_share, local, unsharded
+from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
@@ -27,6 +28,7 @@ from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
+from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.metrics import failed_row, update_row
@@ -282,3 +284,42 @@ class TrainLoop:
         kl = sum(row["kl/sequence"] for row in tail) / len(tail)
         limit = scores.most_gain(kl)
         return gain / limit if limit else None
+
+
+def evaluate_policy(
+    config: TrainConfig, parts: Parts, facts: dict[str, Any], ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
+
+    `facts` gets what is left out, for the monitors. Each of several processes reads its part.
+    """
+    ranks = ranks or Ranks()
+    texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
+
+    def evaluate() -> tuple[TextSums, PolicySamples]:
+        with unsharded(*parts.sharded), library_state_kept(), parts.scorers.kept():
+            return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
+                parts.policy,
+                parts.reference,
+                parts.heldout.batch(1),
+                prompts,
+                config.run.seed,
+                parts.sampling,
+                parts.tokenizer,
+                parts.scorers,
+                batch_size=config.rollout.batch_size // ranks.count,
+                cached=parts.cached,
+            )
+
+    sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
+    text, figures = perplexity_of(sums), figures_of(samples, facts)
+    return {
+        "eval/perplexity": text.perplexity,
+        "eval/bits_per_byte": text.bits_per_byte,
+        "eval/scores": figures.scores,
+        "eval/unscored": figures.unscored,
+        "eval/gold": figures.gold,
+        "eval/kl_token": figures.kl_token,
+        "eval/forward_kl_token": figures.forward_kl_token,
+        "eval/distinct_2": figures.distinct_2,
+    }

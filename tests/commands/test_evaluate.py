@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-from rlhf_kl.commands.permissions import Permissions
+from rlhf_kl.commands.stored import Permissions
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity
 from rlhf_kl.models.lm import LM

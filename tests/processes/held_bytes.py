@@ -14,7 +14,7 @@ import torch
 from rlhf_kl.commands.build import build_parts
 from rlhf_kl.commands.memory import estimate_memory
 from rlhf_kl.commands.session import joined, make_accelerator
-from rlhf_kl.commands.training import prepare_training
+from rlhf_kl.commands.start import prepare_training
 from rlhf_kl.config.load import load_config
 
 

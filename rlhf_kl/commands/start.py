@@ -1,4 +1,4 @@
-"""Builds the PPO trainer of a run, ready for the first update or for the one after a checkpoint."""
+"""Before the first update: the reference is sampled, the start checked, scores scaled and beta computed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Parts, build_value, feature_rewards, shard_models
+from rlhf_kl.commands.build import Parts, build_trainer
 from rlhf_kl.commands.session import LAUNCH
-from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard, unsharded
+from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard
 from rlhf_kl.errors import InputError
-from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
-from rlhf_kl.memory import memory_for
-from rlhf_kl.models.load import model_fingerprint, parameter_count, texts_fingerprint, tokenizer_fingerprint
-from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler, measure, respond, response_layout
+from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference_scores import (
     ROUNDS,
     ReferenceSamples,
@@ -28,11 +23,10 @@ from rlhf_kl.rollout.reference_scores import (
     sample_prompts,
     score_samples,
 )
-from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
+from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.run.log import Clock
-from rlhf_kl.seeding import library_state_kept, uniforms
+from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.checks import check_start, checked_prompts
-from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.ui import log
 
@@ -97,63 +91,6 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
         if size % unit
     ]:
         raise InputError(*problems)
-
-
-def build_trainer(
-    config: TrainConfig,
-    parts: Parts,
-    scores: ReferenceScores,
-    shaping: ScoreShaping,
-    coef: float,
-    clock: Clock,
-    ranks: Ranks,
-) -> PPOTrainer:
-    """Wire the trainer."""
-    model = build_value(config, parts, shaping, scores.mean, scores.spread or 1.0)
-    shard_models(config, parts, model)
-    reference = ReferenceStates(parts.reference)
-    features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
-    rows = ranks.mine(range(config.rollout.batch_size))
-    sampler = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)
-    assessor = Assessor(
-        model,
-        reference,
-        features,
-        parts.scorers,
-        shaping,
-        config.rollout.temperature,
-        config.rollout.samples_per_prompt,
-    )
-    room = memory_for("a rollout does not fit", "lower rollout.batch_size or rollout.max_new_tokens")
-    return PPOTrainer(
-        config,
-        model,
-        adamw(
-            model.policy.module,
-            learning_rate(config, parts.policy.module),
-            config.ppo.weight_decay,
-            model.critic,
-            config.ppo.critic_learning_rate,
-            value=model.value,
-        ),
-        Rollouts(
-            clock.timed("time/rollout_s")(room(sampler)),
-            clock.timed("time/score_s")(room(assessor)),
-            ranks,
-            parts.sharded,
-        ),
-        reference,
-        configured_controller(config.kl, config.ppo, config.rollout, coef),
-        features,
-    )
-
-
-def learning_rate(config: TrainConfig, policy: Any) -> float:
-    """The peak learning rate of a config, or for `auto` the one that fits the policy's size."""
-    written = config.ppo.learning_rate
-    if not isinstance(written, str):
-        return written
-    return usual_learning_rate(parameter_count(policy), adapter=has_adapter(policy))
 
 
 def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[ReferenceScores, ScoreShaping]:
@@ -226,62 +163,3 @@ def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, 
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
     coef, note = scores.solve(budget, scaled=estimator.options_of(config.ppo).get("scale_by_group_std", False))
     return coef * estimator.weight(config.rollout.samples_per_prompt), note
-
-
-def fingerprints(parts: Parts) -> dict[str, str]:
-    """Fingerprints of content that a resumed run needs unchanged, by config key."""
-    prints = {
-        "reference.model": model_fingerprint(parts.reference),
-        "the tokenizer of policy.model": tokenizer_fingerprint(parts.tokenizer),
-        "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
-    }
-    if not parts.reference_is_initial_policy:
-        prints["policy.model"] = model_fingerprint(parts.policy.module)
-    if parts.scorers.model is not None:
-        prints["reward.model"] = model_fingerprint(parts.scorers.model.model)
-    return prints
-
-
-def _columns_as_text(parts: Parts) -> list[str]:
-    """The columns of the training prompts that scorers read."""
-    columns = parts.scorers.columns_of(parts.prompts.texts)
-    return [repr(value) for column in columns for values in column.values() for value in values]
-
-
-def evaluate_policy(
-    config: TrainConfig, parts: Parts, facts: dict[str, Any], ranks: Ranks | None = None
-) -> dict[str, Any]:
-    """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
-
-    `facts` gets what is left out, for the monitors. Each of several processes reads its part.
-    """
-    ranks = ranks or Ranks()
-    texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
-
-    def evaluate() -> tuple[TextSums, PolicySamples]:
-        with unsharded(*parts.sharded), library_state_kept(), parts.scorers.kept():
-            return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
-                parts.policy,
-                parts.reference,
-                parts.heldout.batch(1),
-                prompts,
-                config.run.seed,
-                parts.sampling,
-                parts.tokenizer,
-                parts.scorers,
-                batch_size=config.rollout.batch_size // ranks.count,
-                cached=parts.cached,
-            )
-
-    sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
-    text, figures = perplexity_of(sums), figures_of(samples, facts)
-    return {
-        "eval/perplexity": text.perplexity,
-        "eval/bits_per_byte": text.bits_per_byte,
-        "eval/scores": figures.scores,
-        "eval/unscored": figures.unscored,
-        "eval/gold": figures.gold,
-        "eval/kl_token": figures.kl_token,
-        "eval/forward_kl_token": figures.forward_kl_token,
-        "eval/distinct_2": figures.distinct_2,
-    }

@@ -1,0 +1,118 @@
+"""Opens a run's folder, with permissions to run other people's code: its config, policy, reference and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import nn
+
+from rlhf_kl.commands.load import Loaded, Loader
+from rlhf_kl.config.load import load_run_config
+from rlhf_kl.config.plugins import plugins_of
+from rlhf_kl.config.schema import (
+    TrainConfig,
+)
+from rlhf_kl.distributed import load_tensors
+from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.models.lora import (
+    checkpointed,
+)
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
+from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.seeding import derive_seed
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Permissions that the command line gives; those in the folder's config do not count."""
+
+    plugins: bool = False
+    remote_code: bool = False
+    pickle: bool = False
+
+    def run_config(self, folder: RunFolder) -> TrainConfig:
+        """The config of a run with these permissions and no others. Errors: InputError if there is no run."""
+        if not folder.config.is_file():
+            raise InputError(f"{folder.path}: holds no run (no config.yaml)")
+        config = load_run_config(folder.config, plugins=self.plugins)
+        return self._put_into(config, remote_code=self.remote_code, pickle=self.pickle)
+
+    def added_to(self, config: TrainConfig) -> TrainConfig:
+        """A config that the user chose, with these permissions beside its own."""
+        run = config.run
+        remote_code, pickle = self.remote_code or run.trust_remote_code, self.pickle or run.allow_pickle
+        return self._put_into(config, remote_code=remote_code, pickle=pickle)
+
+    def _put_into(self, config: TrainConfig, *, remote_code: bool, pickle: bool) -> TrainConfig:
+        allowed = {"trust_remote_code": remote_code, "allow_pickle": pickle}
+        return config.model_copy(update={"run": config.run.model_copy(update=allowed)})
+
+    def refused(self, config: TrainConfig) -> tuple[list[str], list[str]]:
+        """The plugins that have no permission: those for scores, and those for gold scores."""
+        found = {plugin.key: plugin.ref for plugin in plugins_of(config) if plugin.key.startswith("reward.")}
+        gold = found.pop("reward.gold", None)
+        return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
+
+
+NO_PERMISSIONS = Permissions()
+
+
+def load_run_policy(
+    loader: Loader, config: TrainConfig, folder: RunFolder | None, step: int | None = None
+) -> tuple[Any, Any]:
+    """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
+
+    Errors: InputError if the run has no such checkpoint, or neither a checkpoint nor a final model.
+    """
+    if folder is not None and folder.final.is_dir() and step is None:
+        final = loader.language_model(str(folder.final), "--run")
+        return final.model, final.tokenizer
+    section = config.policy
+    seed = derive_seed(config.run.seed, "adapter")
+    loaded = loader.trained_model(section.model, section.lora, seed)
+    if folder is not None:
+        load_policy(_checkpoint(folder, step), loaded.model)
+    return loaded.model, loaded.tokenizer
+
+
+def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
+    """The reference of a run, or another model in its place."""
+    ref = located(other or config.reference.model or config.policy.model)
+    return loader.language_model(ref, "reference")
+
+
+def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
+    """The policy's weights out of a checkpoint of policy and value function."""
+    holder = nn.Module()
+    holder.policy = policy
+    try:
+        load_tensors(checkpointed(holder), load_file(checkpoint.path / "model.safetensors"))
+    except InputError as error:
+        raise InputError(f"{checkpoint.path}: does not fit the policy: {error}") from error
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
+    if not present:
+        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+    if step is None:
+        whole, problems = newest_whole(folder.checkpoints)
+        if whole is None:
+            raise InputError(*(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems))
+        return whole
+    if step not in present:
+        hint = suggestion(str(step), [str(known) for known in present])
+        raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
+    problem = present[step].damage()
+    if problem is not None:
+        raise InputError(f"--checkpoint {step}: {present[step].path}: {problem}")
+    return present[step]
+
+
+def located(ref: str) -> str:
+    """An existing path of the command line, made absolute; anything else unchanged."""
+    path = Path(ref).expanduser()
+    return str(path.absolute()) if path.exists() else ref
