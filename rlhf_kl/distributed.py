@@ -89,12 +89,12 @@ class Ranks:
         except Exception as error:
             failure = error
         problems = failure.problems if isinstance(failure, InputError) else None
-        words = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for index, (their_problems, their_words) in enumerate(self.all((problems, words), scores=scores)):
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        for index, (their_problems, their_message) in enumerate(self.all((problems, message), scores=scores)):
             if failure is None and their_problems is not None:
                 failure = InputError(*their_problems)
-            elif failure is None and their_words is not None:
-                failure = OtherProcessFailed(f"process {index} failed: {their_words}")
+            elif failure is None and their_message is not None:
+                failure = OtherProcessFailed(f"process {index} failed: {their_message}")
         if failure is not None:
             raise failure
         return result  # type: ignore[return-value]

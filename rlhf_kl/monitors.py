@@ -54,7 +54,7 @@ class Alarm:
     part: str = ""  # one of several conditions with this name
     action: Action = "warn"
 
-    def words(self, figures: Figures) -> str:
+    def message(self, figures: Figures) -> str:
         """The text with its figures."""
         text = self.text if isinstance(self.text, str) else self.text[figures["case"]]
         return text.format_map(figures)
@@ -116,11 +116,11 @@ class Monitors:
         alerts, decision = [], None
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                words = alarm.words(self.advice | dict(figures))
+                message = alarm.message(self.advice | dict(figures))
                 if alarm.action == "warn":
-                    alerts.append(f"{alarm.name}: {words}")
+                    alerts.append(f"{alarm.name}: {message}")
                 elif decision is None:
-                    decision = Decision(alarm.action, alarm.name, words)
+                    decision = Decision(alarm.action, alarm.name, message)
         return alerts, decision
 
     def rolled_back(self, decision: Decision, step: int, coef: float) -> str:
@@ -243,7 +243,7 @@ class Monitors:
 
 def worded(facts: Facts) -> list[str]:
     """The alerts of events, without a history."""
-    return [f"{alarm.name}: {alarm.words(facts[alarm.name])}" for alarm in ALARMS if alarm.name in facts]
+    return [f"{alarm.name}: {alarm.message(facts[alarm.name])}" for alarm in ALARMS if alarm.name in facts]
 
 
 def collapsed(row: Mapping[str, Any]) -> bool:
@@ -390,8 +390,8 @@ SAMPLED = {  # 0 on average where the tokens were sampled from the policy
 
 
 def sampled_elsewhere(m: Monitors) -> Figures:
-    sums = [(words, GapSum(*m.gaps[key])) for key, words in SAMPLED.items()]
-    found = [f"{words.format(gap=s.mean)} (standard error {s.stderr:.2g})" for words, s in sums if s.shifted]
+    sums = [(message, GapSum(*m.gaps[key])) for key, message in SAMPLED.items()]
+    found = [f"{message.format(gap=s.mean)} (standard error {s.stderr:.2g})" for message, s in sums if s.shifted]
     return {"updates": m.updates, "found": " and ".join(found)}
 
 
@@ -472,7 +472,7 @@ def bought(m: Monitors) -> Figures | None:
     return {"kl": kl, "most": least_kl(m.curve, most) / kl, "share": least_kl(m.curve, gain) / kl, "known": known}
 
 
-def sign(key: str, words: str, size: Callable[[float, float], float], updates: int = START) -> Alarm:
+def sign(key: str, message: str, size: Callable[[float, float], float], updates: int = START) -> Alarm:
     """An indirect sign that a policy exploits its reward. `size(start, now)`: 1 where it is reached.
 
     Alone it is no alarm, since a policy may learn to be brief: it counts while the score is above that of the start
@@ -489,7 +489,7 @@ def sign(key: str, words: str, size: Callable[[float, float], float], updates: i
 
     return Alarm(
         "overoptimised-signs",
-        f"the score rose from {{low:.3g}} to {{high:.3g}} while {words}: the policy may exploit the reward. "
+        f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
         "Read its samples. {to_restrain}",
         measure,
         begins=lambda f: f["size"] >= 1,
@@ -541,7 +541,7 @@ def broken(m: Monitors) -> Figures | None:
 
 _RATE = {
     "jump": "an update moved the KL from {kl:.3g} to {after:.3g} nats",
-    "sideways": "the policy moved {moved:.0%} of the target in one update",
+    "sideways": "the policy moved {update_kl:.0%} of the target in one update",
     "not held": "for {updates} updates beta has not held the KL at its target",
     "slow": "at this rate the target takes more than 1/{share:.0f} of the remaining updates",
 }

@@ -146,11 +146,11 @@ class RunStatus:
         if ratio is None or self._target is None:
             return [(f"{format_number(kl, 4)} nats, no target", "")]
         if abs(ratio - 1) <= IN_BAND:
-            words, style = "in band", "green"
+            label, style = "in band", "green"
         elif ratio < 1:
-            words, style = "below", "yellow"
+            label, style = "below", "yellow"
         else:
-            words, style = f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow"
+            label, style = f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow"
         # A bar from 0 to twice the target, with a mark at the target.
         half = 8
         filled = round(half * min(2.0, max(0.0, ratio)))
@@ -162,7 +162,7 @@ class RunStatus:
             ("│", "bold"),
             ("█" * above, style),
             ("░" * (half - above), "dim"),
-            (f"  {words}", style),
+            (f"  {label}", style),
         ]
 
     def _beta(self) -> Pieces:

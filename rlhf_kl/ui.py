@@ -67,16 +67,16 @@ class Screen:
 
     def write(self, record: logging.LogRecord) -> None:
         """Show a message; a warning is an alert, a message that needs action."""
-        words = Text(safe_text(record.getMessage(), keep_newlines=True))
+        message = Text(safe_text(record.getMessage(), keep_newlines=True))
         if record.levelno < logging.WARNING:
-            self._print(words, soft_wrap=not self._terminal)
+            self._print(message, soft_wrap=not self._terminal)
             return
         mark, style = ("error", "bold red") if record.levelno >= logging.ERROR else ("alert", "yellow")
         if not self._terminal:
-            self._print(Text(f"{mark}: ") + words)
+            self._print(Text(f"{mark}: ") + message)
             return
         table = _two_columns(style, padding=1)
-        table.add_row(f"{mark}:", words)
+        table.add_row(f"{mark}:", message)
         self._console.print(table)
 
     def print_counts(self, counts: Mapping[str, object]) -> None:
@@ -114,13 +114,13 @@ class Screen:
         log.info(f"{description}: done in {duration(time.monotonic() - began)}")
 
     @contextlib.contextmanager
-    def waiting(self, words: str) -> Iterator[None]:
+    def waiting(self, message: str) -> Iterator[None]:
         """A moving bar in a terminal while the block runs; a line at its end if that took ten seconds."""
         began = time.monotonic()
-        with self._bar(safe_text(words), None) if self._terminal and not self._quiet else contextlib.nullcontext():
+        with self._bar(safe_text(message), None) if self._terminal and not self._quiet else contextlib.nullcontext():
             yield
         if (seconds := time.monotonic() - began) >= LOG_SECONDS:
-            log.info(f"{words}: done in {duration(seconds)}")
+            log.info(f"{message}: done in {duration(seconds)}")
 
     @contextlib.contextmanager
     def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
@@ -167,9 +167,9 @@ class Screen:
         finally:
             self._stop_live()
 
-    def show_work(self, words: str) -> None:
+    def show_work(self, message: str) -> None:
         """What the run does from now on, shown in a terminal with its seconds until the next call."""
-        self._now = safe_text(words), time.monotonic()
+        self._now = safe_text(message), time.monotonic()
         if self._terminal and not self._quiet:
             self._start_live().refresh()
 
@@ -225,8 +225,8 @@ class Screen:
         unicode = self._console.encoding.lower().startswith("utf")
         parts: list[RenderableType] = [self._status.table(unicode=unicode)] if self._status else []
         if self._now is not None:
-            words, since = self._now
-            parts.append(Text(f"{words}, {duration(time.monotonic() - since)}", style="dim", overflow="ellipsis"))
+            message, since = self._now
+            parts.append(Text(f"{message}, {duration(time.monotonic() - since)}", style="dim", overflow="ellipsis"))
         if self._bars is not None and self._bars.tasks:
             parts.append(self._bars.get_renderable())
         return Group(*parts)

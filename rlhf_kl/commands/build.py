@@ -62,7 +62,7 @@ EVAL_PROMPTS = 64
 
 
 @dataclass
-class Parts:
+class Setup:
     """The models and data of a run."""
 
     policy: LM
@@ -78,7 +78,7 @@ class Parts:
     cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
 
 
-def build_parts(config: TrainConfig, accelerator: Any) -> Parts:
+def build_setup(config: TrainConfig, accelerator: Any) -> Setup:
     """Load everything that the config names, and refuse what cannot work."""
     config = with_files(config)
     device, dtype = accelerator.device, compute_dtype(config.run.dtype)
@@ -100,7 +100,7 @@ def build_parts(config: TrainConfig, accelerator: Any) -> Parts:
     texts = loader.texts(held.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, dtype)
-    return Parts(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
+    return Setup(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
@@ -167,24 +167,24 @@ def prompt_format(data: PromptsSection) -> PromptFormat:
     return PromptFormat(data.chat_template, data.system, data.first_tokens, data.chat_options)
 
 
-def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
+def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
     """The policy with its value function, if it has one.
 
     It is a critic on features, a zero head on the policy's trunk, or a separate model. A separate model starts from
     the reward model if that reads the policy's tokens, else from the policy. `mean`, `std`: of the reference's shaped
     scores.
     """
-    policy, device, dtype = parts.policy, parts.policy.device, compute_dtype(config.run.dtype)
+    policy, device, dtype = setup.policy, setup.policy.device, compute_dtype(config.run.dtype)
     if config.critic is None:
         return ActorCritic(policy)
     if config.critic == "features":
-        size = feature_count(parts)
+        size = feature_count(setup)
         return ActorCritic(policy, critic=FeatureCritic(size, mean, std, config.run.seed).to(device))
     hidden_size = policy.model.config.get_text_config().hidden_size
     if config.critic == "head":
         return ActorCritic(policy, HeadValue(hidden_size).to(device))
-    reward = parts.scorers.model
-    if reward is not None and _reads_rows_of(parts, reward) and reward.model.score.out_features == 1:
+    reward = setup.scorers.model
+    if reward is not None and _reads_rows_of(setup, reward) and reward.model.score.out_features == 1:
         trunk = copy.deepcopy(reward.model.base_model)
         head = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
     else:
@@ -195,52 +195,52 @@ def build_value(config: TrainConfig, parts: Parts, shaping: ScoreShaping, mean: 
     return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))
 
 
-def feature_count(parts: Parts) -> int:
+def feature_count(setup: Setup) -> int:
     """Numbers that a critic on features reads for a state."""
-    size = int(parts.reference.model.config.get_text_config().hidden_size)
-    return size + sum(reward.hidden_size for reward in feature_rewards(parts))
+    size = int(setup.reference.model.config.get_text_config().hidden_size)
+    return size + sum(reward.hidden_size for reward in feature_rewards(setup))
 
 
-def feature_rewards(parts: Parts) -> list[RewardModel]:
+def feature_rewards(setup: Setup) -> list[RewardModel]:
     """The reward models that can read whole responses as the policy's tokens."""
-    return [model for model in parts.scorers.trained.models.values() if _reads_rows_of(parts, model)]
+    return [model for model in setup.scorers.trained.models.values() if _reads_rows_of(setup, model)]
 
 
-def _reads_rows_of(parts: Parts, reward: RewardModel) -> bool:
+def _reads_rows_of(setup: Setup, reward: RewardModel) -> bool:
     """Whether it can read prompts and responses as the policy's tokens, whole, with one state for each token.
 
     An encoder cannot: its states depend on later tokens.
     """
-    if reward.encoder or reward.tokenizer.get_vocab() != parts.tokenizer.get_vocab():
+    if reward.encoder or reward.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
         return False
     # A policy can draw ids that its tokenizer lacks.
-    if reward.model.get_input_embeddings().num_embeddings < parts.policy.model.config.get_text_config().vocab_size:
+    if reward.model.get_input_embeddings().num_embeddings < setup.policy.model.config.get_text_config().vocab_size:
         return False
-    return reward.limit is None or parts.prompts.longest + parts.sampling.max_new_tokens <= reward.limit
+    return reward.limit is None or setup.prompts.longest + setup.sampling.max_new_tokens <= reward.limit
 
 
-def shard_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None:
-    """Shard models by `policy.shard` and `reference.shard`, before an optimizer is made; `parts.sharded` lists them.
+def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
+    """Shard models by `policy.shard` and `reference.shard`, before an optimizer is made; `setup.sharded` lists them.
 
     A value head and a critic on features are small and stay whole.
     """
-    policy, device = parts.policy, parts.policy.device
+    policy, device = setup.policy, setup.policy.device
     if config.policy.shard:
         one = pack_last([[0]], device)
         shard(layers_of(policy.base), policy, device)
         if isinstance(model.value, SeparateValue):
             shard(layers_of(model.value.trunk.base), model.value, device)
-        parts.sharded += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
+        setup.sharded += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
         with torch.no_grad():  # the first pass makes all layers part of this root
             hidden = policy.states(one, lambda _, hidden: hidden)
             if model.value is not None:
                 model.value(one, hidden)
-        with unsharded(*parts.sharded):
+        with unsharded(*setup.sharded):
             pass
         if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_sharded(p)]:
             raise RuntimeError(f"policy.shard: these tensors are not sharded: {held[:3]}")
     if config.reference.shard:
-        frozen = [parts.reference.model, *(reward.model for reward in parts.scorers.models.values())]
+        frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
         apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
         if not apart and not config.policy.shard:
             raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
@@ -248,7 +248,7 @@ def shard_models(config: TrainConfig, parts: Parts, model: ActorCritic) -> None:
             if not (layers := layers_of(each)):
                 raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
             shard(layers, None, device)
-            parts.sharded.append(each)
+            setup.sharded.append(each)
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -259,7 +259,7 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 def build_trainer(
     config: TrainConfig,
-    parts: Parts,
+    setup: Setup,
     scores: ReferenceScores,
     shaping: ScoreShaping,
     coef: float,
@@ -267,17 +267,17 @@ def build_trainer(
     ranks: Ranks,
 ) -> PPOTrainer:
     """Wire the trainer."""
-    model = build_value(config, parts, shaping, scores.mean, scores.spread or 1.0)
-    shard_models(config, parts, model)
-    reference = ReferenceStates(parts.reference)
-    features = StateFeatures(model.critic, feature_rewards(parts)) if model.critic is not None else None
+    model = build_value(config, setup, shaping, scores.mean, scores.spread or 1.0)
+    shard_models(config, setup, model)
+    reference = ReferenceStates(setup.reference)
+    features = StateFeatures(model.critic, feature_rewards(setup)) if model.critic is not None else None
     rows = ranks.mine(range(config.rollout.batch_size))
-    sampler = Sampler(parts.policy, parts.prompts, parts.tokenizer, parts.sampling, config.run.seed, rows)
+    sampler = Sampler(setup.policy, setup.prompts, setup.tokenizer, setup.sampling, config.run.seed, rows)
     assessor = Assessor(
         model,
         reference,
         features,
-        parts.scorers,
+        setup.scorers,
         shaping,
         config.rollout.temperature,
         config.rollout.samples_per_prompt,
@@ -288,7 +288,7 @@ def build_trainer(
         model,
         adamw(
             model.policy.module,
-            learning_rate(config, parts.policy.module),
+            learning_rate(config, setup.policy.module),
             config.ppo.weight_decay,
             model.critic,
             config.ppo.critic_learning_rate,
@@ -298,7 +298,7 @@ def build_trainer(
             clock.timed("time/rollout_s")(room(sampler)),
             clock.timed("time/score_s")(room(assessor)),
             ranks,
-            parts.sharded,
+            setup.sharded,
         ),
         reference,
         configured_controller(config.kl, config.ppo, config.rollout, coef),
@@ -314,21 +314,21 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
     return usual_learning_rate(parameter_count(policy), adapter=has_adapter(policy))
 
 
-def fingerprints(parts: Parts) -> dict[str, str]:
+def fingerprints(setup: Setup) -> dict[str, str]:
     """Fingerprints of content that a resumed run needs unchanged, by config key."""
     prints = {
-        "reference.model": model_fingerprint(parts.reference),
-        "the tokenizer of policy.model": tokenizer_fingerprint(parts.tokenizer),
-        "data.prompts": texts_fingerprint([*parts.prompts.texts, *_columns_as_text(parts)]),
+        "reference.model": model_fingerprint(setup.reference),
+        "the tokenizer of policy.model": tokenizer_fingerprint(setup.tokenizer),
+        "data.prompts": texts_fingerprint([*setup.prompts.texts, *_columns_as_text(setup)]),
     }
-    if not parts.reference_is_initial_policy:
-        prints["policy.model"] = model_fingerprint(parts.policy.module)
-    if parts.scorers.model is not None:
-        prints["reward.model"] = model_fingerprint(parts.scorers.model.model)
+    if not setup.reference_is_initial_policy:
+        prints["policy.model"] = model_fingerprint(setup.policy.module)
+    if setup.scorers.model is not None:
+        prints["reward.model"] = model_fingerprint(setup.scorers.model.model)
     return prints
 
 
-def _columns_as_text(parts: Parts) -> list[str]:
+def _columns_as_text(setup: Setup) -> list[str]:
     """The columns of the training prompts that scorers read."""
-    columns = parts.scorers.columns_of(parts.prompts.texts)
+    columns = setup.scorers.columns_of(setup.prompts.texts)
     return [repr(value) for column in columns for values in column.values() for value in values]

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Parts, build_parts, learning_rate
+from rlhf_kl.commands.build import Setup, build_setup, learning_rate
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
 from rlhf_kl.commands.session import make_accelerator, on_this_machine
@@ -93,13 +93,13 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += check_config(config, processes)
         config = with_files(on_this_machine(config))
         accelerator = make_accelerator(config.run)
-        parts = build_parts(config, accelerator)
+        setup = build_setup(config, accelerator)
         loader = Loader.for_run(config.run, accelerator.device)
-        findings += [check_dtype(config, accelerator.device), check_rate(config, parts.policy.module)]
-        findings += [check_filters(parts), *check_tokenizers(config, parts, loader), *check_context(config, parts)]
-        findings += check_reward_model(config, parts, loader, pairs)
-        findings.append(check_memory(config, parts, accelerator.device, processes))
-        findings += check_update(unsharded(config), parts)
+        findings += [check_dtype(config, accelerator.device), check_rate(config, setup.policy.module)]
+        findings += [check_filters(setup), *check_tokenizers(config, setup, loader), *check_context(config, setup)]
+        findings += check_reward_model(config, setup, loader, pairs)
+        findings.append(check_memory(config, setup, accelerator.device, processes))
+        findings += check_update(unsharded(config), setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -121,8 +121,8 @@ def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
     if processes > 1:
         check_sizes(config, processes)
     elif config.policy.shard or config.reference.shard:
-        words = "policy.shard and reference.shard have no effect in one process"
-        yield judged("config", False, words, "doctor --processes N, with the N of the training")
+        message = "policy.shard and reference.shard have no effect in one process"
+        yield judged("config", False, message, "doctor --processes N, with the N of the training")
     check_installed(config.tracking.trackers)
     for note in unused_notes(config):
         yield judged("config", False, note, "leave the key out")
@@ -137,8 +137,8 @@ def unsharded(config: TrainConfig) -> TrainConfig:
 def check_dtype(config: TrainConfig, device: torch.device) -> Finding:
     """Whether bfloat16 suits this device."""
     if config.run.dtype == "bfloat16" and device.type == "cpu":
-        words = "bfloat16 on a CPU is less exact, and on many it is slower"
-        return judged("dtype", False, words, "run.dtype=float32, unless the time of an update below is shorter so")
+        message = "bfloat16 on a CPU is less exact, and on many it is slower"
+        return judged("dtype", False, message, "run.dtype=float32, unless the time of an update below is shorter so")
     emulated = config.run.dtype == "bfloat16" and device.type == "cuda"
     if emulated and not torch.cuda.is_bf16_supported(including_emulation=False):
         return judged("dtype", False, "this GPU only emulates bfloat16", "run.dtype=float32")
@@ -149,33 +149,33 @@ def check_rate(config: TrainConfig, policy: Any) -> Finding:
     """Whether the learning rate is near the usual one for a policy of this size."""
     rate, adapter, size = learning_rate(config, policy), has_adapter(policy), parameter_count(policy)
     usual = usual_learning_rate(size, adapter=adapter)
-    words = f"learning rate {rate:.2g} for {'an adapter on ' if adapter else ''}{short(size)} parameters"
+    message = f"learning rate {rate:.2g} for {'an adapter on ' if adapter else ''}{short(size)} parameters"
     if config.ppo.learning_rate == "auto":
-        return judged("rate", True, f"{words}, chosen by size (auto)")
+        return judged("rate", True, f"{message}, chosen by size (auto)")
     ratio = rate / usual
     if 1 / RATE_FACTOR <= ratio <= RATE_FACTOR:
-        return judged("rate", True, f"{words}; usual is about {usual:.2g}")
+        return judged("rate", True, f"{message}; usual is about {usual:.2g}")
     side = f"{ratio:.2g} times" if ratio > 1 else f"{1 / ratio:.2g} times less than"
-    return judged("rate", False, f"{words}: {side} the usual {usual:.2g}", f"ppo.learning_rate={usual:g}, or auto")
+    return judged("rate", False, f"{message}: {side} the usual {usual:.2g}", f"ppo.learning_rate={usual:g}, or auto")
 
 
-def check_filters(parts: Parts) -> Finding:
+def check_filters(setup: Setup) -> Finding:
     """Whether other programs sample from the policy as rollouts do."""
-    settings = parts.policy.model.generation_config
+    settings = setup.policy.model.generation_config
     written = {name: getattr(settings, name, None) for name in FILTERS}
     odd = [f"{name} {value}" for name, value in written.items() if value not in FILTERS[name]]
     if not odd:
         return judged("sampling", True, "rollouts and generation config draw from the whole distribution")
-    words = (
+    message = (
         f"the policy's generation config sets {', '.join(odd)}: rollouts ignore it (the KL would be wrong), "
         "but `generate` of other programs uses it"
     )
-    return judged("sampling", False, words, "remove it from generation_config.json")
+    return judged("sampling", False, message, "remove it from generation_config.json")
 
 
-def check_tokenizers(config: TrainConfig, parts: Parts, loader: Loader) -> Iterator[Finding]:
+def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader) -> Iterator[Finding]:
     """Whether policy, reference and reward model read the prompts alike, and nothing of them is lost."""
-    tokenizer, texts = parts.tokenizer, parts.prompts.texts[:PROBES]
+    tokenizer, texts = setup.tokenizer, setup.prompts.texts[:PROBES]
     if config.reference.model is not None:
         other = loader.tokenizer(config.reference.model, "reference.model")
         if encode_all(other, texts) == encode_all(tokenizer, texts):
@@ -185,38 +185,38 @@ def check_tokenizers(config: TrainConfig, parts: Parts, loader: Loader) -> Itera
     rows = encode_all(tokenizer, texts, bos=False)
     back: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     lost = [(text, again) for text, again in zip(texts, back, strict=True) if again != text]
-    words = f"{len(texts)} prompts are the same after encoding and decoding"
+    message = f"{len(texts)} prompts are the same after encoding and decoding"
     if lost:
         sample = f"{lost[0][0][:40]!r} comes back as {lost[0][1][:40]!r}"
-        words = f"{len(lost)} of {len(texts)} prompts change when they are encoded and decoded: {sample}"
-    yield judged("tokenizer", not lost, words, "clean these prompts, or use another tokenizer")
-    if parts.scorers.model is not None:
-        same = parts.scorers.model.tokenizer.get_vocab() == tokenizer.get_vocab()
-        words = "the policy's" if same else "another one: responses are decoded and encoded again"
-        yield judged("tokenizer", True, f"the reward model uses {words}")
+        message = f"{len(lost)} of {len(texts)} prompts change when they are encoded and decoded: {sample}"
+    yield judged("tokenizer", not lost, message, "clean these prompts, or use another tokenizer")
+    if setup.scorers.model is not None:
+        same = setup.scorers.model.tokenizer.get_vocab() == tokenizer.get_vocab()
+        message = "the policy's" if same else "another one: responses are decoded and encoded again"
+        yield judged("tokenizer", True, f"the reward model uses {message}")
 
 
-def check_context(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
+def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     """Whether prompt and response fit into what policy and reward model read."""
-    longest = max(len(row) for row in parts.prompts.rows)
-    new, limit = config.rollout.max_new_tokens, context_length(parts.policy.model)
-    words = f"longest prompt {longest} tokens and {new} new ones"
-    words += "; the model's config names no limit" if limit is None else f" fit into {limit}"
-    yield judged("context", limit is not None, words, "make sure that the model was trained on texts of this length")
-    reward = parts.scorers.model
+    longest = max(len(row) for row in setup.prompts.rows)
+    new, limit = config.rollout.max_new_tokens, context_length(setup.policy.model)
+    message = f"longest prompt {longest} tokens and {new} new ones"
+    message += "; the model's config names no limit" if limit is None else f" fit into {limit}"
+    yield judged("context", limit is not None, message, "make sure that the model was trained on texts of this length")
+    reward = setup.scorers.model
     if reward is not None and reward.limit is not None:
-        most = new + max(len(row) for row in reward.encode(parts.prompts.texts, [""] * len(parts.prompts.texts)))
+        most = new + max(len(row) for row in reward.encode(setup.prompts.texts, [""] * len(setup.prompts.texts)))
         if most > reward.limit:
-            words = (
+            message = (
                 f"the reward model reads {reward.limit} tokens, but texts have up to {most}: it loses the "
                 "beginning of the longest"
             )
-            yield judged("context", False, words, "a lower rollout.max_new_tokens, or shorter prompts")
+            yield judged("context", False, message, "a lower rollout.max_new_tokens, or shorter prompts")
 
 
-def check_reward_model(config: TrainConfig, parts: Parts, loader: Loader, pairs: str | None) -> Iterator[Finding]:
+def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs: str | None) -> Iterator[Finding]:
     """Its accuracy on `pairs`, else the one that its training has written beside it."""
-    reward = parts.scorers.model
+    reward = setup.scorers.model
     if reward is None:
         return
     accuracy, where = None, "the held-out data of its training"
@@ -234,40 +234,40 @@ def check_reward_model(config: TrainConfig, parts: Parts, loader: Loader, pairs:
                 accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
                 break
     if accuracy is None:
-        words = "the accuracy of the reward model is unknown"
-        yield judged("reward", False, words, "measure it: doctor --pairs FILE")
+        message = "the accuracy of the reward model is unknown"
+        yield judged("reward", False, message, "measure it: doctor --pairs FILE")
         return
-    words, good = f"the reward model is right on {accuracy:.0%} of {where}", accuracy >= LOW_ACCURACY
-    words += "" if good else ", and guessing on 50%"
-    yield judged("reward", good, words, "train it on more pairs, or use another reward.model")
+    message, good = f"the reward model is right on {accuracy:.0%} of {where}", accuracy >= LOW_ACCURACY
+    message += "" if good else ", and guessing on 50%"
+    yield judged("reward", good, message, "train it on more pairs, or use another reward.model")
 
 
-def check_memory(config: TrainConfig, parts: Parts, device: torch.device, processes: int) -> Finding:
+def check_memory(config: TrainConfig, setup: Setup, device: torch.device, processes: int) -> Finding:
     """Whether an update fits, by the estimate."""
-    tokens = max(len(row) for row in parts.prompts.rows) + config.rollout.max_new_tokens
-    estimate, room = estimate_memory(config, parts, tokens, processes), int(SHARE * free_memory(device))
+    tokens = max(len(row) for row in setup.prompts.rows) + config.rollout.max_new_tokens
+    estimate, room = estimate_memory(config, setup, tokens, processes), int(SHARE * free_memory(device))
     minibatch = config.minibatch_size // processes
-    rows = min(microbatch_rows(config, parts.policy.model, device, tokens), minibatch)
+    rows = min(microbatch_rows(config, setup.policy.model, device, tokens), minibatch)
     need, most = estimate.total(rows), largest_microbatch(estimate, minibatch, room)
-    words = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
-    words = words if processes == 1 else f"in each of {processes} processes {words}"
+    message = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
+    message = message if processes == 1 else f"in each of {processes} processes {message}"
     if need <= room:
-        return judged("memory", True, f"{words}; up to {most} fit")
+        return judged("memory", True, f"{message}; up to {most} fit")
     if most is not None:
-        return judged("memory", False, words, f"ppo.microbatch_size={most}")
+        return judged("memory", False, message, f"ppo.microbatch_size={most}")
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
     change = share + "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
-    return judged("memory", False, f"{words}; not even 1 fits", change)
+    return judged("memory", False, f"{message}; not even 1 fits", change)
 
 
 # ---- the update
 
 
-def check_update(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
+def check_update(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     """The start of the run and its first update, measured."""
     began = time.perf_counter()
-    training = prepare_training(config, parts)
-    setup = time.perf_counter() - began
+    training = prepare_training(config, setup)
+    start = time.perf_counter() - began
     yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
     yield from check_scores(training)
     yield from check_beta(config, training)
@@ -278,21 +278,21 @@ def check_update(config: TrainConfig, parts: Parts) -> Iterator[Finding]:
         yield Finding("fatal", "update", str(failure))
         return
     row, facts = update_row(result, config), dict(result.facts)
-    update = time.perf_counter() - began - setup
+    update = time.perf_counter() - began - start
     with ui.waiting("one evaluation"):
-        evaluated = evaluate_policy(config, parts, facts)
-    evaluation = time.perf_counter() - began - setup - update
+        evaluated = evaluate_policy(config, setup, facts)
+    evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
-    yield check_endings(config, parts, row)
+    yield check_endings(config, setup, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
     for alert in worded(facts):
         yield warned("update", alert)
-    yield check_perplexity(evaluated["eval/perplexity"], parts.texts, parts.tokenizer)
+    yield check_perplexity(evaluated["eval/perplexity"], setup.texts, setup.tokenizer)
     evaluations = 2 + (config.updates - 1) // config.eval.every
-    seconds = setup + config.updates * update + evaluations * evaluation
-    words = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
-    yield judged("time", True, f"{words}: about {duration(seconds)} in all")
+    seconds = start + config.updates * update + evaluations * evaluation
+    message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
+    yield judged("time", True, f"{message}: about {duration(seconds)} in all")
 
 
 def check_scores(training: Training) -> Iterator[Finding]:
@@ -300,17 +300,17 @@ def check_scores(training: Training) -> Iterator[Finding]:
     scores, grouped = training.reference_scores, training.trainer.config.critic is None
     shaped = torch.tensor(scores.shaped)
     bars = sketch(histogram({"all": shaped})["all"])
-    words = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
+    message = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
     warnings = worded(scores.start_facts())
     for warning in warnings:
-        yield judged("scores", False, f"{words}; {warning}")  # which ends with advice
+        yield judged("scores", False, f"{message}; {warning}")  # which ends with advice
     different = len(set(scores.shaped))
     if different < FEW_VALUES:
-        words += f"; only {different} different values"
+        message += f"; only {different} different values"
         advice = "ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"
-        yield judged("scores", grouped, words, advice)
+        yield judged("scores", grouped, message, advice)
     elif not warnings:
-        yield judged("scores", True, words)
+        yield judged("scores", True, message)
 
 
 def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
@@ -328,34 +328,34 @@ def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
 def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:
     """Two responses of the starting policy; doubtful where most of a batch are empty or the same text."""
     pairs = zip(prompts[:2], responses[:2], strict=True)
-    words = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}" for prompt, response in pairs)
+    message = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}" for prompt, response in pairs)
     text, count = Counter(response.strip() for response in responses).most_common(1)[0]
     if 2 * count <= len(responses):
-        return judged("samples", True, words)
+        return judged("samples", True, message)
     what = f"the same text, {text[:60]!r}" if text else "empty"
-    words += f"; {count / len(responses):.0%} of {len(responses)} responses are {what}"
+    message += f"; {count / len(responses):.0%} of {len(responses)} responses are {what}"
     advice = "prompts that end where the model's training texts go on (a space at the end may be too much, or missing)"
-    return judged("samples", False, words, advice)
+    return judged("samples", False, message, advice)
 
 
-def check_endings(config: TrainConfig, parts: Parts, row: dict[str, Any]) -> Finding:
+def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Finding:
     """Whether responses end, where it costs if they do not."""
-    names = [parts.tokenizer.decode([token]) for token in parts.sampling.eos_ids]
+    names = [setup.tokenizer.decode([token]) for token in setup.sampling.eos_ids]
     rate, length, free = row["rollout/eos_rate"], row["rollout/response_length"], not config.reward.missing_eos_penalty
-    words = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
-    words += "; reward.missing_eos_penalty is 0, so this costs nothing" if rate == 0 and free else ""
+    message = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
+    message += "; reward.missing_eos_penalty is 0, so this costs nothing" if rate == 0 and free else ""
     advice = "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0"
-    return judged("EOS", rate > 0 or free, words, advice)
+    return judged("EOS", rate > 0 or free, message, advice)
 
 
 def check_perplexity(perplexity: float, texts: Sequence[str], tokenizer: Any) -> Finding:
     """Whether the policy predicts the held-out texts better than their token frequencies do."""
     frequencies = frequency_perplexity(encode_all(tokenizer, texts, bos=False))
-    words = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
+    message = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
     if perplexity < frequencies:
-        return judged("eval", True, f"{words}; token frequencies alone give {frequencies:.0f}")
-    words += f", no better than token frequencies alone ({frequencies:.0f}): the policy does not write such texts"
-    return judged("eval", False, words, "eval.texts: texts like those that the policy was trained on")
+        return judged("eval", True, f"{message}; token frequencies alone give {frequencies:.0f}")
+    message += f", no better than token frequencies alone ({frequencies:.0f}): the policy does not write such texts"
+    return judged("eval", False, message, "eval.texts: texts like those that the policy was trained on")
 
 
 def frequency_perplexity(rows: Sequence[Sequence[int]]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from rlhf_kl.commands.build import Parts
+from rlhf_kl.commands.build import Setup
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
@@ -91,13 +91,13 @@ def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
 MERGED = "merged"
 
 
-def write_final(folder: Path, model: ActorCritic, parts: Parts, card: str, *, keep: bool) -> None:
+def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, keep: bool) -> None:
     """A folder that plain transformers loads, with a model card; the value function in a file of its own.
 
     All processes call it together, since each may hold a part of the weights; the one with `keep` writes.
     """
     policy: Any = model.policy.module
-    tensors = tensors_of(policy, keep=keep) if parts.sharded else None
+    tensors = tensors_of(policy, keep=keep) if setup.sharded else None
     value = {
         f"{part}.{name}": tensor
         for part, module in (("value", model.value), ("critic", model.critic))
@@ -106,9 +106,9 @@ def write_final(folder: Path, model: ActorCritic, parts: Parts, card: str, *, ke
     }
 
     def write(place: Path) -> None:
-        policy.generation_config.eos_token_id = parts.sampling.eos_ids
-        policy.generation_config.pad_token_id = parts.sampling.pad_id
-        save_model(policy, parts.tokenizer, place, tensors)
+        policy.generation_config.eos_token_id = setup.sampling.eos_ids
+        policy.generation_config.pad_token_id = setup.sampling.pad_id
+        save_model(policy, setup.tokenizer, place, tensors)
         save_file(value, place / "value.safetensors")
         (place / "README.md").write_text(card, encoding="utf-8")
 

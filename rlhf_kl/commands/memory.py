@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.commands.build import Parts, feature_count, layers_of
+from rlhf_kl.commands.build import Setup, feature_count, layers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.memory import kept_per_token, tokens_of_a_pass
 from rlhf_kl.models.load import parameter_count
@@ -75,12 +75,12 @@ def weight_bytes(
     return int(FLOAT * kept), int(FLOAT * training), int(FLOAT * gathered)
 
 
-def estimate_memory(config: TrainConfig, parts: Parts, tokens: int, processes: int = 1) -> MemoryEstimate:
+def estimate_memory(config: TrainConfig, setup: Setup, tokens: int, processes: int = 1) -> MemoryEstimate:
     """For responses of `tokens` tokens, their prompts included."""
-    policy: Any = parts.policy.model
+    policy: Any = setup.policy.model
     shape = policy.config.get_text_config()
     size = 2 if config.run.dtype == "bfloat16" else FLOAT
-    weights = _weights(config, parts)
+    weights = _weights(config, setup)
     kept, training, gathered = weight_bytes(
         weights,
         processes,
@@ -93,11 +93,11 @@ def estimate_memory(config: TrainConfig, parts: Parts, tokens: int, processes: i
     response = min(config.rollout.max_new_tokens, tokens)
     per_token = _models(config) * kept_per_token(policy)
     copies_of_logits = LOGIT_COPIES * FLOAT
-    elements = LOGIT_ELEMENTS.get(parts.policy.device.type, LOGIT_ELEMENTS["cpu"])
+    elements = LOGIT_ELEMENTS.get(setup.policy.device.type, LOGIT_ELEMENTS["cpu"])
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     rows = -(-config.rollout.batch_size // processes)
-    features = feature_count(parts) if config.critic == "features" else 0
+    features = feature_count(setup) if config.critic == "features" else 0
     return MemoryEstimate(
         kept=kept,
         training=training,
@@ -110,12 +110,12 @@ def estimate_memory(config: TrainConfig, parts: Parts, tokens: int, processes: i
     )
 
 
-def _weights(config: TrainConfig, parts: Parts) -> Weights:
-    policy: Any = parts.policy.model
+def _weights(config: TrainConfig, setup: Setup) -> Weights:
+    policy: Any = setup.policy.model
     adapted = has_adapter(policy)
     value = parameter_count(policy) if config.critic == "separate" else 0
-    rewards = [reward.model for reward in parts.scorers.models.values()]
-    frozen = [*([] if adapted else [parts.reference.module]), *rewards]
+    rewards = [reward.model for reward in setup.scorers.models.values()]
+    frozen = [*([] if adapted else [setup.reference.module]), *rewards]
     layers = layers_of(policy.get_base_model() if adapted else policy)
     return Weights(
         policy=parameter_count(policy),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Parts, build_trainer
+from rlhf_kl.commands.build import Setup, build_trainer
 from rlhf_kl.commands.session import LAUNCH
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard
@@ -48,7 +48,7 @@ class Training:
 
 
 def prepare_training(
-    config: TrainConfig, parts: Parts, ranks: Ranks | None = None, saved: dict[str, Any] | None = None
+    config: TrainConfig, setup: Setup, ranks: Ranks | None = None, saved: dict[str, Any] | None = None
 ) -> Training:
     """The trainer of a run. `saved`: the figures from before its first update, as in `Training.state_dict`.
 
@@ -56,7 +56,7 @@ def prepare_training(
     """
     ranks = ranks or Ranks()
     if saved is None:
-        scores, shaping = score_reference(config, parts, ranks)
+        scores, shaping = score_reference(config, setup, ranks)
         coef, note = starting_coef(config, scores)
         if note:
             log.info(note)
@@ -64,8 +64,8 @@ def prepare_training(
         scores, shaping = ReferenceScores(**saved["reference_scores"]), ScoreShaping(**saved["shaping"])
         coef = saved["coef"]
     clock = Clock()
-    trainer = build_trainer(config, parts, scores, shaping, coef, clock, ranks)
-    parts.scorers.state_dict()  # fails now, not at the first checkpoint
+    trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
+    setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, clock)
 
 
@@ -93,7 +93,7 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
         raise InputError(*problems)
 
 
-def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[ReferenceScores, ScoreShaping]:
+def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[ReferenceScores, ScoreShaping]:
     """Sample the reference, check the start, and fit the score's scale. Equal scores call for more samples."""
     section = config.reward
     shaping = ScoreShaping(
@@ -102,10 +102,10 @@ def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[Re
         length_penalty=section.length_penalty,
         repetition_penalty=section.repetition_penalty,
     )
-    ranks.run(lambda: check_policy(config, parts))
+    ranks.run(lambda: check_policy(config, setup))
     rounds: list[ReferenceSamples] = []
     for number in range(ROUNDS):
-        rounds.append(sample_reference(config, parts, ranks, number))
+        rounds.append(sample_reference(config, setup, ranks, number))
         samples = ReferenceSamples.concat(rounds)
         if not len(samples.scores):
             raise InputError("reward: returned None for all reference samples")
@@ -116,39 +116,39 @@ def score_reference(config: TrainConfig, parts: Parts, ranks: Ranks) -> tuple[Re
     return samples.shaped(shaping, normalize=section.normalize)
 
 
-def sample_reference(config: TrainConfig, parts: Parts, ranks: Ranks, number: int) -> ReferenceSamples:
+def sample_reference(config: TrainConfig, setup: Setup, ranks: Ranks, number: int) -> ReferenceSamples:
     """Round `number` of scored reference samples, of all processes."""
     seed = config.run.seed
-    groups = sample_prompts(len(parts.prompts), config.reference_samples, seed, number)
+    groups = sample_prompts(len(setup.prompts), config.reference_samples, seed, number)
     mine = ranks.mine(range(len(groups)))
     with ui.progress("sampling the reference", len(mine)) as advance:
 
         def batches() -> Any:
             for batch in reference_responses(
-                parts.reference, parts.prompts, groups, parts.sampling, parts.tokenizer, seed, mine, number
+                setup.reference, setup.prompts, groups, setup.sampling, setup.tokenizer, seed, mine, number
             ):
                 yield batch
                 advance(len(batch.prompts))
 
         def sample() -> ReferenceSamples:
-            return score_samples(batches(), groups[mine.start : mine.stop], parts.scorers)
+            return score_samples(batches(), groups[mine.start : mine.stop], setup.scorers)
 
         return ranks.gather(ranks.run(sample, scores=True))
 
 
-def check_policy(config: TrainConfig, parts: Parts) -> None:
+def check_policy(config: TrainConfig, setup: Setup) -> None:
     """The fatal checks, on samples of the starting policy."""
-    prompts = checked_prompts(parts.prompts)
-    noise = uniforms(len(prompts), parts.sampling.max_new_tokens, config.run.seed, "start")
-    responses = respond(parts.policy, prompts, noise, parts.sampling, parts.tokenizer)
+    prompts = checked_prompts(setup.prompts)
+    noise = uniforms(len(prompts), setup.sampling.max_new_tokens, config.run.seed, "start")
+    responses = respond(setup.policy, prompts, noise, setup.sampling, setup.tokenizer)
     layout = response_layout(responses.prompts, responses.sampled)
-    stats = measure(ActorCritic(parts.policy), ReferenceStates(parts.reference), layout, parts.sampling.temperature)
+    stats = measure(ActorCritic(setup.policy), ReferenceStates(setup.reference), layout, setup.sampling.temperature)
     results = check_start(
-        parts.policy,
-        parts.reference,
+        setup.policy,
+        setup.reference,
         responses.sampled,
         stats,
-        reference_is_initial_policy=parts.reference_is_initial_policy,
+        reference_is_initial_policy=setup.reference_is_initial_policy,
         float32=config.run.dtype == "float32",
     )
     log.info("start checked: " + ", ".join(results))
@@ -161,5 +161,5 @@ def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, 
         return written, ""
     estimator = ADVANTAGES[config.ppo.advantage]
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
-    coef, note = scores.solve(budget, scaled=estimator.options_of(config.ppo).get("scale_by_group_std", False))
+    coef, note = scores.solve(budget, scaled=estimator.options(config.ppo).get("scale_by_group_std", False))
     return coef * estimator.weight(config.rollout.samples_per_prompt), note

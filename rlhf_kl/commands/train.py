@@ -1,4 +1,4 @@
-"""`rlhf-kl train`: config -> parts -> the PPO loop."""
+"""`rlhf-kl train`: the PPO loop, with everything around an update."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Parts, build_parts, fingerprints
+from rlhf_kl.commands.build import Setup, build_setup, fingerprints
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
@@ -41,35 +41,35 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """Train a policy; returns the summary."""
     check_sizes(config, run.ranks.count)
     accelerator = make_accelerator(config.run, group=True)
-    parts = run.ranks.first_before_others(lambda: build_parts(config, accelerator))
-    run.check(accelerator.device, fingerprints(parts))
-    training = prepare_training(config, parts, run.ranks, run.saved("start"))
+    setup = run.ranks.first_before_others(lambda: build_setup(config, accelerator))
+    run.check(accelerator.device, fingerprints(setup))
+    training = prepare_training(config, setup, run.ranks, run.saved("start"))
     trainer = training.trainer
     run.track(
         start=training,
         model=checkpointed(trainer.model.modules),
         optimizer=trainer.optimizer,
         trainer=trainer,
-        scorers=parts.scorers,
+        scorers=setup.scorers,
     )
-    return TrainLoop(config, parts, training, run).work()
+    return TrainLoop(config, setup, training, run).work()
 
 
 class TrainLoop:
     """The loop of one run, with everything around an update: rows, alerts, evaluations."""
 
-    def __init__(self, config: TrainConfig, parts: Parts, training: Training, run: Run) -> None:
-        self.config, self.parts, self.training, self.run = config, parts, training, run
+    def __init__(self, config: TrainConfig, setup: Setup, training: Training, run: Run) -> None:
+        self.config, self.setup, self.training, self.run = config, setup, training, run
         self.trainer, self.ranks = training.trainer, run.ranks
         self.status = RunStatus(config.updates, config.kl.target_value, config.kl.unit)
-        self.scorers = parts.scorers
+        self.scorers = setup.scorers
         self.monitors = Monitors(
             config,
             coef=training.coef,
             control=self.trainer.controller,
             scores=training.reference_scores,
             learning_rate=self.trainer.rate.peak,
-            from_reference=parts.reference_is_initial_policy,
+            from_reference=setup.reference_is_initial_policy,
         )
         run.track(monitors=self.monitors)
         for row in read_jsonl(run.folder.metrics) if run.checkpoint is not None else ():
@@ -106,7 +106,7 @@ class TrainLoop:
             if step % config.tracking.samples_every == 0 or step in (1, total):
                 row["kl/top_tokens"] = self.record_samples(result)
             now = time.perf_counter()
-            row |= speed(row, now - began, config.rollout.batch_size, self.parts.policy.device)
+            row |= speed(row, now - began, config.rollout.batch_size, self.setup.policy.device)
             began = now
             self.run.log(row, sound=result.sound)
             ui.show_row(row)
@@ -117,8 +117,8 @@ class TrainLoop:
 
     def evaluate(self, facts: dict[str, Any]) -> dict[str, Any]:
         """The `eval/*` figures of the policy as it is; `facts` gets what is left out."""
-        ui.show_work(f"evaluating on {len(self.parts.texts)} texts and {self.parts.heldout.batch_size} prompts")
-        return evaluate_policy(self.config, self.parts, facts, self.ranks)
+        ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} prompts")
+        return evaluate_policy(self.config, self.setup, facts, self.ranks)
 
     def step(self, step: int) -> StepResult:
         """One update and its row; a rollout that is not finite is reported and left out."""
@@ -206,9 +206,9 @@ class TrainLoop:
         logged = self.ranks.all(self.scorers.logged_columns(len(result.rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
-        for row in sample_rows(result, self.parts.tokenizer, self.scorers.column_names, extra):
+        for row in sample_rows(result, self.setup.tokenizer, self.scorers.column_names, extra):
             self.run.sample(row)
-        return top_tokens(result.rollout, self.parts.tokenizer)
+        return top_tokens(result.rollout, self.setup.tokenizer)
 
     # ---- the beginning and the end
 
@@ -218,8 +218,8 @@ class TrainLoop:
         updates, batch, kl = config.updates, config.rollout.batch_size, config.kl
         ui.print_counts(
             {
-                "policy parameters": parameter_count(self.parts.policy.module),
-                "prompts": len(self.parts.prompts),
+                "policy parameters": parameter_count(self.setup.policy.module),
+                "prompts": len(self.setup.prompts),
                 "rollout batch": batch,
                 "minibatch": config.minibatch_size,
                 "microbatch": config.ppo.microbatch_size or "automatic",
@@ -255,8 +255,8 @@ class TrainLoop:
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.run.log(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
-        card = model_card(self.config, rows, row, adapter=has_adapter(self.parts.policy.module))
-        write_final(self.run.folder.final, self.trainer.model, self.parts, card, keep=self.ranks.writes)
+        card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
+        write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
         return self.run.finish(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
@@ -287,28 +287,28 @@ class TrainLoop:
 
 
 def evaluate_policy(
-    config: TrainConfig, parts: Parts, facts: dict[str, Any], ranks: Ranks | None = None
+    config: TrainConfig, setup: Setup, facts: dict[str, Any], ranks: Ranks | None = None
 ) -> dict[str, Any]:
     """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
 
     `facts` gets what is left out, for the monitors. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
-    texts, prompts = ranks.mine(parts.texts), ranks.mine(range(parts.heldout.batch_size))
+    texts, prompts = ranks.mine(setup.texts), ranks.mine(range(setup.heldout.batch_size))
 
     def evaluate() -> tuple[TextSums, PolicySamples]:
-        with unsharded(*parts.sharded), library_state_kept(), parts.scorers.kept():
-            return text_sums(parts.policy, parts.tokenizer, texts), policy_samples(
-                parts.policy,
-                parts.reference,
-                parts.heldout.batch(1),
+        with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
+            return text_sums(setup.policy, setup.tokenizer, texts), policy_samples(
+                setup.policy,
+                setup.reference,
+                setup.heldout.batch(1),
                 prompts,
                 config.run.seed,
-                parts.sampling,
-                parts.tokenizer,
-                parts.scorers,
+                setup.sampling,
+                setup.tokenizer,
+                setup.scorers,
                 batch_size=config.rollout.batch_size // ranks.count,
-                cached=parts.cached,
+                cached=setup.cached,
             )
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)

@@ -212,10 +212,10 @@ def _cache_failures() -> Iterator[None]:
         yield
     except OSError as error:
         folder = cache_folder()
-        words = f"{folder}: the built-in world cannot be kept there: {error.strerror or error}"
+        message = f"{folder}: the built-in world cannot be kept there: {error.strerror or error}"
         if error.errno in FULL:
-            raise RunFailed(f"{words}: {room_words(folder)}, or name another folder in RLHF_KL_CACHE") from error
-        raise InputError(f"{words}: name another folder in RLHF_KL_CACHE") from error
+            raise RunFailed(f"{message}: {room_words(folder)}, or name another folder in RLHF_KL_CACHE") from error
+        raise InputError(f"{message}: name another folder in RLHF_KL_CACHE") from error
 
 
 def _versions() -> dict[str, str]:

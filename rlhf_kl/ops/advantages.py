@@ -88,15 +88,15 @@ class Advantage(NamedTuple):
 
     function: Callable[..., tuple[Tensor, Tensor]]  # of a group: called as `rloo`
     weight: Callable[[int], float] = lambda _size: 1.0  # of a score in groups of `size`, where the KL penalty has 1
-    options: tuple[str, ...] = ()  # keys of `ppo` that it takes
-
-    def options_of(self, ppo: Any) -> dict[str, Any]:
-        """The values of its options in a config's `ppo`."""
-        return {name: getattr(ppo, name) for name in self.options}
+    options: Callable[[Any], dict[str, Any]] = lambda _ppo: {}  # what it takes of a config's `ppo`
 
 
 ADVANTAGES = {
     "gae": Advantage(gae),
     "rloo": Advantage(rloo),
-    "grpo": Advantage(grpo, lambda size: (size - 1) / size, ("scale_by_group_std",)),  # its mean contains each score
+    "grpo": Advantage(
+        grpo,
+        weight=lambda size: (size - 1) / size,  # a group's mean contains each score
+        options=lambda ppo: {"scale_by_group_std": ppo.scale_by_group_std},
+    ),
 }

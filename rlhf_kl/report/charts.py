@@ -359,10 +359,10 @@ def _name_sides(axes: Axes, targets: Sequence[float], best: BestTarget) -> None:
     right = min((math.sqrt(target * best.highest) for target in targets if target > best.highest), default=high)
     axes.set_xlim(low, high)
     axes.axvspan(left, right, color=colour("band"), zorder=0.4, linewidth=0)
-    for words, start, stop in (("too little", low, left), ("right", left, right), ("too much", right, high)):
+    for label, start, stop in (("too little", low, left), ("right", left, right), ("too much", right, high)):
         if stop > start:
             axes.annotate(
-                words, (math.sqrt(start * stop), 0), xytext=(0, 5), xycoords=("data", "axes fraction"),
+                label, (math.sqrt(start * stop), 0), xytext=(0, 5), xycoords=("data", "axes fraction"),
                 textcoords="offset points", ha="center", color=colour("muted"),
             )  # fmt: skip
 

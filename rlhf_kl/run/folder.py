@@ -144,8 +144,8 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
     names = (path / LOCK, *folder.files, *folder.folders, folder.checkpoints, folder.tensorboard)
     links = [p for p in (*names, *checkpoint_folders(folder.checkpoints), *folder.event_files()) if p.is_symlink()]
     if links:  # writing would change a file elsewhere
-        words = "is a link: the program writes only inside its folder (the folder itself may be a link)"
-        raise InputError(*(f"{link} {words}" for link in links))
+        message = "is a link: the program writes only inside its folder (the folder itself may be a link)"
+        raise InputError(*(f"{link} {message}" for link in links))
 
 
 def _take(lock: IO[str], path: Path) -> None:

@@ -60,7 +60,7 @@ def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: Train
     """With the other responses to a prompt; advantages keep the unit of the shaped score (or its group's spread)."""
     figures = (rollout.shaped_scores, coef * kl, rollout.mask, rollout.scored, config.rollout.samples_per_prompt)
     estimator = ADVANTAGES[config.ppo.advantage]
-    advantages, weights = estimator.function(*figures, **estimator.options_of(config.ppo))
+    advantages, weights = estimator.function(*figures, **estimator.options(config.ppo))
     return advantages, weights, torch.zeros_like(advantages), 1.0
 
 

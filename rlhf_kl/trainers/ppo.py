@@ -86,8 +86,8 @@ class PPOTrainer:
             self.controller.observe_update(move.kl_before, move.kl_after, move.kl_uncut)
             facts = self.controller.update(kl.mean, len(rollout))  # 5. move beta toward the target
             growth = self.controller.coef / coef if coef else 1.0
-            moved = stats.update_kl * rollout.tokens_per(self.config.kl.unit)
-            facts |= self.rate.update(step, move, moved, growth)  # and, where beta cannot, the learning rate
+            update_kl = stats.update_kl * rollout.tokens_per(self.config.kl.unit)
+            facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the learning rate
         if stats.skipped is not None:
             facts["update-skipped"] = {"reason": f"{stats.skipped} was not finite", "broken": True}
         if self.microbatch.rows < most:

@@ -40,11 +40,11 @@ class AdaptiveRate:
         self.stuck = False  # at a bound, and reported
 
     def observe(
-        self, update: int, kl: float, kl_uncut: float, *, moved: float, cut: bool, spent: bool, growth: float
+        self, update: int, kl: float, kl_uncut: float, *, update_kl: float, cut: bool, spent: bool, growth: float
     ) -> dict[str, Any]:
         """After update number `update`, whose rollout had `kl` and which led to `kl_uncut` at the same states.
 
-        `moved`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
+        `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
         constant KL to the reference; it grows with the square of the rate. `cut`: the ceiling shortened the update.
         `spent`: a lower beta would not move the policy farther. `growth`: beta of the next update over this one's.
 
@@ -57,9 +57,11 @@ class AdaptiveRate:
         if abs(there - here) > LARGE_STEP:
             by = max(LEAST, min(LOWER, LARGE_STEP / abs(there - here)))
             return self._change(by, "jump", kl=kl, after=kl_uncut)
-        if update > self.first and moved > LARGE_MOVE * self.target:  # Adam's first steps are the largest at any rate
-            by = max(LEAST, math.sqrt(USUAL_MOVE * self.target / moved))
-            return self._change(by, "sideways", moved=moved / self.target)
+        if (
+            update > self.first and update_kl > LARGE_MOVE * self.target
+        ):  # Adam's first steps are the largest at any rate
+            by = max(LEAST, math.sqrt(USUAL_MOVE * self.target / update_kl))
+            return self._change(by, "sideways", update_kl=update_kl / self.target)
         if len(self.seen) < PATIENCE:
             return {}
         recent, falls = self.seen, there < self.seen[0][0]
@@ -109,16 +111,16 @@ class LearningRate:
         factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
         return self.peak * factor * (1.0 if self.adaptive is None else self.adaptive.factor)
 
-    def update(self, step: int, move: CeilingResult, moved: float, growth: float) -> dict[str, Any]:
+    def update(self, step: int, move: CeilingResult, update_kl: float, growth: float) -> dict[str, Any]:
         """After update `step`: choose the next rate, and tell it to the controller. Returns facts for the monitors.
 
-        `moved` and `growth`: see `AdaptiveRate.observe`.
+        `update_kl` and `growth`: see `AdaptiveRate.observe`.
         """
         before, facts = self(step), {}
         if self.adaptive is not None:
             cut, spent = move.factor < 1.0, self.controller.spent
             facts = self.adaptive.observe(
-                step, move.kl_before, move.kl_uncut, moved=moved, cut=cut, spent=spent, growth=growth
+                step, move.kl_before, move.kl_uncut, update_kl=update_kl, cut=cut, spent=spent, growth=growth
             )
         self.controller.observe_rate(self(step + 1) / before)
         return facts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.commands.build import build_parts
+from rlhf_kl.commands.build import build_setup
 from rlhf_kl.commands.memory import estimate_memory
 from rlhf_kl.commands.session import joined, make_accelerator
 from rlhf_kl.commands.start import prepare_training
@@ -35,10 +35,10 @@ if __name__ == "__main__":
     config = load_config("train", sys.argv[1])
     with joined(config.run) as processes:
         before = bytes_of_tensors()
-        parts = build_parts(config, make_accelerator(config.run, group=True))
-        tokens = max(map(len, parts.prompts.rows)) + config.rollout.max_new_tokens
-        estimate = estimate_memory(config, parts, tokens, processes.count)
-        training = prepare_training(config, parts, ranks=processes)
+        setup = build_setup(config, make_accelerator(config.run, group=True))
+        tokens = max(map(len, setup.prompts.rows)) + config.rollout.max_new_tokens
+        estimate = estimate_memory(config, setup, tokens, processes.count)
+        training = prepare_training(config, setup, ranks=processes)
         training.trainer.update(1)
         found = {"held": bytes_of_tensors() - before, "world": processes.count, **asdict(estimate)}
         Path(f"{sys.argv[2]}.{processes.index}").write_text(json.dumps(found))

@@ -36,7 +36,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 ONE = Scorers(Scorer("reward", PluginReward(lambda p, r: [1.0] * len(r))))
 
 
-class Parts(NamedTuple):
+class Setup(NamedTuple):
     model: ActorCritic
     reference: ReferenceStates
     responses: Responses
@@ -51,12 +51,12 @@ class Parts(NamedTuple):
 
 
 @pytest.fixture
-def parts(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any) -> Parts:
+def setup(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any) -> Setup:
     policy, value = LM(new_model(seed=3)), HeadValue(16)
     torch.nn.init.ones_(value.head.weight)
     reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
     responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x"), SAMPLING, letters)
-    return Parts(ActorCritic(policy, value), reference, responses)
+    return Setup(ActorCritic(policy, value), reference, responses)
 
 
 def lengths(prompts: Any, responses: Any) -> list[float]:
@@ -66,64 +66,64 @@ def lengths(prompts: Any, responses: Any) -> list[float]:
 # ---- measuring ----
 
 
-def test_against_each_row_alone(parts: Parts, own_logits: Make) -> None:
+def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
     """By one pass of either model over the bare text, in float64."""
-    stats, (prompts, sampled, _) = parts.measure(), parts.responses
+    stats, (prompts, sampled, _) = setup.measure(), setup.responses
     for row, live in enumerate(sampled.mask):
         ids = sampled.ids[row, live]
         whole = torch.cat([prompts.ids[row, prompts.mask[row]], ids])
-        own = [own_logits(lm.model, whole)[-len(ids) - 1 : -1] / 0.8 for lm in (parts.model.policy, parts.reference.lm)]
+        own = [own_logits(lm.model, whole)[-len(ids) - 1 : -1] / 0.8 for lm in (setup.model.policy, setup.reference.lm)]
         policy, reference = (Categorical(logits=logits) for logits in own)
         torch.testing.assert_close(stats.logprobs[row, live].double(), policy.log_prob(ids), **CLOSE)
         torch.testing.assert_close(stats.ref_logprobs[row, live].double(), reference.log_prob(ids), **CLOSE)
         torch.testing.assert_close(stats.exact_kl[row, live].double(), kl_divergence(policy, reference), **CLOSE)
         torch.testing.assert_close(stats.entropy[row, live].double(), policy.entropy(), **CLOSE)
         with torch.no_grad():
-            states = parts.model.policy.model.base_model(input_ids=whole.unsqueeze(0)).last_hidden_state[0]
+            states = setup.model.policy.model.base_model(input_ids=whole.unsqueeze(0)).last_hidden_state[0]
         torch.testing.assert_close(stats.values[row, live], states[-len(ids) - 1 : -1].sum(1), **CLOSE)
 
 
-def test_padding_is_zero_everywhere(parts: Parts) -> None:
-    mask = parts.responses.sampled.mask
+def test_padding_is_zero_everywhere(setup: Setup) -> None:
+    mask = setup.responses.sampled.mask
     assert not mask.all()
-    for tensor in parts.measure():
+    for tensor in setup.measure():
         assert (tensor[~mask] == 0).all()
         assert (tensor[mask] != 0).any()
 
 
-def test_the_size_of_a_pass_changes_nothing(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = parts.measure()
+def test_the_size_of_a_pass_changes_nothing(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = setup.measure()
     monkeypatch.setattr(reference_module, "PASS_ROWS", 1)
-    for one, other in zip(parts.measure(), whole, strict=True):
+    for one, other in zip(setup.measure(), whole, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 
 
-def test_a_policy_is_nowhere_from_itself_and_has_no_value_without_a_function(parts: Parts) -> None:
-    policy = parts.model.policy
-    stats = parts._replace(model=ActorCritic(policy), reference=ReferenceStates(policy)).measure()
+def test_a_policy_is_nowhere_from_itself_and_has_no_value_without_a_function(setup: Setup) -> None:
+    policy = setup.model.policy
+    stats = setup._replace(model=ActorCritic(policy), reference=ReferenceStates(policy)).measure()
     assert float(stats.exact_kl.abs().max()) < 1e-6
     assert torch.equal(stats.logprobs, stats.ref_logprobs)
     assert not stats.values.any()
 
 
-def test_kl_of_the_moved_policy_at_the_old_states(parts: Parts, new_model: Make) -> None:
-    rollout = parts.assess(lengths)
-    policy = parts.model.policy
-    torch.testing.assert_close(exact_kl_now(policy, parts.reference, rollout, 0.8), rollout.exact_kl, **CLOSE)
+def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make) -> None:
+    rollout = setup.assess(lengths)
+    policy = setup.model.policy
+    torch.testing.assert_close(exact_kl_now(policy, setup.reference, rollout, 0.8), rollout.exact_kl, **CLOSE)
     moved = LM(new_model(seed=4))
-    now = exact_kl_now(moved, parts.reference, rollout, 0.8)
-    torch.testing.assert_close(now, parts._replace(model=ActorCritic(moved)).measure().exact_kl, **CLOSE)
+    now = exact_kl_now(moved, setup.reference, rollout, 0.8)
+    torch.testing.assert_close(now, setup._replace(model=ActorCritic(moved)).measure().exact_kl, **CLOSE)
     assert float((now - rollout.exact_kl).abs().max()) > 0.01
 
 
 # ---- a rollout ----
 
 
-def test_the_rollout_is_made_of_its_parts(parts: Parts) -> None:
-    prompts, sampled, texts = parts.responses
+def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
+    prompts, sampled, texts = setup.responses
     one = PluginReward(lambda p, r: [1.0] * len(r))
     reward = Scorers(Scorer("terms.x", PluginReward(lengths), 2.0), Scorer("terms.y", one), Scorer("gold", one, 0.0))
-    rollout = parts.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
+    rollout = setup.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
     assert torch.equal(rollout.input_ids, torch.cat([prompts.ids, sampled.ids], 1))
     assert torch.equal(torch.cat([rollout.prompt_mask, rollout.mask], 1), torch.cat([prompts.mask, sampled.mask], 1))
     assert torch.equal(rollout.ended, sampled.ended)
@@ -135,7 +135,7 @@ def test_the_rollout_is_made_of_its_parts(parts: Parts) -> None:
     missing = [0.0 if ended else 0.5 for ended in sampled.ended]
     assert rollout.penalties["missing_eos"].tolist() == missing
     assert rollout.shaped_scores.tolist() == [len(text) - less for text, less in zip(texts, missing, strict=True)]
-    for name, tensor in parts.measure()._asdict().items():
+    for name, tensor in setup.measure()._asdict().items():
         torch.testing.assert_close(getattr(rollout, name), tensor, rtol=1e-4, atol=1e-5)
 
 

@@ -129,7 +129,7 @@ def test_the_value_function_learns_the_returns(make_trainer: Make, new_model: Ma
 
 
 def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make) -> None:
-    """At the first minibatch the policy has not moved; at the second it has, and takes no step any more."""
+    """At the first minibatch the policy has not update_kl; at the second it has, and takes no step any more."""
     free, short = make_trainer(ppo={"epochs": 4}), make_trainer(ppo={"epochs": 4, "max_update_kl": 1e-9})
     assert row_of(free, 1)["policy/epochs"] == 4
     row = row_of(short, 1)
@@ -168,9 +168,9 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     inner.observe_rate = told.append
     moves: list[float] = []
 
-    def noted(*args: Any, moved: float, **others: Any) -> str:
-        moves.append(moved)
-        return observe(*args, moved=moved, **others)
+    def noted(*args: Any, update_kl: float, **others: Any) -> str:
+        moves.append(update_kl)
+        return observe(*args, update_kl=update_kl, **others)
 
     trainer.rate.adaptive.observe = noted
     update = trainer.update(1)

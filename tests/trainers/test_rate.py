@@ -23,7 +23,7 @@ def run(
     """Facts of a change, update by update; each update leads to the next KL."""
     pairs = zip(kls, [*kls[1:], kls[-1]], strict=True)
     return [
-        rule.observe(n, kl, after, moved=0.0, cut=cut, spent=spent, growth=growth)
+        rule.observe(n, kl, after, update_kl=0.0, cut=cut, spent=spent, growth=growth)
         for n, (kl, after) in enumerate(pairs, start=1)
     ]
 
@@ -36,26 +36,26 @@ def test_a_target_that_is_held_changes_nothing() -> None:
 
 def test_an_update_of_more_than_half_the_way_is_too_long_at_once() -> None:
     rule = AdaptiveRate(TARGET, updates=60)
-    assert words(rule.observe(1, 0.0, 0.4, moved=0.0, cut=False, spent=False, growth=1.0)).startswith(
+    assert words(rule.observe(1, 0.0, 0.4, update_kl=0.0, cut=False, spent=False, growth=1.0)).startswith(
         "learning-rate-changed: an update moved the KL from 0 to 0.4 nats: it is now 0.25 times "  # x from 0 to 2
     )
     assert rule.factor == pytest.approx(0.25)  # so that it would have been half the way
     rule = AdaptiveRate(TARGET, updates=60)
-    rule.observe(1, 0.0, 40.0, moved=0.0, cut=False, spent=False, growth=1.0)
+    rule.observe(1, 0.0, 40.0, update_kl=0.0, cut=False, spent=False, growth=1.0)
     assert rule.factor == pytest.approx(0.2)  # one update is no proof of more
 
 
 def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
     rule = AdaptiveRate(TARGET, updates=60)
-    assert not rule.observe(1, 0.1, 0.1, moved=0.04 * TARGET, cut=False, spent=False, growth=1.0)
-    assert "10%" in words(rule.observe(2, 0.1, 0.1, moved=0.1 * TARGET, cut=False, spent=False, growth=1.0))
+    assert not rule.observe(1, 0.1, 0.1, update_kl=0.04 * TARGET, cut=False, spent=False, growth=1.0)
+    assert "10%" in words(rule.observe(2, 0.1, 0.1, update_kl=0.1 * TARGET, cut=False, spent=False, growth=1.0))
     assert rule.factor == pytest.approx(0.5)  # half the rate, a quarter of the KL
 
 
 def test_the_first_step_of_the_policy_may_be_large_whenever_it_comes() -> None:
     rule = AdaptiveRate(TARGET, updates=60, first=6)
-    assert not rule.observe(6, 0.0, 0.001, moved=0.5 * TARGET, cut=False, spent=False, growth=1.0)
-    assert rule.observe(7, 0.001, 0.002, moved=0.5 * TARGET, cut=False, spent=False, growth=1.0)
+    assert not rule.observe(6, 0.0, 0.001, update_kl=0.5 * TARGET, cut=False, spent=False, growth=1.0)
+    assert rule.observe(7, 0.001, 0.002, update_kl=0.5 * TARGET, cut=False, spent=False, growth=1.0)
 
 
 @pytest.mark.parametrize(("kl", "cut"), [(0.13, False), (0.1, True)])
