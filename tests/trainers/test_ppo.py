@@ -129,7 +129,7 @@ def test_the_value_function_learns_the_returns(make_trainer: Make, new_model: Ma
 
 
 def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make) -> None:
-    """At the first minibatch the policy has not update_kl; at the second it has, and takes no step any more."""
+    """At the first minibatch the policy has not moved; at the second it has, and takes no step any more."""
     free, short = make_trainer(ppo={"epochs": 4}), make_trainer(ppo={"epochs": 4, "max_update_kl": 1e-9})
     assert row_of(free, 1)["policy/epochs"] == 4
     row = row_of(short, 1)
