@@ -39,6 +39,7 @@ from rlhf_kl.models.value import (
     HeadValue,
     SeparateValue,
     frozen_lm,
+    store_frozen,
     value_head_from_reward,
     zero_head,
 )
@@ -100,6 +101,9 @@ def build_setup(config: TrainConfig, accelerator: Any) -> Setup:
     texts = loader.texts(held.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, dtype)
+    if not (section.shard or config.reference.shard):  # a sharded layer has one dtype
+        for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
+            store_frozen(each, dtype)
     return Setup(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
 
 
@@ -190,7 +194,7 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
     else:
         model = copy.deepcopy(policy.model)
         trunk, head = (model.unload() if has_adapter(model) else model).base_model, zero_head(hidden_size)
-    for parameter in trunk.parameters():
+    for parameter in trunk.float().parameters():  # frozen ones may be stored in another dtype
         parameter.requires_grad_(True)
     return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))
 

@@ -82,7 +82,7 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
             raise InputError(f"{section}.shard: torch {needed} or newer is needed")
     wanted = {
         "rollout.batch_size": (rollout.batch_size, processes * rollout.samples_per_prompt),
-        "ppo.minibatch_size": (config.minibatch_size, processes),
+        "ppo.minibatch_size": (config.minibatch_size, processes * config.rows_together),
     }
     if problems := [
         f"{key}: {size} is not a multiple of {unit}: {processes} processes share it"

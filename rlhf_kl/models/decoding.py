@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
 
-STOP_TEST_EVERY = {"cpu": 1, "cuda": 4}  # steps; reading the finished rows from a GPU makes it wait
+if TYPE_CHECKING:
+    from rlhf_kl.models.lm import LM
+
+STOP_TEST_EVERY = {"cpu": 1, "cuda": 8}  # steps; reading the finished rows from a GPU makes it wait
 COMPACT_BELOW = 0.8  # share of unfinished rows below which the finished ones are removed from the batch
-
-
-class Decoder(Protocol):
-    """A model that decodes token by token: `rlhf_kl.models.lm.LM`."""
-
-    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]: ...
-
-    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]: ...
-
-    def logits(self, hidden: Tensor) -> Logits: ...
+GROWTH = 128  # tokens of space that a cache gets at a time
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -41,7 +34,7 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return ids.squeeze(1), logp.gather(1, ids).squeeze(1)
 
 
-def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
+def decode(model: LM, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
     """Responses to prompts; a response ends with its first end-of-text token.
 
     `noise` (B, max_new_tokens) decides the tokens. Results are trimmed to the longest response. `keep_states`: the
@@ -50,7 +43,8 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
     device, limit = prompts.ids.device, sampling.max_new_tokens
     hidden, cache, mask = model.read_prompts(prompts)
     width = mask.shape[1]
-    reserve(cache, width + limit)
+    reserve(cache, width + limit, model.dtype)
+    padded = not bool(mask.all())
     stops = torch.tensor(sampling.eos_ids, device=device)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
     mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
@@ -68,7 +62,8 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
     for column in range(limit):
         if column:
             end = width + column
-            hidden, cache = model.step(tokens.unsqueeze(1), mask[:, :end], positions[:, end - 1 : end], cache)
+            seen = model.step_mask(mask[:, :end], padded=padded)
+            hidden, cache = model.step(tokens.unsqueeze(1), seen, positions[:, end - 1 : end], cache)
         tokens, logprobs = model.logits(hidden).map(pick)
         drawn.append((rows, tokens, logprobs))
         if keep_states:
@@ -115,51 +110,67 @@ def _states_of(mask: Tensor, drawn: list[tuple[Tensor, Tensor, Tensor]], states:
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer, (B, heads, length, size) each, written in place.
+    """Keys and values of one layer, (B, heads, length, size) each, written in place and in the dtype of the layers.
 
-    The usual layer copies all its content for each new token.
+    The usual layer copies all its content for each new token; and RoPE makes its keys float32, which attention would
+    then cast for each new token.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Takes the content of a layer, with space for `length` tokens in total."""
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.room = [
-            torch.cat([x, x.new_empty(*x.shape[:2], length - x.shape[2], x.shape[3])], 2) for x in (keys, values)
-        ]
-        self._show(keys.shape[2])
+    sliding_window: int | None = None  # tokens that the layer attends to, a new one included; None = all
 
-    def _show(self, length: int) -> None:
-        self.keys, self.values = (x[:, :, :length] for x in self.room)
+    def take(self, layer: DynamicLayer, most: int, dtype: torch.dtype) -> Self:
+        """Take over the content of a layer, for at most `most` tokens in total."""
+        self.lazy_initialization(layer.keys, layer.values)
+        self.most, self.room = most, [x.to(dtype) for x in (layer.keys, layer.values)]
+        self.end = layer.keys.shape[2]
+        self.keys, self.values = self.room
+        return self
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns all keys and values."""
-        start = self.keys.shape[2]
-        end = start + key_states.shape[2]
+        """Add new tokens; returns the keys and values that they attend to."""
+        start, new = self.end, key_states.shape[2]
+        self.end = end = start + new
+        if end > self.room[0].shape[2]:
+            more = max(new, min(GROWTH, self.most - start))
+            self.room = [torch.cat([x, x.new_empty(*x.shape[:2], more, x.shape[3])], 2) for x in self.room]
         for room, states in zip(self.room, (key_states, value_states), strict=True):
             room[:, :, start:end] = states
-        self._show(end)
+        first = 0 if self.sliding_window is None else max(0, start - self.sliding_window + 1)
+        self.keys, self.values = (room[:, :, first:end] for room in self.room)
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows only."""
-        length = self.keys.shape[2]
         self.room = [x.index_select(0, beam_idx) for x in self.room]
-        self._show(length)
+        self.keys, self.values = (room[:, :, : self.end] for room in self.room)
 
 
-def reserve(cache: Any, length: int) -> None:
-    """Reserve space for `length` tokens in the layers of a cache that a model has just filled.
+class ReservedWindow(ReservedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """The same for a layer that attends to the last tokens only; it keeps older ones, out of sight."""
 
-    Layers of another kind (sliding windows, running states) are not changed.
+    def take(self, layer: DynamicSlidingWindowLayer, most: int, dtype: torch.dtype) -> Self:
+        """See `ReservedLayer`."""
+        self.cumulative_length = layer.cumulative_length
+        return super().take(layer, most, dtype)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """See `ReservedLayer`."""
+        self.cumulative_length += key_states.shape[2]
+        return super().update(key_states, value_states)
+
+
+def reserve(cache: Any, most: int, dtype: torch.dtype) -> None:
+    """Let the layers of a cache that a model has just filled grow in place, to at most `most` tokens.
+
+    Layers of another kind (running states) are not changed.
     """
-    if type(cache) is DynamicCache:
-        cache.layers = [
-            ReservedLayer(layer.keys, layer.values, length)
-            if type(layer) is DynamicLayer and layer.is_initialized
-            else layer
-            for layer in cache.layers
-        ]
+    if type(cache) is not DynamicCache:
+        return
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[number] = ReservedLayer().take(layer, most, dtype)
+        elif type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
+            cache.layers[number] = ReservedWindow(layer.sliding_window).take(layer, most, dtype)
 
 
 def attends_to_everything(config: Any) -> bool:

@@ -1,8 +1,9 @@
 """The one interface to a causal language model: sample from it, or read it at chosen states.
 
 Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16;
-their hidden states become float32, and the LM head runs in float32 outside of autocast: the logits of a real model
-are far from 0 (GPT-2's near -70), where bfloat16 has steps of 0.5. Logits are computed one bounded chunk at a time.
+their hidden states become float32, and the LM head runs outside of autocast: the logits of a real model
+are far from 0 (GPT-2's near -70), where bfloat16 has steps of 0.5. See `logits` for the head's own precision. Logits are
+computed one bounded chunk at a time.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.decoding import attends_to_everything, decode, keeps_each_token
-from rlhf_kl.models.logits import Logits
+from rlhf_kl.models.logits import Head, Logits, can_round, final_logits, rounded_head
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.logprobs import chosen_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
+READY_MASKS = "takes_ready_masks"  # attribute of a model whose steps take a mask of four dimensions, or none
 
 R = TypeVar("R")
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -118,12 +120,18 @@ class Trunk(nn.Module):
             hidden, mask = hidden[prompts.copies], mask[prompts.copies]
         return hidden, cache, mask
 
-    def step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def step(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Hidden states (B, H) after the last of `ids` (B, n), and the cache with the keys and values of all."""
         output = self.base.base_model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
         return output.last_hidden_state[:, -1], output.past_key_values
+
+    def step_mask(self, mask: Tensor, *, padded: bool) -> Tensor | None:
+        """The mask of a step of one token from `mask` (B, L), in the form that transformers need not look through."""
+        if not getattr(self.base, READY_MASKS, False):
+            return mask
+        return mask[:, None, None] if padded else None
 
 
 class LM(Trunk):
@@ -131,6 +139,8 @@ class LM(Trunk):
 
     Calling it runs `states`, as FSDP needs.
     """
+
+    fixed_head: Head | None = None
 
     def forward(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
         """See `states`."""
@@ -143,36 +153,45 @@ class LM(Trunk):
         return result
 
     def logits(self, hidden: Tensor) -> Logits:
-        """Logits at stored hidden states (N, H): costs only a pass of the head."""
-        return Logits(self.head, hidden, int(self.model.config.get_text_config().vocab_size))
+        """Logits at stored hidden states (N, H), up to a shift in each row: costs only a pass of the head."""
+        config, head = self.model.config.get_text_config(), self.fixed_head or self.head()
+        return Logits(lambda states: final_logits(head(states), config), hidden, int(config.vocab_size))
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits (n, V) of hidden states (n, H): in float32, for any dtype of the layers."""
-        with self.active(), torch.autocast(hidden.device.type, enabled=False):
-            logits: Tensor = self.base.get_output_embeddings()(hidden.float())
-        return final_logits(logits.float(), self.model.config.get_text_config())
+    def head(self) -> Head:
+        """Hidden states (n, H) -> what the head makes of them (n, V), for the weights as they are now."""
+        layer = self.base.get_output_embeddings()
+        adapted = type(layer) is not nn.Linear
+        if self.dtype == torch.bfloat16 and not adapted and can_round(layer, self.model.config.get_text_config()):
+            return rounded_head(layer)
+
+        def exact(hidden: Tensor) -> Tensor:
+            # Switching an adapter takes longer than a head, so only where the head has one.
+            switch = self.active() if adapted else contextlib.nullcontext()
+            with switch, torch.autocast(hidden.device.type, enabled=False):
+                logits: Tensor = layer(hidden.float())
+            return logits.float()
+
+        return exact
+
+    @contextlib.contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Inside, the weights do not change: the head is prepared once."""
+        self.fixed_head = self.head()
+        try:
+            yield
+        finally:
+            self.fixed_head = None
 
     @torch.no_grad()
     def sample(self, prompts: PromptBatch, noise: Tensor, sampling: Sampling) -> Sampled:
         """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
         device = self.device
-        with self.active(), self.precision():  # one context for all steps: the weights are converted once
+        # One context for all steps: the weights are converted once.
+        with self.active(), self.precision(), self.fixed():
             rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
             # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
             keep = self.dtype == torch.float32
             return decode(self, share_prompts(rows, device), noise, sampling, keep_states=keep)
-
-
-def final_logits(logits: Tensor, config: Any) -> Tensor:
-    """Operations on the logits after the LM head: a scale (Cohere, Granite, Falcon-H1), a soft cap (Gemma 2)."""
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if scale := getattr(config, name, None):
-            logits = logits * scale
-    if scaling := getattr(config, "logits_scaling", None):
-        logits = logits / scaling
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
-    return logits
 
 
 @torch.no_grad()
@@ -187,7 +206,7 @@ def check_head(model: Any) -> None:
     states = torch.arange(12, device=device)
     try:
         ours = lm.states(Packed(ids, states, states, states), lambda logits, _: logits(slice(None)))
-        lm.step(ids, whole, position_ids(whole), None)
+        setattr(model, READY_MASKS, takes_ready_masks(lm, ids))
     except (AttributeError, TypeError) as error:
         raise InputError(f"a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.flatten(0, 1).float()
@@ -197,6 +216,22 @@ def check_head(model: Any) -> None:
             f"the logits of a {type(model).__name__} are not its LM head applied to its last hidden "
             f"states (they differ by {gap:.2g}), so they cannot be computed in float32"
         )
+
+
+def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
+    """Whether steps with a mask of four dimensions, or without one where no row of `ids` (B, L) is padded, are right."""
+    mask, ready = torch.ones_like(ids, dtype=torch.bool), attends_to_everything(lm.base.config)
+    for padding in (0, 2):
+        mask[0, :padding] = False
+        last = ids[:, -1:], position_ids(mask)[:, -1:]
+        usual, short = (lm.step(ids[:, :-1], mask[:, :-1], position_ids(mask)[:, :-1], None)[1] for _ in range(2))
+        expected, _ = lm.step(last[0], mask, last[1], usual)
+        try:
+            found, _ = lm.step(last[0], mask[:, None, None] if padding else None, last[1], short)
+            ready &= torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        except (ValueError, RuntimeError, IndexError):
+            return False
+    return ready
 
 
 def enable_recompute(model: Any) -> None:

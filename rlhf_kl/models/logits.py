@@ -1,22 +1,28 @@
-"""Logits that are computed one bounded chunk at a time."""
+"""From hidden states to logits: the head's precision, and logits that are computed one bounded chunk at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device
+SOFT_CAP = "final_logit_softcapping"
+
+Head = Callable[[Tensor], Tensor]  # hidden states (n, H) -> float32 logits (n, V)
 
 
 class Logits:
     """The logits (N, V) at some states, computed in float32 when they are used, a bounded chunk at a time."""
 
-    def __init__(self, head: Callable[[Tensor], Tensor], hidden: Tensor, vocabulary: int) -> None:
-        """`head` maps hidden states (n, H) to logits (n, V); `hidden` (N, H)."""
+    def __init__(self, head: Head, hidden: Tensor, vocabulary: int) -> None:
+        """`hidden`: (N, H)."""
         self.head, self.hidden = head, hidden
         elements = LOGIT_ELEMENTS.get(hidden.device.type, LOGIT_ELEMENTS["cpu"])
         self.rows = max(1, elements // vocabulary)
@@ -43,3 +49,82 @@ class Logits:
         else:
             parts = [piece(at) for at in slices]
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def final_logits(logits: Tensor, config: Any) -> Tensor:
+    """Operations on the logits after the LM head: a scale (Cohere, Granite, Falcon-H1), a soft cap (Gemma 2)."""
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if scale := getattr(config, name, None):
+            logits = logits * scale
+    if scaling := getattr(config, "logits_scaling", None):
+        logits = logits / scaling
+    if cap := getattr(config, SOFT_CAP, None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+# ---- a head whose products round to bfloat16
+#
+# Real heads shift all logits by tens of nats, through a hidden unit near 10 whose column is near -7: rounding these two
+# to bfloat16 costs 0.3 nats. A row of logits can be shifted, since no probability changes. So the head's mean over the
+# vocabulary is left out, and what the mean state gives is added in float32: only small numbers are rounded.
+
+
+def can_round(layer: nn.Linear, config: Any) -> bool:
+    """Whether products that round to bfloat16 are fast here, and a shift of the logits changes nothing."""
+    fast = layer.weight.device.type == "cpu" and hasattr(torch.backends.mkldnn, "matmul") and _has_bfloat16_units()
+    return fast and not getattr(config, SOFT_CAP, None)
+
+
+def _has_bfloat16_units() -> bool:
+    tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(test is not None and test() for test in tests)
+
+
+def rounded_head(layer: nn.Linear) -> Head:
+    """The head's logits less their mean over the vocabulary, for the weights as they are now."""
+    weight, bias = layer.weight, layer.bias
+    with torch.no_grad():
+        centred = weight - weight.mean(0)
+
+    def head(hidden: Tensor) -> Tensor:
+        logits: Tensor = _RoundedProduct.apply(hidden.float(), weight, centred)
+        return logits if bias is None else logits + bias
+
+    return head
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """`hidden @ centred.T`. A loss that no shift of the logits changes has the same gradient in `weight` and `centred`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, centred: Tensor) -> Tensor:
+        del weight
+        ctx.save_for_backward(hidden, centred)
+        mean = hidden.mean(0)
+        with torch.autocast(hidden.device.type, enabled=False):
+            shift = centred @ mean
+            with _rounding():
+                return torch.addmm(shift, hidden - mean, centred.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, centred = ctx.saved_tensors
+        with _rounding(), torch.autocast(hidden.device.type, enabled=False):
+            return (
+                grad @ centred if ctx.needs_input_grad[0] else None,
+                grad.T @ hidden if ctx.needs_input_grad[1] else None,
+                None,
+            )
+
+
+@contextlib.contextmanager
+def _rounding() -> Iterator[None]:
+    """Inside, products of float32 matrices on a CPU round their operands to bfloat16."""
+    products = torch.backends.mkldnn.matmul
+    before, products.fp32_precision = products.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before

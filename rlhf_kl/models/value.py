@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.distributed import local_like
 from rlhf_kl.models.lm import LM, Trunk
@@ -130,6 +132,18 @@ def freeze(model: nn.Module) -> nn.Module:
 def frozen_lm(model: nn.Module, dtype: torch.dtype, device: torch.device) -> LM:
     """A language model that is only read."""
     return LM(freeze(model).to(device), dtype)
+
+
+def store_frozen(model: Any, dtype: torch.dtype) -> None:
+    """Store the weights of frozen layers in the dtype that they compute in: the same bits, and no cast for each token.
+
+    Autocast would cast them in every pass. Embeddings, norms, heads and what is trained stay float32.
+    """
+    for layer in model.base_model.modules():
+        own = list(layer.parameters(recurse=False))
+        if isinstance(layer, nn.Linear | Conv1D) and not any(p.requires_grad for p in own):
+            for parameter in own:
+                parameter.data = parameter.data.to(dtype)
 
 
 @contextlib.contextmanager

@@ -65,40 +65,58 @@ def chosen_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Te
 def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(pi || ref) over the whole vocabulary for logits (..., V): (...) float32, in nats, never negative.
 
-    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments, once. Forward and backward
-    process the positions in chunks, and store only the logits between them.
+    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments, once.
     """
-    shape, vocabulary = logits.shape[:-1], logits.shape[-1]
-    kl: Tensor = _ExactKL.apply(logits.reshape(-1, vocabulary), ref_logits.reshape(-1, vocabulary), temperature)
-    return kl.view(shape)
+    ids = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return logprobs_and_kl(logits, ref_logits, ids, temperature)[1]
 
 
-class _ExactKL(torch.autograd.Function):
-    """KL of each row of (N, V). With gap = log p - log q: dKL/dlogits = p (gap - KL), dKL/dref_logits = q - p."""
+def logprobs_and_kl(
+    logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`chosen_logprobs` and `exact_kl` from one softmax: (...) float32 each.
+
+    Forward and backward process the positions in chunks, and store only the logits between them.
+    """
+    flat = (x.reshape(-1, x.shape[-1]) for x in (logits, ref_logits))
+    logprobs, kl = _LogprobsAndKL.apply(*flat, ids.reshape(-1), temperature)
+    return logprobs.view(ids.shape), kl.view(ids.shape)
+
+
+class _LogprobsAndKL(torch.autograd.Function):
+    """Rows of (N, V). With gap = log p - log q: dKL/dlogits = p (gap - KL), dKL/dref_logits = q - p."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
-        ctx.save_for_backward(logits, ref_logits)
+    def forward(
+        ctx: Any, logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits, ref_logits, ids)
         ctx.temperature = temperature
-        parts = [_kl(*_chunk(logits, ref_logits, rows, temperature)) for rows in _chunks(logits)]
-        return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
+        logprobs, kl = logits.new_empty(2, len(ids), dtype=torch.float32)
+        for rows in _chunks(logits):
+            logp, ref_logp = _chunk(logits, ref_logits, rows, temperature)
+            logprobs[rows] = logp.gather(-1, ids[rows].unsqueeze(-1))[:, 0]
+            kl[rows] = _weighted(logp.exp(), logp - ref_logp, logp)[0].clamp_min(0.0)
+        return logprobs, kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        logits, ref_logits = ctx.saved_tensors  # once: if a chunk is recomputed, a second read is an error
+    def backward(ctx: Any, grad: Tensor, kl_grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        logits, ref_logits, ids = ctx.saved_tensors  # once: if a chunk is recomputed, a second read is an error
         wanted = ctx.needs_input_grad
         grads = [torch.empty_like(x) if want else None for x, want in zip((logits, ref_logits), wanted, strict=False)]
+        grad, kl_grad = ((x / ctx.temperature).unsqueeze(-1) for x in (grad, kl_grad))
         for rows in _chunks(logits):
             logp, ref_logp = _chunk(logits, ref_logits, rows, ctx.temperature)
-            p, gap = logp.exp(), (logp - ref_logp).masked_fill(logp == -torch.inf, 0.0)
-            kl = (p * gap).sum(-1).clamp_min(0.0)
-            weight = grad[rows].unsqueeze(-1) / ctx.temperature
-            if grads[0] is not None:
-                grads[0][rows] = (weight * p * (gap - kl.unsqueeze(-1))).to(logits.dtype)
+            p, weight = logp.exp(), kl_grad[rows]
             if grads[1] is not None:
                 grads[1][rows] = (weight * (ref_logp.exp() - p)).to(ref_logits.dtype)
-        return grads[0], grads[1], None
+            if grads[0] is not None:
+                kl, _, product = _weighted(p, logp - ref_logp, logp)
+                own = weight * kl.clamp_min_(0.0).unsqueeze(-1) + grad[rows]
+                change = product.mul_(weight).addcmul_(p, own, value=-1)
+                grads[0][rows] = change.scatter_add_(-1, ids[rows].unsqueeze(-1), grad[rows]).to(logits.dtype)
+        return grads[0], grads[1], None, None
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -117,11 +135,6 @@ def _chunk(logits: Tensor, ref_logits: Tensor, rows: slice, temperature: float) 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     """In float32, divided by the temperature; no copy if neither changes anything."""
     return logits.float() if temperature == 1.0 else logits.float() / temperature
-
-
-def _kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """KL (N,) of log-probabilities (N, V)."""
-    return _weighted(logp.exp(), logp - ref_logp, logp)[0].clamp_min(0.0)
 
 
 def _moments(p: Tensor, x: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:

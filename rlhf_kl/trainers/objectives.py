@@ -14,7 +14,7 @@ from rlhf_kl.config.schema import KLSection, TrainConfig
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.ops.advantages import ADVANTAGES, gae
 from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
-from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
+from rlhf_kl.ops.logprobs import chosen_logprobs, logprobs_and_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
 from rlhf_kl.ops.masked import masked_variance, whiten
 from rlhf_kl.ops.packing import Packed
@@ -130,11 +130,11 @@ def ppo_losses(
     in_loss = x.kl_weight != 0.0
 
     def per_token(at_states: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        if in_loss and kl.estimator == "exact":
+            return logprobs_and_kl(at_states, ref_logits(rows.numbers[at]), x.ids[at], temperature)
         logprobs = chosen_logprobs(at_states, x.ids[at], temperature)
         if not in_loss:
             return logprobs, torch.zeros_like(logprobs)
-        if kl.estimator == "exact":
-            return logprobs, exact_kl(at_states, ref_logits(rows.numbers[at]), temperature)
         return logprobs, ESTIMATORS[kl.estimator](logprobs, x.ref_logprobs[at])
 
     logprobs, penalty = logits.map(per_token)

@@ -144,16 +144,19 @@ class PPOTrainer:
     def minibatches(self, step: int) -> Iterator[Tensor]:
         """The rows of every minibatch of an update, epoch after epoch, each in an order of its own.
 
-        Each minibatch has one row from every few neighbours in the batch. So all ranks have equally many of its rows,
-        and the minibatches are the same on any number of ranks.
+        Responses to one prompt stay together where a minibatch holds whole groups of them, so that a pass reads the
+        prompt once. Each minibatch has one group (or row) from every few neighbours in the batch. So all ranks have
+        equally many of its rows, and the minibatches are the same on any number of ranks.
         """
         if self.features is not None and step <= self.config.ppo.value_warmup:
             return  # the critic is not trained in the policy's epochs
-        size = self.config.minibatch_size
+        size, together = self.config.minibatch_size, self.config.rows_together
         several = self.config.rollout.batch_size // size
+        neighbours = several * torch.arange(size // together).unsqueeze(1)
         for epoch in range(self.config.ppo.epochs):
-            order = uniforms(size, several, self.config.run.seed, "minibatches", step, epoch).argsort(1)
-            yield from (order + several * torch.arange(size).unsqueeze(1)).unbind(1)
+            order = uniforms(len(neighbours), several, self.config.run.seed, "minibatches", step, epoch).argsort(1)
+            for groups in (order + neighbours).unbind(1):
+                yield (groups.unsqueeze(1) * together + torch.arange(together)).flatten()
 
     def kl_now(self, rollout: RolloutBatch) -> Mean:
         """Mean KL of the current policy at the rollout's states."""

@@ -231,7 +231,7 @@ def test_it_holds_what_the_usual_cache_holds_while_rows_leave() -> None:
     for cache in (usual, reserved):
         for layer in range(2):
             cache.update(*states(5, layer), layer)
-    reserve(reserved, 8)
+    reserve(reserved, 8, torch.float32)
     kept = torch.arange(ROWS)
     for step, leaving in enumerate([None, [0, 2], [1]]):
         if leaving is not None:

@@ -267,6 +267,12 @@ class TrainConfig(Section):
         return minibatch_rows(self.ppo, self.rollout)
 
     @property
+    def rows_together(self) -> int:
+        """Neighbours of a batch in one minibatch: the responses to a prompt, where it has room for whole groups."""
+        each = self.rollout.samples_per_prompt
+        return each if self.minibatch_size % each == 0 else 1
+
+    @property
     def reference_samples(self) -> int:
         """Responses sampled from the reference at the start; a short run does not spend most of its time on them."""
         written = self.rollout.reference_samples
