@@ -13,15 +13,8 @@ from rlhf_kl.run.folder import RunFolder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PEER = """
-import argparse, json
-p = argparse.ArgumentParser()
-for name in ("method", "policy", "reward", "prompts", "column", "dtype"):
-    p.add_argument("--" + name)
-for name in ("updates", "batch", "group", "minibatches", "max-new-tokens", "seed"):
-    p.add_argument("--" + name, type=int)
-for name in ("beta", "learning-rate"):
-    p.add_argument("--" + name, type=float)
-a = p.parse_args()
+import json, sys, types
+a = types.SimpleNamespace(**json.loads(sys.argv[1]))
 assert (a.batch, a.minibatches, a.dtype) == (8, 4, "bfloat16"), a
 curve = [{"seconds": 2.0 * i, "score": float(i), "kl": 0.03 * a.beta ** -0.5} for i in range(1, a.updates + 1)]
 print("loading ...")
