@@ -98,14 +98,6 @@ def test_the_size_of_a_pass_changes_nothing(setup: Setup, monkeypatch: pytest.Mo
         torch.testing.assert_close(one, other, **CLOSE)
 
 
-def test_a_policy_is_nowhere_from_itself_and_has_no_value_without_a_function(setup: Setup) -> None:
-    policy = setup.model.policy
-    stats = setup._replace(model=ActorCritic(policy), reference=ReferenceStates(policy)).measure()
-    assert float(stats.exact_kl.abs().max()) < 1e-6
-    assert torch.equal(stats.logprobs, stats.ref_logprobs)
-    assert not stats.values.any()
-
-
 def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make) -> None:
     rollout = setup.assess(lengths)
     policy = setup.model.policy
