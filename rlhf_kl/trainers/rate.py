@@ -87,11 +87,9 @@ class AdaptiveRate:
         return {} if reported else {"learning-rate-at-bound": {"case": case, "factor": self.factor, **figures}}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
         return {"factor": self.factor, "seen": [list(pair) for pair in self.seen], "stuck": self.stuck}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
         self.factor, self.seen = float(state["factor"]), [(x, cut) for x, cut in state["seen"]]
         self.stuck = bool(state["stuck"])
 
@@ -123,11 +121,9 @@ class LearningRate:
         return facts
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
         return {"peak": self.peak, "adaptive": None if self.adaptive is None else self.adaptive.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
         self.peak = state["peak"]
         if self.adaptive is not None:
             self.adaptive.load_state_dict(state["adaptive"])

@@ -30,7 +30,7 @@ class Law:
     def __init__(self, coef, min_coef, max_coef, key=None):
         self.coef, self.given, self.key = {}[key] if key == "sk-refused" else coef, (min_coef, max_coef), key
     def update(self, kl, episodes):
-        if self.key: raise (OverflowError if kl > 0.5 else KeyError)(f"at {self.key}")
+        if self.key: raise KeyError(f"at {self.key}")
         self.coef *= 100
 
 def brevity(prompts: list[str], responses: list[str], words: int = 12, *, slope: float) -> list[float]:
@@ -153,15 +153,11 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
 
 
 def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arithmetic error in `update` leaves beta where it is; any other ends the run."""
     monkeypatch.setenv("MY_KEY", "sk-refused")
     with pytest.raises(InputError, match=r"Law cannot be created: raised KeyError: '\$\{MY_KEY\}' \(mine"):
         make_controller("mine.py:Law", {"key": "${MY_KEY}"})
     monkeypatch.setenv("MY_KEY", "sk-123456")
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
-    facts = law.update(0.6, 64)
-    assert "OverflowError: at ${MY_KEY} (mine.py:" in facts["coef-not-finite"]["reason"]
-    assert law.coef == 1.0
     with pytest.raises(InputError, match=r"Law.update raised KeyError: 'at \$\{MY_KEY\}' \(mine.py:"):
         law.update(0.1, 64)
 
