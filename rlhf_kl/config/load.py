@@ -121,20 +121,9 @@ def json_schema(kind: Kind) -> dict[str, Any]:
         part.pop("required", None)
         for name in NAMED_LATER & part.get("properties", {}).keys():
             part["properties"][name] = {"anyOf": [part["properties"][name], {"type": "null"}]}
-    _accept_numbers_in_text(schema)
     extends = {"type": "string", "description": "Parent config; the keys of this file override it."}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def _accept_numbers_in_text(node: Any) -> None:
-    """YAML reads 1e-5 as text, and so the program takes a number in that form."""
-    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _accept_numbers_in_text(part)
-    if isinstance(node, dict) and node.get("type") == "number":
-        number = dict(node)
-        node.clear()
-        node["anyOf"] = [number, {"type": "string", "pattern": r"^[-+]?[0-9.]+[eE][-+]?[0-9]+$"}]
 
 
 def config_diff(a: AnyConfig, b: AnyConfig) -> list[str]:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from jsonschema import Draft202012Validator
 
 from rlhf_kl.config.errors import all_keys
 from rlhf_kl.config.load import config_diff, dump_config, json_schema, load_any, load_config
 from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.schema import MODELS, Kind, SFTConfig, TrainConfig
+from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 
 Write = Callable[..., Path]
@@ -69,7 +69,7 @@ def test_a_missing_config_names_the_nearest(write: Write, here: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_config_loads_and_an_editor_finds_no_fault_in_it(path: Path) -> None:
     kind = re.findall(r"schema=schema/(.+)\.json", path.read_text())[0]
-    assert schema_errors(kind, yaml.safe_load(path.read_text())) == []
+    assert schema_errors(kind, read_yaml(path)) == []
     if path.name == "ppo_model.yaml":  # a base that must be given a model
         assert "builtin:" not in path.read_text()
         return
@@ -226,7 +226,7 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("kl: {controller: {coef: -1}}", "kl.controller.coef must not be negative: -1"),
         ("kl: {controller: {kind: pid, coef: 0}}", "kl.controller.coef must be positive: 0 (only kind fixed may hold"),
         ("kl: {controller: {kind: pid, kp: fast}}", "kl.controller.kp: 'fast' does not fit"),
-        ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp must be a finite number"),
+        ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
         ("kl: {controller: {kind: pid, kp: -1}}", "kl.controller: "),
         ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
         ("kl: {controller: {kind: ziegler, horizn: 5}}", "kl.controller.horizn: unknown option of ZieglerKL"),
@@ -405,7 +405,7 @@ def schema_errors(kind: Kind, config: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "marked"),
     [
-        ({"ppo": {"learning_rate": "1e-5"}, "policy": {"model": None}, "extends": "x.yaml"}, False),
+        ({"ppo": {"learning_rate": 1e-5}, "policy": {"model": None}, "extends": "x.yaml"}, False),
         ({"kl": {"placement": None, "estimator": None}}, False),
         ({"ppo": {"learning_rate": "fast"}}, True),
         ({"kl": {"traget": 0.1}}, True),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_kl.config.controllers import make_controller
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_plugins, configured_controller, make_controller, plugin_files
+from rlhf_kl.config.plugins import check_plugins, configured_controller, plugin_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -95,7 +96,6 @@ PROBLEMS = [
         [],
     ),
     ("reward: {kind: rlhf_kl_no:f}", ["reward.kind: no module 'rlhf_kl_no' in "], []),
-    ("reward: {kind: mine.py:brevity, slope: 'a ${'}", ["reward.slope: write a variable as ${NAME}"], []),
 ]
 
 
