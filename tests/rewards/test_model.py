@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.data.chat import Conversation
+from rlhf_kl.data.chat import conversation
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
 from rlhf_kl.models.value import freeze
@@ -144,7 +144,7 @@ def test_a_chat_format_reads_every_turn(tiny_reward_folder: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_reward_folder))
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
     scorer = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer, form=TextFormat(chat=True))
-    said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    said = conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
     assert scorer.encode([said, "d"], ["ab", "a"]) == [[3, 2, 4, 2, 5, 2, 3, 4, 2], [6, 2, 3, 2]]
 
 
