@@ -15,7 +15,6 @@ import re
 import sys
 import sysconfig
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
@@ -57,13 +56,9 @@ def look_up(ref: str) -> None:
     if path is None:
         return
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in the user's strings
-            tree = ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        raise InputError(f"{path} is not Python: {error.msg} (line {error.lineno})") from None
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        tree = ast.parse(path.read_bytes(), path.name)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(f"{path} is not Python: {error}") from None
     public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
     found = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
     if not found & {name, "*", "__getattr__", "globals"}:

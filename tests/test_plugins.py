@@ -60,7 +60,7 @@ def test_references_and_names() -> None:
         ("Law = make()\n", None),
         ("def __getattr__(name): ...\n", None),
         ("class Lwa: ...\n", "mine.py has no 'Law'; did you mean Lwa?"),
-        ("x = 1\ndef broken(:\n", "is not Python: invalid syntax (line 2)"),
+        ("x = 1\ndef broken(:\n", "is not Python: invalid syntax (mine.py, line 2)"),
         ("x = '\0'\n", "null bytes"),
     ],
 )

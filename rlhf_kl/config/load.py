@@ -21,7 +21,7 @@ from rlhf_kl.config.schema import (
     TrainConfig,
 )
 from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import stored_name
 
 # The sections that only one command's config has.
@@ -155,10 +155,8 @@ def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
         return raw
     if not isinstance(parent_name, str) or not parent_name:
         raise InputError(f"{path}: extends must be the name of a config file: {parent_name!r}")
-    try:
+    with blame(f"{path}: extends"):
         parent = find_config(parent_name, folder=path.parent, but=path)
-    except InputError as error:
-        raise InputError(*(f"{path}: extends: {problem}" for problem in error.problems)) from None
     return _merge(_read_file(parent, [*chain, path]), raw)
 
 
@@ -172,15 +170,12 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
         if not equals or not all(parts):
             problems.append(f"--set {text!r}: write section.key=value")
             continue
-        try:
+        with collected(problems):
             parsed = parse_yaml(value, where=f"--set {key.strip()}")
-        except InputError as error:
-            problems += error.problems
-            continue
-        for part in reversed(parts):
-            parsed = {part: parsed}
-        # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
-        fragment = _merge(fragment, parsed, kinds=False)
+            for part in reversed(parts):
+                parsed = {part: parsed}
+            # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
+            fragment = _merge(fragment, parsed, kinds=False)
     return with_absolute_paths(fragment, [Path.cwd()]), problems
 
 

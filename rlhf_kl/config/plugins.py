@@ -19,7 +19,7 @@ from rlhf_kl.config.schema import (
     TrainConfig,
 )
 from rlhf_kl.config.schema.base import inner, refuse
-from rlhf_kl.errors import InputError, blame
+from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import COEF_WITHOUT_SCORES, GuardedController
 from rlhf_kl.plugins import (
     checked_options,
@@ -78,13 +78,10 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
     """Plugins in a mapping of `train` that do not exist. Runs none of their code."""
-    problems = []
+    problems = list[str]()
     for plugin in _named(raw):
-        try:
-            with blame(plugin.key):
-                look_up(plugin.ref)
-        except InputError as error:
-            problems += error.problems
+        with collected(problems), blame(plugin.key):
+            look_up(plugin.ref)
     return problems
 
 
@@ -95,15 +92,13 @@ def plugin_notes(config: AnyConfig) -> list[str]:
 
 def check_plugins(config: TrainConfig) -> None:
     """Import the plugins of a config and check them; calls none. Errors: InputError with every problem."""
-    problems = []
+    problems = list[str]()
     for plugin in plugins_of(config):
-        try:
+        with collected(problems):
             if plugin.key == "kl.controller.kind":
                 load_controller(plugin.ref, config.kl.controller.arguments)
             else:
                 load_reward(plugin)
-        except InputError as error:
-            problems += error.problems
     refuse(*problems)
 
 

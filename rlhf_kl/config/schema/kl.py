@@ -11,7 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.config.controllers import make_controller
 from rlhf_kl.config.schema.base import Plugin, Positive, Section, refuse
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, collected
 from rlhf_kl.kl_controllers import stored_name
 from rlhf_kl.plugins import is_reference
 
@@ -135,13 +135,11 @@ class KLSection(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        problems = []
+        problems = list[str]()
         if not is_reference(self.controller.kind):
             kind, options = self.controller.kind, self.controller.arguments
-            try:  # only a controller itself knows which values it refuses; it refuses no sizes of a run
+            with collected(problems):  # only a controller itself knows which values it refuses; no sizes of a run
                 make_controller(kind, options, target=self.target_value, total_episodes=1, batch_size=1)
-            except InputError as error:
-                problems += error.problems
         if isinstance(self.target, str) and self.unit != "token":
             problems.append(f"kl.target must be a number where kl.unit is {self.unit}: {self.target!r}")
         if self.placement == "rao_blackwell" and self.estimator != "exact":
