@@ -166,17 +166,6 @@ def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(mon
         law.update(0.1, 64)
 
 
-def test_the_shipped_schedule_tightens() -> None:
-    config = load_config("train", "ppo_schedule")
-    law = configured_controller(config.kl, config.ppo, config.rollout)
-    coefs = [law.coef]
-    for _ in range(config.updates):
-        law.update(0.1, config.rollout.batch_size)
-        coefs.append(law.coef)
-    assert coefs == sorted(coefs)
-    assert (coefs[0], coefs[-1]) == pytest.approx((0.1, 0.3))
-
-
 def test_the_plugin_files_of_a_config(here: Path) -> None:
     config = TrainConfig.model_validate({"reward": {"kind": "mine.py:f"}, "kl": {"controller": {"kind": "a:B"}}})
     assert plugin_files(config) == {"reward.kind": here / "mine.py"}

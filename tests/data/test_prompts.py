@@ -110,9 +110,3 @@ def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     # The configured system message, three turns, the answer's beginning; then one that has its own
     assert prompts.rows == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
     assert "first_tokens" in problem([several], chatty, 20, PromptFormat(chat=True, first_tokens=2))
-
-
-def test_the_stream_takes_the_rows_it_is_given(letters: Any) -> None:
-    prompts = PromptStream(["ab"], letters, 1, 0, [[1, 6]]).batch(1)
-    assert prompts.texts == ["ab"]
-    assert prompts.ids.tolist() == [[1, 6]]
