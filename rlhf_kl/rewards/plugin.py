@@ -158,7 +158,8 @@ class OwnThread:
         """The function's result, or its exception. Errors: TimeLimitExceeded after `seconds` (None = never)."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._calls, same_device()), daemon=True).start()
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            threading.Thread(target=_serve, args=(self._calls, device), daemon=True).start()
         answer: Future[Any] = Future()
         self._calls.put((function, answer))
         if not wait([answer], seconds).done:
@@ -167,16 +168,9 @@ class OwnThread:
         return answer.result()
 
 
-def same_device() -> Callable[[], None]:
-    """For a new thread, whose default is the first GPU: use the GPU of the calling thread."""
-    if not torch.cuda.is_initialized():
-        return lambda: None
-    number = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(number)
-
-
-def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]], prepare: Callable[[], None]) -> None:
-    prepare()
+def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]], device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)  # by default a new thread uses the first GPU
     while True:
         function, answer = calls.get()
         try:

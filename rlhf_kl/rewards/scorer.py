@@ -80,7 +80,7 @@ class Scorers:
     @property
     def model(self) -> RewardModel | None:
         """The reward model, if it alone is the reward."""
-        return next((s.call for s in self.scorers if s.name == REWARD and isinstance(s.call, RewardModel)), None)
+        return self.models.get(REWARD)
 
     @cached_property
     def models(self) -> dict[str, RewardModel]:
