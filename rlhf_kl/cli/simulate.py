@@ -93,7 +93,7 @@ def _setup(
     kls: list[float] | None,
 ) -> _Setup:
     """The controller with the sizes of the config, of the command line, or the defaults."""
-    from rlhf_kl.config.plugins import controller_class, make_controller
+    from rlhf_kl.config.controllers import controller_class, make_controller
     from rlhf_kl.kl_controllers import stored_name
     from rlhf_kl.plugins import takes
 

@@ -284,7 +284,7 @@ def test_code_and_pickles_of_a_model_are_read_where_the_command_line_allows_it(
 )
 def test_what_is_no_controller_is_refused_and_not_called(rlhf_kl: Cli, place: Path, controller: str) -> None:
     (place / "bad.yaml").write_text(f"kl: {{controller: {controller}}}\n")
-    assert "`train` and `doctor` check the options" in rlhf_kl("config", "validate", "bad.yaml").err
+    assert rlhf_kl("config", "validate", "bad.yaml").code == 0  # which runs nothing, and so cannot tell
     for command in ("simulate", "train", "doctor"):
         outcome = rlhf_kl(command, "--config", "bad.yaml")
         assert outcome.code == 2
