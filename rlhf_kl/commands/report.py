@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import compare_charts, end_charts, held_charts, held_columns, run_charts
+from rlhf_kl.report.charts import compare_charts, held_charts, held_columns, run_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import compare_page, report_page
@@ -59,7 +59,7 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         write_atomic(folder / "compare.html", compare_page(comparison, name, lines))
         save_sheet(held_charts(comparison), folder / "compare.png", columns=held_columns(comparison),
                    heading=f"{name}{target}", footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
-        for chart in [*compare_charts(comparison), *end_charts(comparison)]:
+        for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None

@@ -17,6 +17,7 @@ from rlhf_kl.report.drawing import (
     Line,
     colour,
     over_updates,
+    plot_band,
     plot_level,
     plot_line,
     plot_points,
@@ -180,66 +181,45 @@ def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]
 
 
 def compare_charts(comparison: Comparison) -> list[Chart]:
-    """Figures over the updates, means over seeds with one standard deviation."""
-    unit = comparison.unit
-    charts = [
-        _over_time(comparison, f"kl/{unit}", "kl", "KL to the reference", f"nats per {unit}"),
-        _over_time(comparison, "objective/scores", "score", "Score", "score"),
-        _over_time(comparison, "objective/gold", "gold", "Gold score", "gold"),
-        _over_time(comparison, "kl/coef", "beta", "Beta, the KL coefficient", "beta"),
-        _over_time(comparison, "eval/perplexity", "perplexity", "Held-out perplexity", "perplexity"),
-        _over_time(comparison, "eval/forward_kl_token", "forgetting", "Forgetting", "nats per token"),
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
-def _over_time(comparison: Comparison, key: str, slug: str, title: str, unit: str) -> Chart | None:
-    """A key over the updates; KL with its target, beta without a band."""
-    lines, styles = [], variant_styles(comparison)
-    target = comparison.target if slug == "kl" else None
-    for variant in comparison.variants:
-        x, mean, low, high = variant.series(key)
-        band = ([], []) if slug == "beta" else (low, high)
-        style = styles[variant.name]
-        lines.append(Line(variant.name, style.tint, x, mean, *band, style.dash))
-    values = [value for line in lines for value in line.y]
-
-    def prepare(axes: Axes) -> None:
-        if slug in ("kl", "beta"):
-            use_log(axes, target or min(values), max(values))
-        if target is not None:
-            plot_target(axes, target)
-
-    several = "Means over seeds." if slug == "beta" else "Means over seeds with one standard deviation."
-    caption = several if any(len(variant.runs) > 1 for variant in comparison.variants) else "One seed."
-    return over_updates(slug, title, unit, lines, caption, prepare)
-
-
-def end_charts(comparison: Comparison) -> list[Chart]:
-    """Score and gold against sqrt(KL); of a sweep of betas KL and total reward; of targets score and gold."""
+    """Means over seeds by update, score against sqrt(KL), and of a sweep of betas or targets what it is made for."""
     sweep, styles = comparison.sweep, variant_styles(comparison)
     charts = [
-        _frontier(comparison, "scores_shaped", "frontier", "Score against KL", "score gain, in reference sd"),
-        _frontier(comparison, "gold", "frontier-gold", "Gold against KL", "gold gain"),
+        _over_time(comparison, "objective/scores", "score", "Score"),
+        _over_time(comparison, "eval/perplexity", "perplexity", "Held-out perplexity"),
+        _over_time(comparison, "kl/coef", "beta", "Beta, the KL coefficient"),
+        _frontier(comparison),
         *((_kl_over_beta(sweep, styles), _total_reward(sweep, styles)) if sweep else ()),
         _targets(comparison),
     ]
     return [chart for chart in charts if chart is not None]
 
 
-def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit: str) -> Chart | None:
-    """The ends of the runs, a point for each seed, with the upper limit."""
-    ends = {variant.name: list(seeds.values()) for variant in comparison.variants if (seeds := variant.ends(measure))}
+def _over_time(comparison: Comparison, key: str, slug: str, title: str) -> Chart | None:
+    """A key over the updates, each variant's mean with one standard deviation."""
+    lines, styles = [], variant_styles(comparison)
+    for variant in comparison.variants:
+        x, mean, low, high = variant.series(key)
+        style = styles[variant.name]
+        lines.append(Line(variant.name, style.tint, x, mean, low, high, style.dash))
+    values = [value for line in lines for value in line.y]
+    several = any(len(variant.runs) > 1 for variant in comparison.variants)
+    caption = "Means over seeds with one standard deviation." if several else "One seed."
+    prepare = (lambda axes: use_log(axes, min(values), max(values))) if slug == "beta" else None
+    return over_updates(slug, title, slug, lines, caption, prepare)
+
+
+def _frontier(comparison: Comparison) -> Chart | None:
+    """Score over sqrt(KL) at the ends of the runs, a point for each seed, with the upper limit."""
+    ends = {v.name: list(seeds.values()) for v in comparison.variants if (seeds := v.ends("scores_shaped"))}
     if not ends:
         return None
     styles, reference = variant_styles(comparison), _reference(comparison.variants)
-    shaped = measure == "scores_shaped"
-    tilt = [(math.sqrt(kl), gain) for _, kl, gain in _tilt(reference)] if shaped else []
-    best_of, key = reference.get("best_of_n") or [], "gain" if shaped else "gold_gain"
-    best = [(math.sqrt(point["kl_bound"]), point[key]) for point in best_of if point.get(key) is not None]
+    tilt = [(math.sqrt(kl), gain) for _, kl, gain in _tilt(reference)]
+    best_of = reference.get("best_of_n") or []
+    best = [(math.sqrt(point["kl_bound"]), point["gain"]) for point in best_of]
 
     def draw(axes: Axes) -> None:
-        axes.set(xlabel=ROOT_KL, ylabel=unit)
+        axes.set(xlabel=ROOT_KL, ylabel="score gain, in reference sd")
         for name, points in ends.items():
             plot_points(axes, *_columns(points), styles[name].tint, marker=styles[name].marker, label=name)
         if tilt:
@@ -252,7 +232,7 @@ def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit:
         caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta))."
     if best:
         caption += f" Dashed: best of n reference samples, n up to {best_of[-1]['n']}, at the upper bound of its KL."
-    return Chart(slug, title, draw, caption)
+    return Chart("frontier", "Score against KL", draw, caption)
 
 
 def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart | None:
@@ -278,8 +258,7 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
         if path:
             plot_line(axes, *_columns(path), "c1", marker="", linewidth=0.8, alpha=0.6, label="second half")
         for name, own in runs:
-            fill = {} if own["settled"] else {"markerfacecolor": "none"}
-            plot_points(axes, [own["beta"]], [own["kl_sequence"]], styles[name].tint, **fill)
+            plot_points(axes, [own["beta"]], [own["kl_sequence"]], styles[name].tint)
         if tilt:
             plot_line(axes, *_columns(tilt), "ink", marker="", label="tilt")
         if spread := read_number(reference, "scores_spread"):  # the Gaussian law has no bound where scores saturate
@@ -288,8 +267,8 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
             plot_line(axes, betas, kls, "muted", marker="", ls=DASHES[1], label="Gaussian law")
 
     caption = (
-        "Hollow: the KL had not settled. Solid line: the reference's samples weighted by exp(score/beta), the optimum "
-        "of score - beta*KL, estimated from these samples. Dashed: σ²/(2β²), for Gaussian scores."
+        "Solid line: the reference's samples weighted by exp(score/beta), the optimum of score - beta*KL, estimated "
+        "from these samples. Dashed: σ²/(2β²), for Gaussian scores. A run that was still moving lies off the lines."
     )
     return Chart("kl-beta", "KL at the end against beta", draw, caption)
 
@@ -339,7 +318,8 @@ def _targets(comparison: Comparison) -> Chart | None:
         axes.set(xlabel=f"KL target, nats per {comparison.unit}", ylabel="at the end", xscale="log")
         for (label, points), tint in zip(lines.items(), HUES, strict=False):
             x, low, high = [t for t, _, _ in points], [m - s for _, m, s in points], [m + s for _, m, s in points]
-            plot_line(axes, x, [mean for _, mean, _ in points], tint, low, high, label=label, marker="o")
+            plot_band(axes, x, low, high, tint)
+            plot_line(axes, x, [mean for _, mean, _ in points], tint, label=label, marker="o")
         axes.set_xticks(targets, [f"{target:g}" for target in targets])
         if best is not None:
             plot_points(axes, [best.target], [best.gold], "ink", marker="D", markersize=8, label="highest")

@@ -90,29 +90,20 @@ def thin(values: Sequence[float]) -> list[float]:
     return [fmean(values[i : i + size]) for i in range(0, len(values), size)]
 
 
-def plot_line(
-    axes: Axes,
-    x: Sequence[float],
-    y: Sequence[float],
-    tint: str,
-    low: Sequence[float] = (),
-    high: Sequence[float] = (),
-    **style: Any,
-) -> None:
-    """A curve, with the band from `low` to `high` around it. `tint`: a name of `COLOURS`."""
-    x, y = thin(x), thin(y)
-    floor = 0.0 if axes.get_yscale() == "log" else -math.inf  # a log axis cannot show 0
-    y = [value if value > floor else math.nan for value in y]
-    if low and high:
-        low = [bottom if bottom > floor else value for bottom, value in zip(thin(low), y, strict=True)]
-        axes.fill_between(x, low, thin(high), color=colour(tint), alpha=0.13, linewidth=0, zorder=1.5)
-    style = {"marker": "o" if len(x) < FEW_POINTS else "", "markersize": 3.2, "zorder": 2.5} | style
-    axes.plot(x, y, color=colour(tint), **style)
+def plot_line(axes: Axes, x: Sequence[float], y: Sequence[float], tint: str, **style: Any) -> None:
+    """A curve. `tint`: a name of `COLOURS`."""
+    marker = "o" if len(x) < FEW_POINTS else ""
+    axes.plot(thin(x), thin(y), color=colour(tint), **{"marker": marker, "markersize": 3.2} | style)
 
 
 def plot_points(axes: Axes, x: Sequence[float], y: Sequence[float], tint: str, **style: Any) -> None:
     """Single marks."""
     axes.plot(x, y, color=colour(tint), **{"marker": "o", "markersize": 5.5, "zorder": 3, "ls": "none"} | style)
+
+
+def plot_band(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], tint: str) -> None:
+    """The area between two curves."""
+    axes.fill_between(thin(x), thin(low), thin(high), color=colour(tint), alpha=0.13, linewidth=0, zorder=1.5)
 
 
 def plot_level(axes: Axes, y: float, label: str, tint: str) -> None:
@@ -153,8 +144,10 @@ def over_updates(
         axes.set(xlabel=UPDATE, ylabel=unit)
         if prepare is not None:
             prepare(axes)
-        for label, tint, x, y, low, high, dash in known:
-            plot_line(axes, x, y, tint, low, high, label=label, ls=dash)
+        for line in known:
+            if line.low:
+                plot_band(axes, line.x, line.low, line.high, line.tint)
+            plot_line(axes, line.x, line.y, line.tint, label=line.label, ls=line.dash)
 
     return Chart(slug, title, draw, caption) if known else None
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import end_charts
+from rlhf_kl.report.charts import compare_charts
 from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
@@ -128,5 +128,5 @@ def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metric
         "The gold score is highest at a target of 0.2 nats per token (3.0); targets from 0.1 to 0.2 are within one "
         "standard deviation of that."
     ) in judge(comparison)
-    assert "targets" in [chart.slug for chart in end_charts(comparison)]
+    assert "targets" in [chart.slug for chart in compare_charts(comparison)]
     assert read_comparison(paths[2:6]).best_target is None  # two targets are no sweep
