@@ -6,18 +6,19 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from rlhf_kl.report.drawing import COLOURS, Axes, Chart, plot_band, plot_line, plot_points, plot_target, save_sheet, svg, thin
+from rlhf_kl.report import drawing
+from rlhf_kl.report.drawing import COLOURS, Axes, Chart, save_sheet, svg, thin
 
 NAME = "<script>$x_1$ 字"
 
 
 def draw(axes: Axes) -> None:
     axes.set(xlabel="update", yscale="log")
-    plot_target(axes, 0.2)
-    plot_band(axes, [1.0, 2.0, 3.0], [0.0, 0.4, 0.1], [0.1, 0.6, 0.3], "c2")
-    plot_line(axes, [1.0, 2.0, 3.0], [0.0, 0.5, 0.2], "c2", label=NAME)  # a log axis cannot show 0
-    plot_line(axes, [1.0, 2.0], [0.1, 0.2], "s3", linestyle=(0, (5, 2)), label="other")
-    plot_points(axes, [3.0], [0.4], "c1", label="end")
+    drawing.plot_target(axes, 0.2)
+    drawing.plot_band(axes, [1.0, 2.0, 3.0], [0.0, 0.4, 0.1], [0.1, 0.6, 0.3], "c2")
+    drawing.plot_line(axes, [1.0, 2.0, 3.0], [0.0, 0.5, 0.2], "c2", label=NAME)  # a log axis cannot show 0
+    drawing.plot_line(axes, [1.0, 2.0], [0.1, 0.2], "s3", linestyle=(0, (5, 2)), label="other")
+    drawing.plot_points(axes, [3.0], [0.4], "c1", label="end")
 
 
 CHART = Chart("kl", "A $title$ <b>", draw, subtitle="and more")
