@@ -222,8 +222,7 @@ class Screen:
         )
 
     def _view(self) -> RenderableType:
-        unicode = self._console.encoding.lower().startswith("utf")
-        parts: list[RenderableType] = [self._status.table(unicode=unicode)] if self._status else []
+        parts: list[RenderableType] = [self._status.table()] if self._status else []
         if self._now is not None:
             message, since = self._now
             parts.append(Text(f"{message}, {duration(time.monotonic() - since)}", style="dim", overflow="ellipsis"))
