@@ -19,6 +19,7 @@ IN_BAND = 0.25
 COMPARED = ("objective/scores", "objective/gold", "eval/perplexity")  # with their first value
 WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of a log line's columns
 
+
 class RunStatus:
     """The newest row of a run, and figures of earlier rows to compare with."""
 

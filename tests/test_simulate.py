@@ -9,7 +9,7 @@ import typer
 
 from rlhf_kl.cli.simulate import simulate
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ThresholdKL, ZieglerKL, build_controller
+from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ZieglerKL, build_controller
 from rlhf_kl.simulate import (
     Plant,
     example_scores,
@@ -141,12 +141,6 @@ def test_rows_chain(kind):
     assert all(a.coef_next == b.coef for a, b in pairwise(rows))
 
 
-def test_alerts_of_a_sequence_carry_their_step():
-    alerts: list[str] = []
-    simulate_sequence(ThresholdKL(), [0.1, math.nan], alerts=alerts)
-    assert [alert.split(": ")[:2] for alert in alerts] == [["step 2", "kl-not-finite"]]
-
-
 # ---- the command ----
 
 
@@ -263,15 +257,8 @@ def test_bad_input_is_one_line(run, arguments, word):
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--config", "ppo_no_kl.yaml"],
-        ["--controller", "static", "--coef", "0", "--plant", "gaussian"],
-    ],
-)
-def test_no_penalty_is_simulated_too(run, arguments):
-    rows = rows_of(run(*arguments, "--noise", "0", "--json"))
+def test_no_penalty_is_simulated_too(run):
+    rows = rows_of(run("--config", "ppo_no_kl.yaml", "--noise", "0", "--json"))
     assert all(row["coef"] == 0.0 for row in rows)
     assert rows[0]["kl"] < rows[5]["kl"] < rows[-1]["kl"]
 

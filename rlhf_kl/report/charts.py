@@ -160,11 +160,6 @@ def held_charts(comparison: Comparison) -> list[Chart]:
     return charts
 
 
-def held_columns(comparison: Comparison) -> int:
-    """Charts side by side: three where every family has three variants, so that each has its line."""
-    return 3 if {len(family) for family in comparison.families.values()} == {3} else 2
-
-
 def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]], figures: str) -> Chart:
     """KL over target of runs, each with a colour and a label, under the figures that judge them."""
     highest = max((ratio for run, _, _ in runs for ratio in run.ratios), default=0.0)
