@@ -209,20 +209,19 @@ def test_the_runs_own_controller_and_sizes(run, tmp_path):
     assert shorter[0]["coef_next"] == pytest.approx(0.392)
     other = rows_of(run("--config", str(file), "--controller", "threshold", "--kl", "0.2", "--json"))
     assert other[0]["coef_next"] == pytest.approx(0.6)
-
-
-def test_a_horizon_that_cannot_move_beta_is_said(run, tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("kl: {controller: {kind: ziegler, coef: 0.2, horizon: 10000}}\n")
-    assert "ZieglerKL can move beta only from 0.2 " in run("--config", str(file), "--json").err
+    slow = run("--config", str(file), "--set", "kl.controller.horizon=100000", "--json")
+    assert "ZieglerKL can move beta only from 0.4 " in slow.err
 
 
 def test_the_updates_of_a_config_are_those_in_which_the_controller_moves(run, tmp_path):
     file = tmp_path / "mine.yaml"
     sizes = "rollout: {batch_size: 64}\nppo: {total_episodes: 640, value_warmup: 2}\n"
     file.write_text(sizes + "kl: {controller: {kind: schedule, coef: 0.1, end_coef: 0.9}}\n")
+    expected = [0.1 * (2 + i) for i in range(8)]
     rows = rows_of(run("--config", str(file), "--json"))
-    assert [row["coef_next"] for row in rows] == pytest.approx([0.1 * (2 + i) for i in range(8)])
+    assert [row["coef_next"] for row in rows] == pytest.approx(expected)
+    given = rows_of(run("--config", str(file), "--kl", "0.1,0.2", "--json"))  # the schedule is still the config's
+    assert [row["coef_next"] for row in given] == pytest.approx(expected[:2])
 
 
 def test_a_plugin_from_a_file(run, tmp_path):

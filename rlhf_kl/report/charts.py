@@ -92,9 +92,12 @@ def _score(run: RunResult) -> Chart:
     """Score with the middle 80 % of the responses, and gold."""
     scores, gold = run.series("objective/scores"), run.series("objective/gold")
     deciles = [row["objective/scores_deciles"] for row in run.updates if row.get("objective/scores_deciles")]
-    band = [[values[i] for values in deciles] for i in (1, 9)] if len(deciles) == len(scores[0]) else []
-    caption = "Means of each batch" + (", and the middle 80 % of the scores." if band else ".")
-    return Chart("score", "Score", "score", [Line("score", "c1", *scores, *band), Line("gold", "c3", *gold)], caption)
+    if len(deciles) < len(scores[0]):
+        deciles = []
+    low, high = ([values[i] for values in deciles] for i in (1, 9))
+    lines = [Line("score", "c1", *scores, low, high), Line("gold", "c3", *gold)]
+    caption = "Means of each batch" + (", and the middle 80 % of the scores." if deciles else ".")
+    return Chart("score", "Score", "score", lines, caption)
 
 
 def _beta(run: RunResult) -> Chart:

@@ -182,8 +182,8 @@ def _draw(chart: Chart, axes: Axes) -> int:
     scales = {f"{axis}scale": "log" for axis in chart.log}
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, **scales)
     if chart.target is not None:
-        low, high = (1 - BAND) * chart.target, (1 + BAND) * chart.target
-        axes.axhspan(low, high, color=colour("band"), zorder=0.5, linewidth=0)
+        edges = (1 - BAND) * chart.target, (1 + BAND) * chart.target
+        axes.axhspan(*edges, color=colour("band"), zorder=0.5, linewidth=0)
     for label, tint, level in (("target", "c3", chart.target), ("ceiling", "alert", chart.ceiling)):
         if level is not None:
             axes.axhline(level, color=colour(tint), linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
