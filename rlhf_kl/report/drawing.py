@@ -162,7 +162,7 @@ def svg(chart: Chart) -> str:
         _draw(chart, axes)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        columns = _hover_columns(axes, height)
+        columns = _hover_columns(chart, axes, height)
     body = buffer.getvalue().decode()
     body = body[body.index("<svg") : body.rindex("</svg>")]
     body = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
@@ -223,21 +223,18 @@ def _plain_log_ticks(axis: Axes) -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def _hover_columns(axes: Axes, height: float) -> str:
+def _hover_columns(chart: Chart, axes: Axes, height: float) -> str:
     """A column for each x of the drawn lines and points, with their values for the pointer."""
     box, values = axes.get_window_extent(), dict[float, list[str]]()
-    for line in axes.get_lines():
-        name = line.get_label()
-        if not name.startswith("_") and line.get_transform() == axes.transData:
-            for x, y in zip(*line.get_data(), strict=True):
-                if not math.isnan(y):
-                    values.setdefault(float(x), []).append(f"{name} {format_number(y)}".strip())
+    for line in chart.lines:
+        for x, y in zip(thin(line.x), thin(line.y), strict=True):
+            values.setdefault(x, []).append(f"{line.label} {format_number(y)}".strip())
     xs, columns = sorted(values), []
     edges = [float(axes.transData.transform((x, axes.get_ylim()[0]))[0]) for x in xs]
     middles = [box.x0, *((a + b) / 2 for a, b in pairwise(edges)), box.x1]
     for x, (left, right) in zip(xs, pairwise(middles), strict=False):
         size = f'width="{max(1.0, right - left):.1f}" height="{box.height:.1f}"'
-        tip = escape(f"{axes.get_xlabel()} {x:.4g}: {', '.join(values[x])}")
+        tip = escape(f"{chart.xlabel} {x:.4g}: {', '.join(values[x])}")
         columns.append(f'<rect x="{left:.1f}" y="{height - box.y1:.1f}" {size} class="hit" data-tip="{tip}"/>')
     return "".join(columns)
 
