@@ -2,7 +2,7 @@
 
 `Monitors` reads every row of `metrics.jsonl` before it is written. A condition is told once when it begins, and again
 only after it has cleared with a margin. Events that a trainer, a controller or a scorer reports as facts are told each
-time. To add an alarm, add a line to `ALARMS`, a measurement where there is none yet, and to `_KEYS` what it reads.
+time. To add an alarm, add a line to `ALARMS`, and a measurement where there is none yet.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Monitors:
 
     def _take(self, row: Mapping[str, Any], facts: Facts) -> None:
         self.row, self.facts, self.updates = row, facts, self.updates + 1
-        figures = {key: read_number(row, key) for key in _KEYS}
+        figures = {key: read_number(row, key) for key in row}
         figures |= {"kl": read_number(row, f"kl/{self.unit}"), "held": read_number(row, f"kl/{self.config.kl.unit}")}
         entropy, exact = read_number(row, "policy/entropy"), read_number(row, "kl/exact")
         if entropy is not None and exact is not None:  # over the whole vocabulary: no noise of single tokens
@@ -213,12 +213,11 @@ class Monitors:
         return None if alarm.unless in self.raised else figures
 
     def has(self, *names: str) -> bool:
-        """Whether this row has these figures. Errors: KeyError for one that is not kept."""
-        return all(_kept(name) in self.now for name in names)
+        """Whether this row has these figures."""
+        return all(name in self.now for name in names)
 
     def values(self, name: str, last: int = WINDOW) -> list[float]:
-        """The last values of a figure, as far as rows have it. Errors: KeyError for one that is not kept."""
-        _kept(name)
+        """The last values of a figure, as far as rows have it."""
         return [row[name] for row in self.rows if name in row][-last:]
 
     def levels(self, name: str, updates: int = START) -> tuple[float, float] | None:
@@ -250,21 +249,6 @@ def collapsed(row: Mapping[str, Any]) -> bool:
     """Whether nearly all responses of an update are the same few texts."""
     distinct = read_number(row, "rollout/distinct_responses")
     return distinct is not None and distinct <= FEW
-
-
-_KEYS = (
-    *("kl/sequence", "kl/coef_next", "objective/scores", "objective/scores_shaped", "objective/gold"),
-    *("eval/perplexity", "eval/distinct_2", "rollout/distinct_responses", "rollout/response_length"),
-    "rollout/score_length_corr",
-)
-_DERIVED = ("kl", "held", "cross perplexity")
-
-
-def _kept(name: str) -> str:
-    """The name itself. Errors: KeyError: an alarm on figures that no row leaves would never begin."""
-    if name not in _KEYS and name not in _DERIVED:
-        raise KeyError(f"{name}: add it to _KEYS")
-    return name
 
 
 _BEST = (

@@ -554,11 +554,3 @@ def test_rounding_and_what_bfloat16_does_are_no_alarm() -> None:
     assert not total.shifted
     assert not coarse.shifted
     assert coarse.mean / coarse.stderr > 20
-
-
-def test_an_alarm_on_figures_that_are_not_kept_is_an_error() -> None:
-    m = monitors()
-    with pytest.raises(KeyError, match=r"policy/entropy: add it to _KEYS"):
-        m.values("policy/entropy")
-    with pytest.raises(KeyError, match="policy/entropy"):
-        m.has("policy/entropy")

@@ -82,7 +82,7 @@ def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
     if kind not in CONTROLLERS:  # a plugin
         return not takes(controller_class(kind), "total_episodes")
     short, grown = (configured_controller(each.kl, each.ppo, each.rollout).controller for each in (before, now))
-    return vars(short) == vars(grown)
+    return bool(vars(short) == vars(grown))
 
 
 def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: Path) -> None:
