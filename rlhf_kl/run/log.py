@@ -48,34 +48,23 @@ class JsonlWriter:
     """Appends one JSON object per line; each line reaches the operating system before `write` returns."""
 
     def __init__(self, path: Path, keep: int = 0) -> None:
-        """Open `path` after its first `keep` bytes; what follows them is cut off. `complete`: whether they are there.
-
-        For resuming: rows written after a checkpoint are computed again.
-        """
+        """Open `path` after its first `keep` bytes; rows after a checkpoint are cut off and computed again."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+", buffering=0)  # a failed write must not be repeated at the end
-        self._file.seek(0)
-        there = self._file.read(keep)
-        rows = there.rfind(b"\n") + 1
-        self.complete = rows == keep
-        self._file.truncate(rows)
+        self._file = path.open("ab")
+        self._file.truncate(min(keep, self.size))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row. Errors: OSError (disk full); then no part of the row stays."""
-        line = memoryview(encode_json(row) + b"\n")
-        before = self.size
+        """Append a row. Errors: OSError (disk full)."""
         try:
-            while line:  # mostly one write, so a crash damages at most the last line
-                line = line[self._file.write(line) :]
+            self._file.write(encode_json(row) + b"\n")
+            self._file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(before)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     @property
     def size(self) -> int:
-        """Bytes of the file so far, all of them whole rows."""
+        """Bytes of the file so far."""
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:

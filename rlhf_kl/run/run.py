@@ -181,9 +181,6 @@ class Run:
         self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
         if self.kind == "train":
             self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
-        for file in self._files():
-            if not file.complete:
-                log.warning(f"resume: {file.path}: rows that the checkpoint knew are missing or were changed")
         for name, content in plugins.items():
             write_atomic(folder.path / name, content)
         write_atomic(folder.config, dump_config(config))
