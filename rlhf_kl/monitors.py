@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median, median_low, stdev
+from statistics import correlation, fmean, linear_regression, median, median_low, stdev
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_kl.kl_controllers.tilt import least_kl
@@ -289,9 +289,8 @@ class GapSum(NamedTuple):
     """Were tokens sampled from the policy that the trainer computes? Sums of one figure over all updates so far.
 
     A sampled token's log-prob plus the entropy is 0 on average, whatever came before it; so is its log-ratio to the
-    reference minus the exact KL. Their sums over a run are martingales. Sampling at another temperature or from a
-    cut-off distribution (top-k, top-p) shifts the first from the first update on; sampling from other weights, such as
-    an older policy's, shifts the second as the policy leaves its reference.
+    reference minus the exact KL. Another temperature, top-k or top-p shifts the first from the first update on; other
+    weights, such as an older policy's, shift the second as the policy leaves its reference.
     """
 
     total: float = 0.0  # nats
@@ -317,11 +316,11 @@ class GapSum(NamedTuple):
 
     @property
     def shifted(self) -> bool:
-        """Whether the sum is larger than sampling from the policy itself would ever give in a run.
+        """Whether the sum is larger than sampling from the policy itself gives at any update of a run.
 
-        The normal mixture bound holds for all updates at once (Robbins 1970; Howard et al. 2021, 1810.08240), with a
-        false alarm in at most one of 2,000 runs. It is tightest at a variance of 100 nats squared. Differences of two
-        passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's standard deviation) raise none.
+        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240) gives a false alarm in at most one of
+        2,000 runs. Differences of two passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's
+        standard deviation) raise none.
         """
         false_alarm, settling, rounding, negligible = 5e-4, 100.0, 1e-3, 0.01
         variance = self.variance + self.tokens * rounding**2
@@ -339,16 +338,12 @@ def noise(values: Sequence[float], smoothing: int) -> float:
 
 def trend(values: Sequence[float]) -> tuple[float, float]:
     """Change over the window along the least-squares line, and the t statistic of its slope."""
-    size = len(values)
-    if size < 3:
+    steps = range(len(values))
+    if len(values) < 3 or max(values) - min(values) <= 1e-9 * max(map(abs, values)):  # rounding is no trend
         return 0.0, 0.0
-    middle, mean = (size - 1) / 2, fmean(values)
-    spread = sum((x - middle) ** 2 for x in range(size))
-    slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
-    residual = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
-    error = math.sqrt(residual / (size - 2) / spread)
-    noiseless = 1e-9 * (abs(mean) + abs(slope))  # figures without noise must not give an infinite t
-    return slope * (size - 1), slope / max(error, noiseless, 1e-12)
+    r = correlation(steps, values)
+    change = linear_regression(steps, values).slope * steps[-1]
+    return change, r * math.sqrt((len(values) - 2) / max(1 - r * r, 1e-12))
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float, float]:
@@ -530,6 +525,7 @@ _RATE = {
     "slow": "at this rate the target takes more than 1/{share:.0f} of the remaining updates",
 }
 _MEAN = "KL averages {mean:.3g} nats per {unit} over the last {count} updates"
+_AT_BOUND = f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go further: "
 _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
 
 ALARMS = (
@@ -561,11 +557,9 @@ ALARMS = (
     Alarm("sampler-mismatch", "over {updates} updates the tokens were not sampled from the policy that is trained: "
           "{found}. Check temperature, top-k and top-p, dropout, padding and dtype",
           sampled_elsewhere, lambda f: bool(f["found"])),
-    Alarm("beta-at-min", f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go "
-          "further: lower kl.controller.min_coef or kl.target",
+    Alarm("beta-at-min", _AT_BOUND + "lower kl.controller.min_coef or kl.target",
           at_bound(0), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
-    Alarm("beta-at-max", f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go "
-          "further: raise kl.controller.max_coef or kl.target",
+    Alarm("beta-at-max", _AT_BOUND + "raise kl.controller.max_coef or kl.target",
           at_bound(1), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
     Alarm("kl-spike", "the KL of this update is {kl:.3g} nats per {unit}, the median of the {count} before it "
           "{usual:.3g}. Lower ppo.learning_rate, set ppo.max_update_kl, or {limit_kl}",
