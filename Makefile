@@ -98,8 +98,8 @@ gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO 
 gpu-check: $(DEV_READY)  ## the tests of several processes with NCCL on two GPUs, and a bfloat16 run on one
 	RLHF_KL_TEST_DEVICE=cuda $(PY) -m pytest -m "slow or not slow" tests/processes tests/test_gpu.py
 
-gpu-report: $(READY)  ## speed, memory and KL on this machine's GPUs as one JSON, for an issue
-	$(PY) scripts/gpu_report.py
+gpu-report: $(READY)  ## speed and memory on this machine's GPUs, on one and on all, as one JSON for an issue
+	$(PY) scripts/bench.py several --device cuda --models reviews gpt2 --values features --batch 64 --out gpu-report.json
 
 bench: $(READY)  ## speed and memory here (BENCH='phases --models gpt2')
 	$(PY) scripts/bench.py $(BENCH)

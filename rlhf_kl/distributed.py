@@ -26,7 +26,6 @@ from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, RunFaile
 
 T = TypeVar("T")
 OLDEST_TORCH = (2, 8)  # its FSDP2 has `set_reshard_after_forward`
-BUCKET = 1 << 24  # numbers in one transfer: 64 MiB of float32
 PATIENCE = timedelta(days=365)  # with scores: only `reward.time_limit` ends them
 
 
@@ -171,9 +170,9 @@ class Group(Ranks):
             return
         # Behind the gradients go flags: which are there. An expert that no token of a rank used has none.
         flags = torch.tensor([float(p.grad is not None) for p in learning]).to(learning[-1])
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in learning]
-        for bucket in _buckets([*gradients, flags]):
-            _sum_in_place(bucket)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in learning]
+        for transfer in [dist.all_reduce(tensor, async_op=True) for tensor in [*gradients, flags]]:
+            transfer.wait()
         for parameter, gradient, present in zip(learning, gradients, flags.tolist(), strict=True):
             parameter.grad = gradient if present else None
 
@@ -230,27 +229,6 @@ def _lost_rank(error: Exception, minutes: float) -> RlhfKlError | None:
     late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
     what = f"has not answered for {minutes:g} minutes (run.wait_minutes)" if late else "has ended"
     return OtherProcessFailed(f"another process of the group {what}: --resume goes on from the last checkpoint")
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one type, for one transfer."""
-    buckets: list[list[Tensor]] = []
-    for tensor in tensors:
-        last = buckets[-1] if buckets else []
-        if not last or last[0].dtype != tensor.dtype or sum(map(Tensor.numel, last)) + tensor.numel() > BUCKET:
-            buckets.append([])
-        buckets[-1].append(tensor)
-    return buckets
-
-
-def _sum_in_place(tensors: list[Tensor]) -> None:
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        dist.all_reduce(tensors[0])
-        return
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
 
 
 # ---- sharded weights

@@ -33,6 +33,15 @@ def blame(key: str) -> Iterator[None]:
         raise InputError(*(f"{key}: {problem}" for problem in error.problems)) from error
 
 
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """An InputError ends here: its problems are added to `problems`."""
+    try:
+        yield
+    except InputError as error:
+        problems += error.problems
+
+
 class RunFailed(RlhfKlError):
     """The machine failed the run (disk full, folder gone, memory full): exit code 1, and `--resume` goes on."""
 

@@ -2,7 +2,7 @@
 
 `Monitors` reads every row of `metrics.jsonl` before it is written. A condition is told once when it begins, and again
 only after it has cleared with a margin. Events that a trainer, a controller or a scorer reports as facts are told each
-time. To add an alarm, add a line to `ALARMS`, a measurement where there is none yet, and to `_KEYS` what it reads.
+time. To add an alarm, add a line to `ALARMS`, and a measurement where there is none yet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median, median_low, stdev
+from statistics import correlation, fmean, linear_regression, median, median_low, stdev
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_kl.kl_controllers.tilt import least_kl
@@ -170,7 +170,7 @@ class Monitors:
 
     def _take(self, row: Mapping[str, Any], facts: Facts) -> None:
         self.row, self.facts, self.updates = row, facts, self.updates + 1
-        figures = {key: read_number(row, key) for key in _KEYS}
+        figures = {key: read_number(row, key) for key in row}
         figures |= {"kl": read_number(row, f"kl/{self.unit}"), "held": read_number(row, f"kl/{self.config.kl.unit}")}
         entropy, exact = read_number(row, "policy/entropy"), read_number(row, "kl/exact")
         if entropy is not None and exact is not None:  # over the whole vocabulary: no noise of single tokens
@@ -213,12 +213,11 @@ class Monitors:
         return None if alarm.unless in self.raised else figures
 
     def has(self, *names: str) -> bool:
-        """Whether this row has these figures. Errors: KeyError for one that is not kept."""
-        return all(_kept(name) in self.now for name in names)
+        """Whether this row has these figures."""
+        return all(name in self.now for name in names)
 
     def values(self, name: str, last: int = WINDOW) -> list[float]:
-        """The last values of a figure, as far as rows have it. Errors: KeyError for one that is not kept."""
-        _kept(name)
+        """The last values of a figure, as far as rows have it."""
         return [row[name] for row in self.rows if name in row][-last:]
 
     def levels(self, name: str, updates: int = START) -> tuple[float, float] | None:
@@ -250,21 +249,6 @@ def collapsed(row: Mapping[str, Any]) -> bool:
     """Whether nearly all responses of an update are the same few texts."""
     distinct = read_number(row, "rollout/distinct_responses")
     return distinct is not None and distinct <= FEW
-
-
-_KEYS = (
-    *("kl/sequence", "kl/coef_next", "objective/scores", "objective/scores_shaped", "objective/gold"),
-    *("eval/perplexity", "eval/distinct_2", "rollout/distinct_responses", "rollout/response_length"),
-    "rollout/score_length_corr",
-)
-_DERIVED = ("kl", "held", "cross perplexity")
-
-
-def _kept(name: str) -> str:
-    """The name itself. Errors: KeyError: an alarm on figures that no row leaves would never begin."""
-    if name not in _KEYS and name not in _DERIVED:
-        raise KeyError(f"{name}: add it to _KEYS")
-    return name
 
 
 _BEST = (
@@ -305,9 +289,8 @@ class GapSum(NamedTuple):
     """Were tokens sampled from the policy that the trainer computes? Sums of one figure over all updates so far.
 
     A sampled token's log-prob plus the entropy is 0 on average, whatever came before it; so is its log-ratio to the
-    reference minus the exact KL. Their sums over a run are martingales. Sampling at another temperature or from a
-    cut-off distribution (top-k, top-p) shifts the first from the first update on; sampling from other weights, such as
-    an older policy's, shifts the second as the policy leaves its reference.
+    reference minus the exact KL. Another temperature, top-k or top-p shifts the first from the first update on; other
+    weights, such as an older policy's, shift the second as the policy leaves its reference.
     """
 
     total: float = 0.0  # nats
@@ -333,11 +316,11 @@ class GapSum(NamedTuple):
 
     @property
     def shifted(self) -> bool:
-        """Whether the sum is larger than sampling from the policy itself would ever give in a run.
+        """Whether the sum is larger than sampling from the policy itself gives at any update of a run.
 
-        The normal mixture bound holds for all updates at once (Robbins 1970; Howard et al. 2021, 1810.08240), with a
-        false alarm in at most one of 2,000 runs. It is tightest at a variance of 100 nats squared. Differences of two
-        passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's standard deviation) raise none.
+        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240) gives a false alarm in at most one of
+        2,000 runs. Differences of two passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's
+        standard deviation) raise none.
         """
         false_alarm, settling, rounding, negligible = 5e-4, 100.0, 1e-3, 0.01
         variance = self.variance + self.tokens * rounding**2
@@ -355,16 +338,12 @@ def noise(values: Sequence[float], smoothing: int) -> float:
 
 def trend(values: Sequence[float]) -> tuple[float, float]:
     """Change over the window along the least-squares line, and the t statistic of its slope."""
-    size = len(values)
-    if size < 3:
+    steps = range(len(values))
+    if len(values) < 3 or max(values) - min(values) <= 1e-9 * max(map(abs, values)):  # rounding is no trend
         return 0.0, 0.0
-    middle, mean = (size - 1) / 2, fmean(values)
-    spread = sum((x - middle) ** 2 for x in range(size))
-    slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
-    residual = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
-    error = math.sqrt(residual / (size - 2) / spread)
-    noiseless = 1e-9 * (abs(mean) + abs(slope))  # figures without noise must not give an infinite t
-    return slope * (size - 1), slope / max(error, noiseless, 1e-12)
+    r = correlation(steps, values)
+    change = linear_regression(steps, values).slope * steps[-1]
+    return change, r * math.sqrt((len(values) - 2) / max(1 - r * r, 1e-12))
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float, float]:
@@ -546,6 +525,7 @@ _RATE = {
     "slow": "at this rate the target takes more than 1/{share:.0f} of the remaining updates",
 }
 _MEAN = "KL averages {mean:.3g} nats per {unit} over the last {count} updates"
+_AT_BOUND = f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go further: "
 _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
 
 ALARMS = (
@@ -577,11 +557,9 @@ ALARMS = (
     Alarm("sampler-mismatch", "over {updates} updates the tokens were not sampled from the policy that is trained: "
           "{found}. Check temperature, top-k and top-p, dropout, padding and dtype",
           sampled_elsewhere, lambda f: bool(f["found"])),
-    Alarm("beta-at-min", f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go "
-          "further: lower kl.controller.min_coef or kl.target",
+    Alarm("beta-at-min", _AT_BOUND + "lower kl.controller.min_coef or kl.target",
           at_bound(0), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
-    Alarm("beta-at-max", f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go "
-          "further: raise kl.controller.max_coef or kl.target",
+    Alarm("beta-at-max", _AT_BOUND + "raise kl.controller.max_coef or kl.target",
           at_bound(1), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
     Alarm("kl-spike", "the KL of this update is {kl:.3g} nats per {unit}, the median of the {count} before it "
           "{usual:.3g}. Lower ppo.learning_rate, set ppo.max_update_kl, or {limit_kl}",

@@ -15,16 +15,16 @@ import re
 import sys
 import sysconfig
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NotRequired
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from rlhf_kl.errors import FAMILIAR, InputError, suggestion
 from rlhf_kl.memory import memory_is_full
@@ -56,13 +56,9 @@ def look_up(ref: str) -> None:
     if path is None:
         return
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in the user's strings
-            tree = ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        raise InputError(f"{path} is not Python: {error.msg} (line {error.lineno})") from None
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        tree = ast.parse(path.read_bytes(), path.name)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(f"{path} is not Python: {error}") from None
     public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
     found = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
     if not found & {name, "*", "__getattr__", "globals"}:
@@ -81,10 +77,7 @@ def _module_file(module: str) -> Path | None:
     spec, folders = None, None
     with _on_path(Path.cwd()):
         for name in accumulate(module.split("."), "{}.{}".format):
-            try:
-                specs = [finder.find_spec(name, folders) for finder in sys.meta_path]
-            except (ImportError, ValueError):  # names that no module can have
-                specs = []
+            specs = (finder.find_spec(name, folders) for finder in sys.meta_path)
             spec = next((spec for spec in specs if spec is not None), None)
             if spec is None:
                 raise InputError(f"no module {module!r} in {Path.cwd()} or in this environment")
@@ -105,9 +98,7 @@ def load_attribute(ref: str) -> Any:
     if source.endswith(".py"):
         module = _import_file(_existing_file(ref))
     else:
-        _module_file(source)
         with users_code(f"{source} cannot be imported:"), _on_path(Path.cwd()):
-            importlib.invalidate_caches()
             module = importlib.import_module(source)
     try:
         return getattr(module, attribute)
@@ -163,15 +154,12 @@ def users_code(what: str) -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """ "ValueError: no route (mine.py:12)": an exception, and the last line of the user's that it passed."""
-    text = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     line = users_line(error)
-    return hidden(f"{text} ({line})" if line else text)
+    return hidden(f"{type(error).__name__}: {error}" + (f" ({line})" if line else ""))
 
 
 def users_line(error: BaseException) -> str | None:
     """ "mine.py:12": where an exception last passed through a file of the user's, if it did."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{os.path.basename(error.filename)}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None
@@ -179,7 +167,7 @@ def users_line(error: BaseException) -> str | None:
 
 # ---- variables: `${NAME}` in an option is read from the environment when it is used, and stored as it is written ----
 
-_VARIABLE = re.compile(r"\$(\$?)\{(?:([A-Za-z_][A-Za-z0-9_]*)\})?")  # `$${` is a literal `${`
+_VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # `$${` is a literal `${`
 _SECRETS: dict[str, str] = {}  # values that were filled in -> how they are written: no message shows the value
 
 
@@ -188,16 +176,34 @@ def filled(value: Any) -> Any:
     return _with_texts(value, lambda text: _VARIABLE.sub(_fill, text))
 
 
+def _fill(match: re.Match[str]) -> str:
+    if match[1] is None:
+        return "${"
+    value = os.environ.get(match[1], "")
+    if len(value) >= 4:  # a shorter one is no secret, and would be found in every text
+        _SECRETS[value] = match[0]
+    return value or match[0]
+
+
+def hidden(text: str) -> str:
+    """A text with variables as they are written in place of their values."""
+    return _replaced(text, _SECRETS)
+
+
 def as_written(state: Any) -> Any:
     """The state of a plugin with variables as they are written in place of their values, for a file."""
-    return _with_texts(state, hidden) if _SECRETS else state
+    return _with_texts(state, hidden)
 
 
 def as_filled(state: Any) -> Any:
     """The state that `as_written` was made of; only variables that a config of this process has written are filled."""
-    named = {written: value for value, written in _SECRETS.items()}
-    known = "|".join(map(re.escape, named))
-    return _with_texts(state, lambda text: re.sub(known, lambda m: named[m[0]], text)) if named else state
+    values = {written: value for value, written in _SECRETS.items()}
+    return _with_texts(state, lambda text: _replaced(text, values))
+
+
+def _replaced(text: str, values: Mapping[str, str]) -> str:
+    keys = sorted(values, key=len, reverse=True)  # one may be a part of another one
+    return re.sub("|".join(map(re.escape, keys)), lambda match: values[match[0]], text) if keys else text
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -208,40 +214,14 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return [_with_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _fill(match: re.Match[str]) -> str:
-    if match[1]:
-        return match[0][1:]
-    value = os.environ.get(match[2] or "", "")
-    if len(value) >= 4:  # a shorter one is no secret, and would be found in every text
-        _SECRETS[value] = match[0]
-    return value or match[0]
-
-
-def hidden(text: str) -> str:
-    """A text with variables as they are written in place of their values."""
-    values = sorted(_SECRETS, key=len, reverse=True)  # a value may be a part of another one
-    return re.sub("|".join(map(re.escape, values)), lambda m: _SECRETS[m[0]], text) if values else text
-
-
-def broken_variables(options: Any, where: str) -> list[str]:
-    """Problems of options as they are written; `where` is their dotted path."""
-    keys = [key for key, name in _variables(options, where) if not name]
-    return [f"{key}: write a variable as ${{NAME}}, and a literal ${{ as $${{" for key in keys]
-
-
-def missing_variables(options: Any, where: str) -> list[str]:
-    """Problems of variables that the environment lacks."""
-    missing = [(key, name) for key, name in _variables(options, where) if name and not os.environ.get(name)]
-    return [f"{key}: the environment variable {name} is not set" for key, name in missing]
-
-
-def _variables(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Dotted key and name of each variable; the name is empty where it is broken."""
+def missing_variables(value: Any, key: str) -> list[str]:
+    """Problems of variables that the environment lacks; `key` is the dotted path of the value."""
     if isinstance(value, str):
-        yield from ((key, match[2] or "") for match in _VARIABLE.finditer(value) if not match[1])
-    elif isinstance(value, (dict, list)):
-        for name, item in value.items() if isinstance(value, dict) else (("", item) for item in value):
-            yield from _variables(item, f"{key}.{name}" if name else key)
+        names = [name for name in _VARIABLE.findall(value) if name and not os.environ.get(name)]
+        return [f"{key}: the environment variable {name} is not set" for name in names]
+    if isinstance(value, dict):
+        return [line for name, item in value.items() for line in missing_variables(item, f"{key}.{name}")]
+    return [line for item in value for line in missing_variables(item, key)] if isinstance(value, list) else []
 
 
 # ---- options ----
@@ -278,16 +258,14 @@ def checked_options(
         return values, problems
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needed = {p.name for p in named.values() if complete and p.default is p.empty and p.name not in provided}
+    types: dict[str, Any] = {p.name: _checkable(p.annotation) for p in named.values()}
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    fields: dict[str, Any] = {
-        f"option_{i}": (_checkable(p.annotation), Field(... if p.name in needed else None, alias=p.name))
-        for i, p in enumerate(named.values())
-    }
-    config = ConfigDict(extra="allow" if any_name else "forbid", allow_inf_nan=False)
-    model: Any = create_model("Options", __config__=config, **fields)
+    make: Any = TypedDict  # for a type checker its keys would have to be literals
+    options = make("Options", {key: type_ if key in needed else NotRequired[type_] for key, type_ in types.items()})
+    options.__pydantic_config__ = ConfigDict(extra="allow" if any_name else "forbid", allow_inf_nan=False)
     try:
         # The types of JSON are those of YAML: a list may be a tuple, a text may be a path, but "1" is no number.
-        checked = model.model_validate_json(json.dumps(values), strict=True)
+        typed = TypeAdapter(options).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         reasons: dict[str, str] = {}  # one for each option, also where the annotation is a union
         for problem in error.errors(include_url=False):
@@ -303,7 +281,6 @@ def checked_options(
                 reason = f"{written[key]!r} does not fit: {problem['msg']}"
             reasons.setdefault(key, reason)
         return {}, [hidden(line) for line in [*problems, *(f"{where}.{key}: {text}" for key, text in reasons.items())]]
-    typed = {p.name: getattr(checked, f"option_{i}") for i, p in enumerate(named.values()) if p.name in values}
     # An iterator would be empty after its first use.
     return values | {key: value for key, value in typed.items() if not hasattr(value, "__next__")}, problems
 

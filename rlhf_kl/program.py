@@ -8,8 +8,6 @@ import shutil
 import sys
 import sysconfig
 
-SPIN_ROUNDS = 4000
-OURS_TO_SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 NUMBER = "OMP_NUM_THREADS"
 MODULES = {"rlhf-kl": "rlhf_kl", "tensorboard": "tensorboard.main", "torchrun": "torch.distributed.run"}
 
@@ -28,18 +26,15 @@ def short_path(path: str) -> str:
     return shlex.quote(os.path.relpath(path, here) if path.startswith(here + os.sep) else path)
 
 
-def wait_without_spinning() -> bool:
-    """Let waiting threads sleep after a moment; returns whether that was set.
+def wait_without_spinning() -> None:
+    """Let waiting threads sleep after a moment, unless the user has set one of the variables.
 
     Call it before torch is imported. By default they spin for milliseconds: with another run on the same cores, a
-    waiting thread then blocks the core that the other thread needs. Does nothing if the user has set one of the
-    variables.
+    waiting thread then blocks the core that the other thread needs.
     """
-    if any(os.environ.get(name) for name in OURS_TO_SET):
-        return False
-    os.environ["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)  # GNU's OpenMP, that of torch on Linux
-    os.environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's, in milliseconds
-    return True
+    if not any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        os.environ["GOMP_SPINCOUNT"] = "4000"  # rounds; GNU's OpenMP, that of torch on Linux
+        os.environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's, in milliseconds
 
 
 def cores() -> int:

@@ -18,9 +18,6 @@ Pieces = list[tuple[str, str]]  # text and its style
 IN_BAND = 0.25
 COMPARED = ("objective/scores", "objective/gold", "eval/perplexity")  # with their first value
 WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of a log line's columns
-ASCII = str.maketrans(
-    {"━": "=", "─": "-", "█": "#", "░": ".", "│": "|", "▲": "up", "▼": "down", "→": "->"}
-)  # for terminals without UTF-8
 
 
 class RunStatus:
@@ -98,7 +95,7 @@ class RunStatus:
 
     # ---- the live view
 
-    def table(self, *, unicode: bool) -> Table:
+    def table(self) -> Table:
         """The row as a small table, without missing figures."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
@@ -112,8 +109,7 @@ class RunStatus:
             ("speed", self._speed()),
         ):
             if pieces:
-                shown = ((text if unicode else text.translate(ASCII), style) for text, style in pieces)
-                table.add_row(label, Text.assemble(*shown))
+                table.add_row(label, Text.assemble(*pieces))
         return table
 
     def _progress(self) -> Pieces:

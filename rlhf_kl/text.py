@@ -14,7 +14,6 @@ from typing import Any
 _UNSAFE = frozenset({"Cc", "Cs", "Zl", "Zp"})
 # Format characters that reorder or hide the text around them (joiners of emoji and scripts stay).
 _BIDI = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
-_NAMES = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def safe_text(text: str, *, keep_newlines: bool = False) -> str:
@@ -23,7 +22,10 @@ def safe_text(text: str, *, keep_newlines: bool = False) -> str:
     Newlines become ``\n`` unless `keep_newlines`. Printable text is returned unchanged, markup too:
     the caller must show it without interpreting markup.
     """
-    return "".join(char if not _is_unsafe(char) or (keep_newlines and char == "\n") else _name(char) for char in text)
+    return "".join(
+        char.encode("unicode_escape").decode() if _is_unsafe(char) and not (keep_newlines and char == "\n") else char
+        for char in text
+    )
 
 
 def stdout_width() -> int | None:
@@ -45,11 +47,6 @@ def hanging(text: str, width: int | None, indent: int) -> str:
 
 def _is_unsafe(char: str) -> bool:
     return char in _BIDI or unicodedata.category(char) in _UNSAFE
-
-
-def _name(char: str) -> str:
-    code = ord(char)
-    return _NAMES.get(char) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
 
 
 # ---- numbers

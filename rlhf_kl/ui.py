@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +49,7 @@ class Screen:
             console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
         self._console = console
         self._terminal = console.is_terminal and not console.is_dumb_terminal
-        self._quiet = quiet
+        self._quiet, self._moves = quiet, self._terminal and not quiet
         self._status: RunStatus | None = None
         self._lines, self._shown = 0, 0  # rows of the log, and the step of the last
         self._live: Live | None = None
@@ -60,7 +59,7 @@ class Screen:
 
     def silence(self) -> None:
         """Show nothing from now on: another process of the group shows it."""
-        self._quiet = True
+        self._quiet, self._moves = True, False
         log.setLevel(logging.CRITICAL)
 
     # ---- words
@@ -102,14 +101,11 @@ class Screen:
     def progress(self, description: str, total: int | None = None) -> Iterator[Advance]:
         """Show a bar over `total` steps (None: unknown) while the block runs; nested bars are below it."""
         began = time.monotonic()
-        if self._quiet:
-            yield _ignore
-            return
-        if self._terminal:
+        if self._moves:
             with self._bar(safe_text(description), total) as advance:
                 yield advance
         else:
-            self._print(Text(f"{safe_text(description)} ..."))
+            log.info(f"{description} ...")
             yield self._log_progress(description, total)
         log.info(f"{description}: done in {duration(time.monotonic() - began)}")
 
@@ -117,7 +113,7 @@ class Screen:
     def waiting(self, message: str) -> Iterator[None]:
         """A moving bar in a terminal while the block runs; a line at its end if that took ten seconds."""
         began = time.monotonic()
-        with self._bar(safe_text(message), None) if self._terminal and not self._quiet else contextlib.nullcontext():
+        with self._bar(safe_text(message), None) if self._moves else contextlib.nullcontext():
             yield
         if (seconds := time.monotonic() - began) >= LOG_SECONDS:
             log.info(f"{message}: done in {duration(seconds)}")
@@ -170,17 +166,16 @@ class Screen:
     def show_work(self, message: str) -> None:
         """What the run does from now on, shown in a terminal with its seconds until the next call."""
         self._now = safe_text(message), time.monotonic()
-        if self._terminal and not self._quiet:
+        if self._moves:
             self._start_live().refresh()
 
     def show_row(self, row: Mapping[str, Any]) -> None:
         """Show a row of `metrics.jsonl`."""
         assert self._status is not None, "within live()"
         self._status.update(row)
-        if self._quiet:
-            return
-        if self._terminal:
+        if self._moves:
             self._start_live().refresh()
+        if self._moves or self._quiet:
             return
         step, total = int(row.get("step") or 0), self._status.total
         if self._lines and step < total and step - self._shown < total / LOG_ROWS:
@@ -222,8 +217,7 @@ class Screen:
         )
 
     def _view(self) -> RenderableType:
-        unicode = self._console.encoding.lower().startswith("utf")
-        parts: list[RenderableType] = [self._status.table(unicode=unicode)] if self._status else []
+        parts: list[RenderableType] = [self._status.table()] if self._status else []
         if self._now is not None:
             message, since = self._now
             parts.append(Text(f"{message}, {duration(time.monotonic() - since)}", style="dim", overflow="ellipsis"))
@@ -250,18 +244,14 @@ class Screen:
             self._console.print(table)
 
 
-def _ignore(steps: int = 1, note: str | None = None) -> None:
-    del steps, note
-
-
 def _two_columns(style: str, padding: int) -> Table:
     return Table.grid(Column(style=style, no_wrap=True), Column(overflow="fold"), padding=(0, padding))
 
 
 def _value(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return safe_text("-" if value is None else str(value))
-    return f"{value}" if isinstance(value, int) else format_number(value, 4) if math.isfinite(value) else "-"
+    if isinstance(value, float):
+        return format_number(value, 4)
+    return safe_text("-" if value is None else str(value))
 
 
 class _Words(logging.Handler):

@@ -7,6 +7,7 @@ phases  samples/s, tokens/s, peak memory, and the seconds of rollout, scoring an
         of the matrix products over the rate at which this machine multiplies such matrices (the LM head at its own
         rate, in float32), and the bytes that decoding reads over the rate at which it copies memory
 groups  8 responses to each of 2 prompts of 200 tokens beside 16 different prompts of 200 (gpt2 and llama only)
+several one process beside one for each GPU (two on a CPU), there also with sharded weights; only if it is named
 
 The models, all by default:
 
@@ -135,20 +136,25 @@ def run_alone(command: Sequence[str], **options: Any) -> str:
     return done.stdout
 
 
-def train(settings: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
-    """The rows of a run of `rlhf-kl train` in a process of its own; its folder is deleted."""
+def train(settings: Mapping[str, Any], place: Path, processes: int = 1) -> list[dict[str, Any]]:
+    """The rows of a run of `rlhf-kl train` in processes of its own; its folder is deleted."""
     file, out = place / "bench.yaml", place / "run"
     file.write_text(CONFIG, encoding="utf-8")
-    command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(file), "--output-dir", str(out), "--quiet"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launch if processes > 1 else []), "-m", "rlhf_kl", "train", "--quiet"]
+    command += ["--config", str(file), "--output-dir", str(out)]
     run_alone([*command, *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))])
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     shutil.rmtree(out)
     return [row for row in rows if "time/step_s" in row]
 
 
-def our_run(world: World, args: argparse.Namespace, place: Path, value: str, dtype: str) -> dict[str, Any]:
+def our_run(
+    world: World, args: argparse.Namespace, place: Path, value: str, dtype: str, processes: int = 1, shard: bool = False
+) -> dict[str, Any]:
     """Medians over the updates of one run, the first ones left out."""
-    settings = {"run.device": args.device, "run.dtype": dtype}
+    settings: dict[str, Any] = {"policy.shard": shard, "reference.shard": shard}
+    settings |= {"run.device": args.device, "run.dtype": dtype}
     settings |= {"policy.model": world.policy, "policy.value": value, "reward.model": world.reward}
     settings |= {"reward.missing_eos_penalty": world.penalty, "rollout.max_new_tokens": world.length}
     held_out = place / "held_out.jsonl"  # something else than prompts: those are all trained on
@@ -158,7 +164,7 @@ def our_run(world: World, args: argparse.Namespace, place: Path, value: str, dty
     settings |= {"rollout.batch_size": world.batch, "rollout.reference_samples": world.batch}
     settings |= {"ppo.minibatch_size": world.batch, "ppo.microbatch_size": args.microbatch or "null"}
     settings |= {"ppo.total_episodes": world.batch * args.updates, "ppo.epochs": world.epochs}
-    rows = train(settings | {"ppo.learning_rate": world.learning_rate}, place)
+    rows = train(settings | {"ppo.learning_rate": world.learning_rate}, place, processes)
     steady, phases = rows[WARM_UP:], ("step", "rollout", "score", "update")
     run = {f"{name}_s": statistics.median(row[f"time/{name}_s"] for row in steady) for name in phases}
     length = statistics.fmean(row["rollout/response_length"] for row in steady)
@@ -251,14 +257,27 @@ def groups(args: argparse.Namespace, worlds: Mapping[str, World], place: Path) -
                 yield show({**label, **our_run(world, args, place, value, dtype)})
 
 
-PARTS = {"phases": phases, "groups": groups}
+def several(args: argparse.Namespace, worlds: Mapping[str, World], place: Path) -> Iterator[dict[str, Any]]:
+    """What more processes bring; a run that fails has its last words instead of figures."""
+    count = torch.cuda.device_count() if args.device == "cuda" else 2
+    kinds = [(1, False), (count, False), (count, True)] if count > 1 else [(1, False)]
+    for (name, world), dtype, (processes, shard) in product(worlds.items(), args.dtypes, kinds):
+        label = {"model": name, "dtype": dtype, "processes": processes, "sharded": shard}
+        try:
+            yield show(label | our_run(world, args, place, args.values[0], dtype, processes, shard))
+        except SystemExit as error:
+            yield show({**label, "failed": str(error)})
+
+
+PARTS = {"phases": phases, "groups": groups, "several": several}
+DEFAULT_PARTS = ("phases", "groups")
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: {' and '.join(DEFAULT_PARTS)}")
     add("--models", nargs="+", choices=MODELS, default=MODELS)
     add("--values", nargs="+", choices=["features", "head", "separate"], default=["features", "separate"])
     add("--placement", choices=["reward", "rao_blackwell"], default="reward", help="of the KL")
@@ -278,12 +297,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     """Run the parts of the command line."""
     args = parse_arguments(words)
-    machine = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "load": os.getloadavg()[0]}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine = {"device": gpus if args.device == "cuda" else "cpu", "load": os.getloadavg()[0]}
     machine |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": version("transformers")}
     results: dict[str, Any] = {"machine": show(machine)}
     with tempfile.TemporaryDirectory(prefix="rlhf-kl-bench-") as folder:
         worlds = {name: make_world(name, args, Path(folder) / name) for name in args.models}
-        for part in args.parts or PARTS:
+        for part in args.parts or DEFAULT_PARTS:
             print(f"\n{part}", flush=True)
             results[part] = list(PARTS[part](args, worlds, Path(folder)))
             args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

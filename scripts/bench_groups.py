@@ -124,15 +124,10 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
     """A run of the peer."""
     file = args.folder / f"trl-{method}-{beta:.4g}-s{seed}.json"
     if not file.exists():
-        options = {"method": method, "policy": args.policy, "reward": args.reward, "prompts": args.prompts}
-        options |= {"column": "prompt", "dtype": args.dtype, "beta": beta, "seed": seed + 1}
-        options |= {"updates": args.updates, "batch": args.batch, "group": args.group}
-        options |= {"minibatches": args.minibatches, "max-new-tokens": args.max_new_tokens}
-        options |= {"learning-rate": args.learning_rate}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        options = json.dumps(vars(args) | {"method": method, "beta": beta, "seed": seed + 1}, default=str)
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         script = str(ROOT / "scripts" / "peer_trl.py")
-        output = run_alone([args.peer_python, script, *words], env=environment)
+        output = run_alone([args.peer_python, script, options], env=environment)
         file.write_text(output.splitlines()[-1], encoding="utf-8")
     found = json.loads(file.read_text(encoding="utf-8"))
     curve = found["curve"]

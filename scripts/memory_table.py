@@ -1,15 +1,13 @@
 """Memory of each GPU by the estimate of `rlhf-kl doctor`, for Qwen 2.5's shapes: computed, not measured.
 
-    python scripts/memory_table.py [--tokens 512] [--batch 64] [--rows 4]
-
-Weights, gradients and Adam's moments are float32, the layers compute in bfloat16; the reward is a function, so a
-reward model adds its weights. The arithmetic is in rlhf_kl/commands/memory.py, and tests/processes/test_memory.py
-compares it with the bytes of real tensors in one and in two processes.
+64 responses of 256 tokens behind prompts of 256, four responses in a training pass. Weights, gradients and Adam's
+moments are float32, the layers compute in bfloat16; the reward is a function, so a reward model adds its weights. The
+arithmetic is in rlhf_kl/commands/memory.py, and tests/processes/test_memory.py compares it with the bytes of real
+tensors in one and in two processes.
 """
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +30,10 @@ SHAPES: dict[str, dict[str, Any]] = {
            "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
 }  # fmt: skip
 GPUS = (1, 4, 8)
+TOKENS, BATCH, ROWS = 512, 64, 4
 
 
-def estimate(shape: dict[str, Any], args: argparse.Namespace, gpus: int, *, lora: bool, shard: bool) -> float:
+def estimate(shape: dict[str, Any], gpus: int, *, lora: bool, shard: bool) -> float:
     """GiB of one GPU."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
@@ -47,20 +46,15 @@ def estimate(shape: dict[str, Any], args: argparse.Namespace, gpus: int, *, lora
         "reward": {"kind": "x.py:f"},
         "data": {"prompts": "x"},
         "eval": {"texts": "x"},
-        "rollout": {"batch_size": args.batch, "max_new_tokens": args.tokens // 2},
+        "rollout": {"batch_size": BATCH, "max_new_tokens": TOKENS // 2},
     })  # fmt: skip
     lm = SimpleNamespace(model=model, module=model, device=torch.device("cuda"))
     parts: Any = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers())
-    return estimate_memory(config, parts, args.tokens, gpus).total(args.rows) / 2**30
+    return estimate_memory(config, parts, TOKENS, gpus).total(ROWS) / 2**30
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512, help="of prompt and response together")
-    parser.add_argument("--batch", type=int, default=64, help="responses per update, of all GPUs")
-    parser.add_argument("--rows", type=int, default=4, help="responses in a training pass")
-    args = parser.parse_args()
     rows = []
     for name, shape in SHAPES.items():
         with torch.device("meta"):
@@ -68,7 +62,7 @@ def main() -> None:
         for lora in (False, True):
             for shard in (False, True):
                 cells = [
-                    "" if shard and gpus == 1 else f"{estimate(shape, args, gpus, lora=lora, shard=shard):.1f}"
+                    "" if shard and gpus == 1 else f"{estimate(shape, gpus, lora=lora, shard=shard):.1f}"
                     for gpus in GPUS
                 ]
                 kind = "adapter" if lora else "full"

@@ -1,9 +1,10 @@
 """TRL's RLOO or GRPO on a policy, a reward model and prompts: the peer of `scripts/bench_groups.py`.
 
-    .venv-integrations/bin/python scripts/peer_trl.py --method rloo --policy DIR --reward DIR --prompts FILE.jsonl
+Its argument is JSON: `method` (rloo or grpo), `policy`, `reward` and `prompts` (folders, and a .jsonl file), `beta`,
+`dtype`, `seed`, `updates`, `batch`, `group`, `minibatches`, `max_new_tokens`, `learning_rate` (falls linearly).
 
 The work of an update is that of `rlhf-kl train`: one pass over the batch, in as many optimizer steps as there are
---minibatches. A text that is cut off pays 1. --dtype bfloat16 is TRL's own mixed precision: the weights stay float32,
+minibatches. A text that is cut off pays 1. bfloat16 is TRL's own mixed precision: the weights stay float32,
 the layers run under autocast, those of the reward model too. Texts are padded on the right for the reward model,
 since GPT-2's positions are absolute.
 
@@ -13,15 +14,16 @@ k1 for RLOO, k3 for GRPO), `median_update_s` without the first two updates, `pea
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
+import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -71,7 +73,7 @@ class Curve(TrainerCallback):
             self.points.append({"seconds": seconds, "score": logs["reward"], "kl": logs["kl"]})
 
 
-def train(args: argparse.Namespace, folder: str) -> list[dict[str, float]]:
+def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
     """The curve of a run."""
     config, trainer = METHODS[args.method]
     lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
@@ -101,7 +103,7 @@ def train(args: argparse.Namespace, folder: str) -> list[dict[str, float]]:
         model=args.policy,
         reward_funcs=Scorer(args.reward, tokenizer.eos_token_id, getattr(torch, args.dtype)),
         args=settings,
-        train_dataset=Dataset.from_list([{"prompt": json.loads(line)[args.column]} for line in lines if line.strip()]),
+        train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines if line.strip()]),
         processing_class=tokenizer,
         callbacks=[curve],
     )
@@ -110,30 +112,9 @@ def train(args: argparse.Namespace, folder: str) -> list[dict[str, float]]:
     return curve.points
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Every option."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--method", choices=METHODS, required=True)
-    add("--policy", required=True, help="folder of a causal language model")
-    add("--reward", required=True, help="folder of a reward model")
-    add("--prompts", required=True, help="a .jsonl file")
-    add("--column", default="prompt", help="of the prompts")
-    add("--beta", type=float, required=True, help="constant")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the layers' computation")
-    add("--seed", type=int, default=0)
-    add("--updates", type=int, default=60, help="more than 2")
-    add("--batch", type=int, default=64, help="responses per update")
-    add("--group", type=int, default=4, help="responses per prompt")
-    add("--minibatches", type=int, default=4, help="optimizer steps per update")
-    add("--max-new-tokens", type=int, default=48)
-    add("--learning-rate", type=float, default=2e-4, help="at the start; it falls linearly")
-    return parser
-
-
 def main() -> None:
     """Train, and print the result."""
-    args = make_parser().parse_args()
+    args = SimpleNamespace(**json.loads(sys.argv[1]))
     with tempfile.TemporaryDirectory() as folder:
         curve = train(args, folder)
     result = {

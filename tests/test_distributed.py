@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -53,16 +55,16 @@ def test_weights_that_differ_in_a_bit_end_the_run(monkeypatch: pytest.MonkeyPatc
         ranks.check_weights([weight])
 
 
-def test_gradients_travel_in_buckets_and_frozen_weights_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes that have the same gradients; the all-reduce is stood in for."""
     travelled: list[int] = []
 
-    def doubled(tensor: torch.Tensor) -> None:
+    def doubled(tensor: torch.Tensor, async_op: bool) -> SimpleNamespace:
         travelled.append(tensor.numel())
         tensor.mul_(2.0)
+        return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(distributed.dist, "all_reduce", doubled)
-    monkeypatch.setattr(distributed, "BUCKET", 8)
     frozen = nn.Parameter(torch.ones(1000), requires_grad=False)
     learned, more, unused = (nn.Parameter(torch.ones(size)) for size in (5, 3, 4))
     learned.grad, more.grad = torch.full((5,), 3.0), torch.full((3,), 0.5)
@@ -72,7 +74,7 @@ def test_gradients_travel_in_buckets_and_frozen_weights_not_at_all(monkeypatch: 
     assert torch.equal(more.grad, torch.ones(3))
     assert unused.grad is None
     assert frozen.grad is None
-    assert travelled == [8, 7]  # 5 + 3; 4 and three flags
+    assert travelled == [5, 3, 4, 3]  # and three flags
 
 
 class Tied(nn.Module):

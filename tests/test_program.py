@@ -12,9 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
 
-from rlhf_kl.program import MODULES, keep_threads, shell_command, short_path
+from rlhf_kl.program import MODULES, shell_command, short_path
 
 
 @pytest.fixture
@@ -25,35 +24,26 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
     return folder
 
 
-def script(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rlhf-kl").touch(mode=0o755)
-
-
-def test_on_the_path_it_is_the_name(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(scripts)
-    monkeypatch.setenv("PATH", str(scripts))
-    assert shell_command() == "rlhf-kl"
-
-
-def test_off_the_path_it_is_the_script_of_this_environment(scripts: Path) -> None:
-    script(scripts)
-    assert shell_command() == ".venv/bin/rlhf-kl"
-
-
-def test_another_installation_on_the_path_is_not_meant(scripts: Path, tmp_path: Path) -> None:
-    script(scripts)
-    script(tmp_path / "elsewhere")
-    assert shell_command() == ".venv/bin/rlhf-kl"
-
-
-def test_without_a_script_it_is_the_module(scripts: Path, tmp_path: Path) -> None:
-    script(tmp_path / "elsewhere")
-    assert shell_command() == ".venv/bin/python -m rlhf_kl"
+@pytest.mark.parametrize(
+    ("present", "path", "expected"),
+    [
+        ([".venv/bin"], ".venv/bin", "rlhf-kl"),
+        ([".venv/bin"], "elsewhere", ".venv/bin/rlhf-kl"),
+        ([".venv/bin", "elsewhere"], "elsewhere", ".venv/bin/rlhf-kl"),  # another installation
+        (["elsewhere"], "elsewhere", ".venv/bin/python -m rlhf_kl"),
+    ],
+)
+def test_a_command_is_named_so_that_it_runs_here(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch, present: list[str], path: str, expected: str
+) -> None:
+    for folder in present:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "rlhf-kl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(Path(path).absolute()))
+    assert shell_command() == expected
 
 
 @pytest.mark.parametrize("module", MODULES.values())
@@ -76,28 +66,3 @@ def test_a_printed_command_works_without_the_environment_on_the_path(tmp_path: P
     advice = re.search(r"such as (.*) train --config", run(sys.executable, "-m", "rlhf_kl", "train").stderr)
     assert advice
     assert run(*shlex.split(advice[1]), "--version").returncode == 0
-
-
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-several = pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs GNU's OpenMP and two cores")
-
-
-@pytest.fixture
-def threads_back() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@several
-def test_the_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch, threads_back: object) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    torch.set_num_threads(1)
-    keep_threads(None)
-    keep_threads(str(CORES + 1))  # which would be slower than fewer
-    assert torch.get_num_threads() == 1
-    keep_threads("2")
-    assert torch.get_num_threads() == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    keep_threads("1")
-    assert torch.get_num_threads() == 2

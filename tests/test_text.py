@@ -22,10 +22,7 @@ from rlhf_kl.text import format_number, format_percent, hanging, read_number, sa
 )
 def test_controls_are_shown_as_text(raw: str, shown: str) -> None:
     assert safe_text(raw) == shown
-
-
-def test_newlines_can_stay() -> None:
-    assert safe_text("a\nb\x07", keep_newlines=True) == "a\nb\\x07"
+    assert safe_text(f"{raw}\n", keep_newlines=True).endswith("\n")
 
 
 def test_a_hanging_indent_fits_the_width_and_keeps_paths_whole() -> None:
@@ -64,9 +61,6 @@ def test_only_finite_numbers_are_read(value: Any, number: float | None) -> None:
 )  # fmt: skip
 def test_numbers(value: float | None, text: str) -> None:
     assert format_number(value) == text
-
-
-def test_more_and_fewer_digits() -> None:
     assert [format_number(1.23456, digits) for digits in (2, 3, 4)] == ["1.2", "1.23", "1.235"]
 
 

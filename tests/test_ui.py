@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,21 +11,17 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rlhf_kl import ui
-from rlhf_kl.status import RunStatus
+from rlhf_kl.status import RunStatus, duration
 from rlhf_kl.ui import log
 
 COUNTS = {"rollout batch": 64, "minibatch": 64, "microbatch": 16, "PPO epochs": 4, "updates": 60}
 
 
 def _terminal(width: int) -> Console:
+    environment = {"TERM": "xterm"}
     return Console(
-        width=width,
-        height=40,
-        record=True,
-        file=io.StringIO(),
-        force_terminal=True,
-        _environ={"TERM": "xterm"},
-    )
+        width=width, height=40, record=True, file=io.StringIO(), force_terminal=True, _environ=environment
+    )  # fmt: skip
 
 
 def _plain(width: int = 60) -> Console:
@@ -82,54 +77,44 @@ def _live(width: int, *rows: dict[str, Any], **options: Any) -> list[str]:
 @pytest.mark.parametrize("width", [60, 80])
 def test_the_live_view_fits_and_shows_all(width: int) -> None:
     lines = _live(width, _row(1, **{"eval/perplexity": 3.62}), _row(5, **{"kl/backtrack_factor": 0.5}))
-    assert [line.split()[0] for line in lines] == [
-        "update",
-        "score",
-        "KL/token",
-        "beta",
-        "perplexity",
-        "speed",
-    ]
-    assert all(cell_len(line) <= width for line in lines)
+    assert [line.split()[0] for line in lines] == ["update", "score", "KL/token", "beta", "perplexity", "speed"]
     text = "\n".join(lines)
-    for part in ("5/60", "1:50 left", "2.50 ▲ +2.00", "gold -0.250 ▼ -1.00", "0.1000 of 0.1", "in band"):
-        assert part in text
     for part in (
-        "0.1000 → 0.1200",
-        "ceiling kept 50%",
-        "3.62 held-out",
-        "2310 tokens/s",
-        "320 episodes",
+        *("5/60", "1:50 left", "2.50 ▲ +2.00", "gold -0.250 ▼ -1.00", "0.1000 of 0.1", "in band"),
+        *("0.1000 → 0.1200", "ceiling kept 50%", "3.62 held-out", "2310 tokens/s", "320 episodes"),
     ):
         assert part in text
     assert "…" not in text
+    large = {"episodes": 12_345_678, "objective/scores": -123456.7, "objective/gold": 98765.4, "kl/token": 12.3}
+    wide = _live(width, _row(1), _row(99_999, **large), total=100_000)
+    assert len(wide) == 5
+    assert all(cell_len(line) <= width for line in lines + wide)
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_large_figures_do_not_wrap(width: int) -> None:
-    large = {
-        "episodes": 12_345_678,
-        "objective/scores": -123456.7,
-        "objective/gold": 98765.4,
-        "kl/token": 12.3,
-    }
-    lines = _live(width, _row(1), _row(99_999, **large), total=100_000)
-    assert len(lines) == 5
-    assert all(cell_len(line) <= width for line in lines)
-
-
-def test_the_band_is_shown_in_words() -> None:
+def test_kl_beside_its_target_and_missing_figures() -> None:
     assert "below" in "\n".join(_live(60, _row(2)))
     assert "1.4x target" in "\n".join(_live(60, _row(7)))
-    sequence = _live(60, _row(2), unit="sequence", target=1.0)
-    assert "1.200 of 1" in "\n".join(sequence)
-    assert any(line.startswith("KL/sequence") for line in sequence)
-
-
-def test_without_a_target_and_with_missing_figures() -> None:
+    assert "1.200 of 1" in "\n".join(_live(60, _row(2), unit="sequence", target=1.0))
     lines = _live(60, {"step": 1, "kl/token": 0.5, "objective/scores": None, "kl/coef": float("nan")}, target=None)
     assert [line.split()[0] for line in lines] == ["update", "KL/token"]
     assert "no target" in lines[1]
+
+
+def test_after_a_resume_the_start_is_that_of_the_run() -> None:
+    status = RunStatus(10, 0.1, "token")
+    status.remember({"step": 1, "objective/scores": 1.0, "eval/perplexity": 2.5, "time/step_s": 60.0})
+    assert not status  # nothing of this part of the run yet
+    status.update({"step": 5, "objective/scores": 4.0, "time/step_s": 2.0})
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(status.table())
+    for part in ("4.00 ▲ +3.00", "2.50 held-out, 2.50 at the start", "10 s left"):  # at the speed of now
+        assert part in captured.get()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1:00"), (72, "1:12"), (7384, "2:03:04")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_plain_lines_are_one_per_update_in_fixed_columns() -> None:
@@ -137,11 +122,12 @@ def test_plain_lines_are_one_per_update_in_fixed_columns() -> None:
     with shown(console, 60):
         for step in range(1, 26):
             ui.show_row(_row(step, **({"eval/perplexity": 3.62} if step % 10 == 1 else {})))
+        log.warning("kl-spike: " + "word " * 40)
     written = _written(console)
-    assert "\x1b" not in written
-    assert "\r" not in written
+    assert written.replace("\n", "").isprintable()
     assert written.isascii()
-    lines = written.splitlines()
+    *lines, alert = written.splitlines()
+    assert alert.startswith("alert: kl-spike: word")
     assert len(lines) == 25 + 2  # the header comes again
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) < 80
@@ -158,33 +144,6 @@ def test_a_long_run_has_about_a_hundred_lines_in_a_log() -> None:
     assert len(rows) == 101
     assert (rows[0][0], rows[-1][0]) == ("1/1000", "1000/1000")
     assert sum(row[6] == "3.62" for row in rows) == 20  # each evaluation is in the next line
-
-
-def test_a_wait_is_told_in_a_log_where_it_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.0, 3.0, 0.0, 12.0])
-    monkeypatch.setattr("rlhf_kl.ui.time.monotonic", lambda: next(seconds))
-    console = _plain()
-    with shown(console):
-        for name in ("short", "long"):
-            with ui.waiting(name):
-                pass
-    assert _written(console) == "long: done in 12 s\n"
-
-
-def test_a_wait_in_a_terminal_is_shown_and_gone() -> None:
-    console = _terminal(60)
-    with shown(console), ui.waiting("loading the policy"):
-        time.sleep(0.6)  # frames come every quarter of a second
-    assert any("loading the policy" in frame for frame in _painted(console))
-    assert "loading" not in _painted(console)[-1]
-
-
-def test_a_long_plain_message_stays_one_line() -> None:
-    console = _plain(40)
-    with shown(console):
-        log.info("word " * 40)
-        log.warning("kl-spike: " + "word " * 40)
-    assert len(_written(console).splitlines()) == 2
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -7,7 +7,6 @@ from random import Random
 from rlhf_kl.builtin.generator import write_response
 from rlhf_kl.builtin.gold import gold_score
 from rlhf_kl.builtin.grammar import openings
-from rlhf_kl.errors import InputError
 
 HELDOUT_SHARE = 0.1  # of the openings; every held-out part draws its prompts from these and only these
 NOISE_SCALE = 0.3  # gold units per logit of the labeller
@@ -45,10 +44,7 @@ class Corpus:
 
 
 def write_corpus(seed: int, sizes: CorpusSizes | None = None) -> Corpus:
-    """Write the whole corpus; a part depends on the seed and its own size only.
-
-    Raises InputError where more distinct prompts are asked for than the grammar has.
-    """
+    """Write the whole corpus; a part depends on the seed and its own size only."""
     sizes = sizes or CorpusSizes()
     pool = list(openings())
     _stream(seed, "split").shuffle(pool)
@@ -57,8 +53,8 @@ def write_corpus(seed: int, sizes: CorpusSizes | None = None) -> Corpus:
     return Corpus(
         train_texts=_texts(_stream(seed, "train_texts"), train, sizes.train_texts),
         heldout_texts=_texts(_stream(seed, "heldout_texts"), heldout, sizes.heldout_texts),
-        prompts=_prompts(train, sizes.prompts, "prompts"),
-        heldout_prompts=_prompts(heldout, sizes.heldout_prompts, "heldout_prompts"),
+        prompts=train[: sizes.prompts],
+        heldout_prompts=heldout[: sizes.heldout_prompts],
         pairs=_pairs(_stream(seed, "pairs"), train, sizes.pairs),
         heldout_pairs=_pairs(_stream(seed, "heldout_pairs"), heldout, sizes.heldout_pairs),
     )
@@ -66,12 +62,6 @@ def write_corpus(seed: int, sizes: CorpusSizes | None = None) -> Corpus:
 
 def _stream(seed: int, part: str) -> Random:
     return Random(f"{seed}/{part}")  # a string seed does not depend on PYTHONHASHSEED
-
-
-def _prompts(pool: list[str], size: int, name: str) -> list[str]:
-    if size > len(pool):
-        raise InputError(f"builtin:reviews: {name} is {size}, but the grammar has {len(pool)} for it")
-    return pool[:size]
 
 
 def _draw_response(rng: Random, prompt: str) -> str:

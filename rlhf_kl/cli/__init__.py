@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -33,8 +33,8 @@ app = typer.Typer(
 )
 app.command()(training.train)
 app.command("eval")(evaluate.evaluate)
-app.command()(training.sft)
-app.command("reward-model")(training.reward_model)
+app.command("sft", help="Train a language model on texts: fine-tuning, or from scratch.")(training.supervised)
+app.command("reward-model", help="Train a reward model from preference pairs (Bradley-Terry).")(training.supervised)
 app.command()(compare.compare)
 app.command()(compare.report)
 app.command()(generate.generate)
@@ -45,13 +45,9 @@ app.add_typer(config.app, name="config")
 
 
 def _print_version(version_flag: bool) -> None:
-    if not version_flag:
-        return
-    try:
+    if version_flag:
         print(f"rlhf-kl {version('rlhf-kl')}")
-    except PackageNotFoundError:
-        print("rlhf-kl (not installed: running from a checkout)")
-    raise typer.Exit
+        raise typer.Exit
 
 
 @app.callback()

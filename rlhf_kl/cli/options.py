@@ -11,11 +11,7 @@ import typer
 
 Config: TypeAlias = Annotated[
     str,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="YAML file: a path, a name in configs/, or a shipped config.",
-    ),
+    typer.Option("--config", metavar="FILE", help="YAML file: a path, a name in configs/, or a shipped config."),
 ]
 Set: TypeAlias = Annotated[
     list[str] | None,

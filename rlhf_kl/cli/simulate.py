@@ -54,8 +54,12 @@ def simulate(
 
     if kl is not None and plant is not None:
         raise InputError("--kl and --plant exclude each other: choose one")
+    if sets and config is None:
+        raise InputError("--set changes a config: it needs --config")
+    if target is not None and not 0.0 < target < math.inf:
+        raise InputError(f"--target must be a finite number above 0: {target:g}")
     kls = None if kl is None else _kls(kl)
-    setup = _setup(controller, config, sets or [], target, coef, episodes, updates, kls)
+    setup = _setup(controller, config, sets or [], target, coef, episodes, updates, len(kls) if kls else 60)
     notes: list[str] = []
     if kls is None:
         policy = _plant(plant or "saturating", speed, noise, seed, setup.length)
@@ -90,43 +94,35 @@ def _setup(
     coef: float | None,
     episodes: int | None,
     updates: int | None,
-    kls: list[float] | None,
+    usual_updates: int,
 ) -> _Setup:
-    """The controller with the sizes of the config, of the command line, or the defaults."""
-    from rlhf_kl.config.plugins import controller_class, make_controller
+    """The controller with the sizes of the command line, of the config, or the defaults."""
+    from rlhf_kl.config.controllers import controller_class, make_controller
+    from rlhf_kl.config.load import load_config
     from rlhf_kl.kl_controllers import stored_name
     from rlhf_kl.plugins import takes
 
     options: dict[str, Any] = {}
-    total, per_sequence = None, False
-    if config is None:
-        if sets:
-            raise InputError("--set changes a config: it needs --config")
-    else:
-        from rlhf_kl.config.load import load_config
-
+    total, length = None, None
+    if config is not None:
         run = load_config("train", config, sets)
         section = run.kl.controller
         if kind is None or stored_name(kind) == section.kind:
-            kind, options = section.kind, section.arguments
+            kind, options = section.kind, {name: v for name, v in section.arguments.items() if name != "coef"}
         if coef is None and not isinstance(section.coef, str):
             coef = section.coef
-        options.pop("coef", None)
-        target = run.kl.target_value if target is None else target
-        per_sequence = run.kl.unit == "sequence"
+        target = target or run.kl.target_value
+        length = 1.0 if run.kl.unit == "sequence" else None
         if episodes is None and updates is None:
             total = max(1, run.ppo.total_episodes - run.ppo.value_warmup * run.rollout.batch_size)
         episodes, updates = episodes or run.rollout.batch_size, updates or run.controlled_updates
-    kind, episodes = stored_name(kind or "adaptive"), episodes or 64
-    if target is not None and not 0.0 < target < math.inf:
-        raise InputError(f"--target must be a finite number above 0: {target:g}")
-    updates = updates or (60 if kls is None else len(kls))
-    sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
+    kind, episodes, updates = stored_name(kind or "adaptive"), episodes or 64, updates or usual_updates
     if coef is not None and takes(controller_class(kind), "coef"):
-        options = options | {"coef": coef}
+        options["coef"] = coef
+    sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
     guarded = make_controller(kind, options, **sizes)
     target = float(target or getattr(guarded.controller, "target", None) or 0.1)
-    return _Setup(guarded, kind, target, 1.0 if per_sequence else PLANT_NATS / target, episodes, updates)
+    return _Setup(guarded, kind, target, length or PLANT_NATS / target, episodes, updates)
 
 
 def _kls(text: str) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,10 +29,12 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    _run("train", **locals())
+    changes = overrides(set_, output_dir, seed)
+    _run("train", config, changes, updates, resume=resume, overwrite=overwrite, merge=merge, quiet=quiet)
 
 
-def sft(
+def supervised(
+    context: typer.Context,  # `sft` or `reward-model`, as the command is called
     config: Config,
     set_: Set = None,
     output_dir: OutputDir = None,
@@ -43,42 +44,27 @@ def sft(
     merge: Merge = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a language model on texts: fine-tuning, or from scratch."""
-    _run("sft", **locals())
-
-
-def reward_model(
-    config: Config,
-    set_: Set = None,
-    output_dir: OutputDir = None,
-    seed: Seed = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    merge: Merge = False,
-    quiet: Quiet = False,
-) -> None:
-    """Train a reward model from preference pairs (Bradley-Terry)."""
-    _run("reward-model", **locals())
+    kind: Any = context.info_name
+    changes = overrides(set_, output_dir, seed)
+    _run(kind, config, changes, None, resume=resume, overwrite=overwrite, merge=merge, quiet=quiet)
 
 
 def _run(
     kind: Kind,
     config: str,
-    set_: list[str] | None,
-    output_dir: Path | None,
-    seed: int | None,
+    changes: list[str],
+    updates: int | None,
+    *,
     resume: bool,
     overwrite: bool,
     merge: bool,
     quiet: bool,
-    updates: int | None = None,
 ) -> None:
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_plugins
     from rlhf_kl.config.schema import TrainConfig
 
     # Errors of the config come before torch is imported.
-    changes = overrides(set_, output_dir, seed)
     settings: Any = load_config(kind, config, changes)
     if updates is not None:
         changes.append(f"ppo.total_episodes={updates * settings.rollout.batch_size}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import compare_charts, end_charts, held_charts, held_columns, run_charts
+from rlhf_kl.report.charts import compare_charts, held_charts, run_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import compare_page, report_page
@@ -51,15 +51,15 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
-    lines = judge(comparison)
+    lines, held = judge(comparison), held_charts(comparison)
     target = f": KL against its target, {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", comparison.to_json(lines))
         write_atomic(folder / "compare.html", compare_page(comparison, name, lines))
-        save_sheet(held_charts(comparison), folder / "compare.png", columns=held_columns(comparison),
+        save_sheet(held, folder / "compare.png", columns=min(3, len(held)),
                    heading=f"{name}{target}", footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
-        for chart in [*compare_charts(comparison), *end_charts(comparison)]:
+        for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None

@@ -133,7 +133,7 @@ def sample_reference(config: TrainConfig, setup: Setup, ranks: Ranks, number: in
         def sample() -> ReferenceSamples:
             return score_samples(batches(), groups[mine.start : mine.stop], setup.scorers)
 
-        return ranks.gather(ranks.run(sample, scores=True))
+        return ReferenceSamples.concat(ranks.all(ranks.run(sample, scores=True)))
 
 
 def check_policy(config: TrainConfig, setup: Setup) -> None:

@@ -19,7 +19,7 @@ from rlhf_kl.config.plugins import check_plugins
 from rlhf_kl.config.schema import SEEDS, Section, TrainConfig
 from rlhf_kl.config.schema.base import Name, inner, refuse
 from rlhf_kl.config.yaml import read_yaml
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame, collected
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
 # Keys that are equal in two runs with the same prompts in the same order.
@@ -114,11 +114,9 @@ def plan_comparison(
     _, config, problems = check_mapping(CompareConfig, {**raw, **({} if seed is None else {"seeds": [seed]})})
     if config is None or problems:
         raise InputError(*(f"{path}: {problem}" for problem in problems))
-    try:
+    with blame(f"{path}: base"):
         base = find_config(config.base, folder=path.parent, but=path)
         load_variant(base, {}, [])
-    except InputError as error:
-        raise InputError(*(f"{path}: base: {problem}" for problem in error.problems)) from None
     folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / path.stem)))
     by_variant: dict[str, TrainConfig] = {}
     for name, fragment in config.variants.items():
@@ -142,12 +140,10 @@ def plan_comparison(
 
 def check_variants(plan: ComparePlan) -> None:
     """Import the plugins of every variant and check them. Errors: InputError with every problem."""
-    problems = []
+    problems = list[str]()
     for run in plan.runs:
-        try:
+        with collected(problems), blame(f"variants.{run.variant}"):
             check_plugins(run.config)
-        except InputError as error:
-            problems += [f"variants.{run.variant}: {problem}" for problem in error.problems]
     refuse(*dict.fromkeys(problems))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
@@ -35,24 +35,18 @@ def check_mapping(model: type[AnySection], raw: dict[str, Any]) -> tuple[dict[st
     """`raw` without its unknown keys, the config if it is valid, and the problems. Reads nothing from disk."""
     known, problems = copy.deepcopy(raw), list[str]()
     _drop_unknown_keys(model, known, "", all_keys(model), problems)
-    try:
-        return known, model.model_validate(known), problems
-    except ValidationError as error:
-        found = _describe(error, model)
-    # pydantic does not compare the keys of a section with a wrong value: without these values it does.
-    wrong = {key.removesuffix(".kind") for key in found if key}  # the options beside a kind depend on it
-    rest = copy.deepcopy(known)
-    for key in wrong:
-        *parents, name = key.split(".")
-        inner(rest, *parents).pop(name, None)
-    conflicts = list[str]()
-    try:
-        model.model_validate(rest)
-    except ValidationError as error:
-        again = _describe(error, model).values()
-        conflicts = [line for lines in again for line in lines if not any(_names(line, key) for key in wrong)]
-    problems += [line for lines in found.values() for line in lines]
-    return known, None, list(dict.fromkeys(problems + conflicts))
+    config, found = _validate(model, known)
+    if config is None:
+        # pydantic does not compare the keys of a section with a wrong value: without these values it does.
+        wrong = {key.removesuffix(".kind") for key in found if key}  # the options beside a kind depend on it
+        rest = copy.deepcopy(known)
+        for key in wrong:
+            *parents, name = key.split(".")
+            inner(rest, *parents).pop(name, None)
+        conflicts = [line for lines in _validate(model, rest)[1].values() for line in lines]
+        problems += [line for lines in found.values() for line in lines]
+        problems += [line for line in conflicts if not any(_names(line, key) for key in wrong)]
+    return known, config, list(dict.fromkeys(problems))
 
 
 def _names(line: str, key: str) -> bool:
@@ -75,41 +69,28 @@ def all_keys(model: type[Section], prefix: str = "") -> list[str]:
 def _drop_unknown_keys(
     model: type[Section], raw: dict[str, Any], prefix: str, known: Sequence[str], problems: list[str]
 ) -> None:
-    """Remove the keys that `model` does not have from `raw`, and add a problem for each and for non-finite options."""
-    takes_options = model.takes_options(raw)
-    for key in [key for key in raw if key not in model.model_fields]:
-        if not takes_options:
-            problems.append(f"{prefix}{key}: unknown key{_key_hint(key, prefix, list(model.model_fields), known)}")
-        elif not _finite(raw[key]):
-            problems.append(f"{prefix}{key} must be a finite number")
-        else:
-            continue
+    """Remove the keys that `model` does not have from `raw`, and add a problem for each."""
+    fields = list(model.model_fields)
+    for key in [] if model.takes_options(raw) else [key for key in raw if key not in fields]:
+        close = nearest_keys(key, known, {name: prefix + name for name in fields})
+        counts = " (in responses: updates x rollout.batch_size)" if close == ["ppo.total_episodes"] else ""
+        hint = f"did you mean {' or '.join(close)}{counts}?" if close else f"valid: {', '.join(fields)}"
+        problems.append(f"{prefix}{key}: unknown key; {hint}")
         del raw[key]
     for name, section, mapping in subsections(model, raw):
         _drop_unknown_keys(section, mapping, f"{prefix}{name}.", known, problems)
 
 
-def _finite(value: Any) -> bool:
-    if isinstance(value, (dict, list)):
-        return all(map(_finite, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, float) or math.isfinite(value)
+def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """Up to three of the dotted keys `known`.
 
-
-def _key_hint(key: str, prefix: str, siblings: Sequence[str], known: Sequence[str]) -> str:
-    """What it is called here, else the same key in another section, else the nearest here, else anywhere."""
-    close = nearest(key, siblings)
-    if FAMILIAR.get(key) not in known and close and not any(dotted.endswith(f".{key}") for dotted in known):
-        return f"; did you mean {prefix}{close}?"
-    anywhere = nearest_keys(key, known)
-    counts = " (in responses: updates x rollout.batch_size)" if anywhere == ["ppo.total_episodes"] else ""
-    return f"; did you mean {' or '.join(anywhere)}{counts}?" if anywhere else f"; valid: {', '.join(siblings)}"
-
-
-def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
-    """Up to three of the dotted keys: what `key` is called here, else those that end in it, else the nearest."""
+    What `key` is called here, else those that end in it, else the nearest name `beside` it, else the nearest anywhere.
+    """
     if FAMILIAR.get(key) in known:
         return [FAMILIAR[key]]
     leaves = [dotted.rpartition(".")[2] for dotted in known]
+    if key not in leaves and (close := nearest(key, beside)):
+        return [beside[close]]
     leaf = key if key in leaves else nearest(key, leaves)
     return [dotted for dotted, last in zip(known, leaves, strict=True) if last == leaf][:3]
 
@@ -117,8 +98,15 @@ def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
 # ---- pydantic's errors in words ----
 
 
+def _validate(model: type[AnySection], raw: dict[str, Any]) -> tuple[AnySection | None, dict[str, list[str]]]:
+    """The config, or its problems by dotted key; by "" where the keys of a section do not agree."""
+    try:
+        return model.model_validate(raw), {}
+    except ValidationError as error:
+        return None, _describe(error, model)
+
+
 def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[str]]:
-    """The problems by dotted key; by "" where the keys of a section do not agree."""
     found: dict[str, list[str]] = {}
     expected: dict[str, list[str]] = {}  # several where the type is a union
     for problem in error.errors(include_url=False):

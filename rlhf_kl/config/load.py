@@ -21,7 +21,7 @@ from rlhf_kl.config.schema import (
     TrainConfig,
 )
 from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import stored_name
 
 # The sections that only one command's config has.
@@ -121,20 +121,9 @@ def json_schema(kind: Kind) -> dict[str, Any]:
         part.pop("required", None)
         for name in NAMED_LATER & part.get("properties", {}).keys():
             part["properties"][name] = {"anyOf": [part["properties"][name], {"type": "null"}]}
-    _accept_numbers_in_text(schema)
     extends = {"type": "string", "description": "Parent config; the keys of this file override it."}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def _accept_numbers_in_text(node: Any) -> None:
-    """YAML reads 1e-5 as text, and so the program takes a number in that form."""
-    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _accept_numbers_in_text(part)
-    if isinstance(node, dict) and node.get("type") == "number":
-        number = dict(node)
-        node.clear()
-        node["anyOf"] = [number, {"type": "string", "pattern": r"^[-+]?[0-9.]+[eE][-+]?[0-9]+$"}]
 
 
 def config_diff(a: AnyConfig, b: AnyConfig) -> list[str]:
@@ -166,10 +155,8 @@ def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
         return raw
     if not isinstance(parent_name, str) or not parent_name:
         raise InputError(f"{path}: extends must be the name of a config file: {parent_name!r}")
-    try:
+    with blame(f"{path}: extends"):
         parent = find_config(parent_name, folder=path.parent, but=path)
-    except InputError as error:
-        raise InputError(*(f"{path}: extends: {problem}" for problem in error.problems)) from None
     return _merge(_read_file(parent, [*chain, path]), raw)
 
 
@@ -183,15 +170,12 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
         if not equals or not all(parts):
             problems.append(f"--set {text!r}: write section.key=value")
             continue
-        try:
+        with collected(problems):
             parsed = parse_yaml(value, where=f"--set {key.strip()}")
-        except InputError as error:
-            problems += error.problems
-            continue
-        for part in reversed(parts):
-            parsed = {part: parsed}
-        # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
-        fragment = _merge(fragment, parsed, kinds=False)
+            for part in reversed(parts):
+                parsed = {part: parsed}
+            # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
+            fragment = _merge(fragment, parsed, kinds=False)
     return with_absolute_paths(fragment, [Path.cwd()]), problems
 
 

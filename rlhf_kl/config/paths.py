@@ -65,7 +65,7 @@ def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
             if value.removeprefix(BUILTIN) not in WORLDS:
                 hint = suggestion(value.removeprefix(BUILTIN), WORLDS, prefix=BUILTIN)
                 problems.append(f"{key}: no built-in {value!r}{hint}")
-        elif _looks_like_path(value) and not os.path.exists(os.path.expanduser(value)):
+        elif looks_like_path(value) and not os.path.exists(os.path.expanduser(value)):
             problems.append(f"{key}: no such file: {value}")
     return problems
 
@@ -104,5 +104,6 @@ def _copy_of_plugin(value: str, folder: Path) -> Path | None:
     return reference_file(f"{file.name}:{value.rpartition(':')[2]}", [folder])
 
 
-def _looks_like_path(value: str) -> bool:
+def looks_like_path(value: str) -> bool:
+    """Whether a value can only be a path, also where there is no such file."""
     return value.startswith((".", "/", "~")) or value.lower().endswith(DATA_SUFFIXES)

@@ -88,8 +88,6 @@ def parse_yaml(text: str, *, where: str) -> Any:
         ) from None
     except (yaml.YAMLError, ValueError) as error:  # a character that is not allowed, a number of too many digits
         raise InputError(f"{where}: {error}") from None
-    except RecursionError:
-        raise InputError(f"{where}: nested too deeply") from None
 
 
 def dump_yaml(value: Any) -> str:

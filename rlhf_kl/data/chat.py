@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from rlhf_kl.errors import InputError, nearest
 from rlhf_kl.types import Prompt
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 def is_conversation(value: Any) -> bool:
@@ -18,28 +16,26 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
-class Conversation(Prompt):
+def conversation(messages: Sequence[tuple[str, str]]) -> Prompt:
     """A prompt of several turns. Its text, for reward functions, has one paragraph per turn: "user: ..."."""
+    return Prompt("\n\n".join(f"{role}: {content}" for role, content in messages), None, messages)
 
-    def __new__(cls, messages: Sequence[tuple[str, str]], row: Mapping[str, Any] | None = None) -> Conversation:
-        text = "\n\n".join(f"{role}: {content}" for role, content in messages)
-        return cast(Conversation, super().__new__(cls, text, row, messages))
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.messages, self.row  # for copy and pickle
+def several_turns(prompt: str | None) -> bool:
+    """Whether only a chat template can write it."""
+    return len(getattr(prompt, "messages", ())) > 1
 
 
 def with_row(text: str, row: Mapping[str, Any], *, messages: bool = False) -> Prompt:
     """The prompt with its row of the data set; `messages`: the row has a conversation, perhaps of a single turn."""
-    if isinstance(text, Conversation):
-        return Conversation(text.messages, row)
-    return Prompt(text, row, (("user", text),) if messages else ())
+    single = (("user", text),) if messages else ()
+    return Prompt(text, row, getattr(text, "messages", ()) or single)
 
 
-def split_conversation(messages: Messages) -> tuple[str | None, str | None] | None:
+def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None] | None:
     """The prompt before the last answer, and that answer; None for each that is missing.
 
-    A single user turn is a plain text. A longer prompt is a `Conversation`: an optional system message, then user and
+    A single user turn is a plain text. A longer prompt is a `conversation`: an optional system message, then user and
     assistant in turn. None for any other shape, and for content that is not text.
     """
     turns = [(m.get("role"), m.get("content")) for m in messages]
@@ -53,7 +49,7 @@ def split_conversation(messages: Messages) -> tuple[str | None, str | None] | No
     before = [(str(role), str(content)) for role, content in turns[: len(turns) - (answer is not None)]]
     if not before:
         return None, answer
-    return before[0][1] if [role for role, _ in before] == ["user"] else Conversation(before), answer
+    return before[0][1] if [role for role, _ in before] == ["user"] else conversation(before), answer
 
 
 def chat_prompt(
@@ -61,7 +57,7 @@ def chat_prompt(
 ) -> str:
     """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
 
-    `system` comes first, unless a `Conversation` has its own system message. `options`: variables of the template.
+    `system` comes first, unless a conversation has its own system message. `options`: variables of the template.
     """
     return _apply(tokenizer, _turns(prompt, system), options, answer=True)
 
@@ -95,7 +91,7 @@ def require_chat_template(tokenizer: Any, where: str, options: Iterable[str] = (
 
 
 def _turns(prompt: str, system: str | None) -> list[dict[str, str]]:
-    messages = prompt.messages if isinstance(prompt, Conversation) else (("user", prompt),)
+    messages = getattr(prompt, "messages", ()) or (("user", prompt),)
     turns = [{"role": role, "content": content} for role, content in messages]
     return turns if system is None or turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
 

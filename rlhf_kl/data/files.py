@@ -6,7 +6,6 @@ and gives no line numbers.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -15,12 +14,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
 
 T = TypeVar("T")
 Row = dict[str, Any]
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 HELDOUT_SHARE = 20  # one of this many distinct rows is held out
 
 
@@ -35,8 +34,7 @@ def load_rows(ref: str, split: str) -> list[Row]:
 
 def is_file_name(ref: str) -> bool:
     """Whether a data reference names a local file (existing or not), not a hub id or folder."""
-    path = Path(ref)
-    return not path.is_dir() and (path.is_file() or ref.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES)
+    return not Path(ref).is_dir() and (Path(ref).is_file() or looks_like_path(ref))
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -47,8 +45,8 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise InputError(f"no such file: {path}")
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise InputError(f"{path}: unknown file type, use one of {' '.join(SUFFIXES)}")
+    if suffix not in DATA_SUFFIXES:
+        raise InputError(f"{path}: unknown file type, use one of {' '.join(DATA_SUFFIXES)}")
     if suffix == ".parquet":
         return _read_parquet(path)
     try:
@@ -108,19 +106,18 @@ def _txt(text: str, _where: str) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    import datasets
+    import pyarrow.parquet  # comes with datasets
 
     try:
-        with _quiet(datasets):
-            return list(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
-    except Exception as error:  # pyarrow and datasets raise a dozen kinds
+        return list(pyarrow.parquet.read_table(path).to_pylist())
+    except (OSError, pyarrow.ArrowException) as error:
         raise InputError(f"{path}: cannot be read as parquet: {error}") from error
 
 
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, thousands of brackets
+    except ValueError as error:
         raise InputError(f"{where}: is not JSON: {error}") from error
 
 
@@ -138,29 +135,14 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     if name is None:
         raise InputError(f"{ref} is neither a file nor a hub id (owner/name, owner/name@revision)")
     reachable = folder or probe(name.name, name.revision, "dataset", ref)
-    with _quiet(datasets, offline=not reachable):
-        try:
-            data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
-        except Exception as error:  # the library raises a dozen kinds
-            raise InputError(f"{ref}: {_reason(error, split, reachable)}") from error
-    return [dict(row) for row in data]
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any, *, offline: bool = False) -> Iterator[None]:
-    """The datasets library without messages and progress bars; `offline`: from its cache, without retries."""
-    log, config = datasets.utils.logging, datasets.config
-    before, bars, was_offline = log.get_verbosity(), datasets.utils.are_progress_bars_disabled(), config.HF_HUB_OFFLINE
-    log.set_verbosity(log.CRITICAL)
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     datasets.utils.disable_progress_bars()
-    config.HF_HUB_OFFLINE = was_offline or offline
+    datasets.config.HF_HUB_OFFLINE |= not reachable  # from its cache, without retries
     try:
-        yield
-    finally:
-        log.set_verbosity(before)
-        config.HF_HUB_OFFLINE = was_offline
-        if not bars:
-            datasets.utils.enable_progress_bars()
+        data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
+    except Exception as error:  # the library raises a dozen kinds
+        raise InputError(f"{ref}: {_reason(error, split, reachable)}") from error
+    return [dict(row) for row in data]
 
 
 def _reason(error: Exception, split: str, reachable: bool) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_kl.data.chat import Conversation, chat_prompt, require_chat_template, with_row
+from rlhf_kl.data.chat import chat_prompt, require_chat_template, several_turns, with_row
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
@@ -51,7 +51,7 @@ def prepare_prompts(
     empty = len(texts) - len(full)
     usable = full
     if form.first_tokens is not None:
-        if any(isinstance(text, Conversation) for text in usable):
+        if any(map(several_turns, usable)):
             raise InputError("data.first_tokens cannot cut conversations of several turns")
         usable = _beginnings(usable, tokenizer, form.first_tokens)
     written = [chat_prompt(tokenizer, text, form.system, form.options) for text in usable] if form.chat else usable

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from rlhf_kl.data.chat import Conversation, is_conversation, split_conversation, with_row
+from rlhf_kl.data.chat import is_conversation, several_turns, split_conversation, with_row
 from rlhf_kl.data.files import Row, checked_text
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import column, fill
@@ -185,4 +185,4 @@ def _prompt_of(row: Row, name: str | None, template: str | None, before: str | N
 
 def _writable(prompt: str | None, *, chat: bool) -> str | None:
     """None for a conversation of several turns without a chat template."""
-    return None if isinstance(prompt, Conversation) and not chat else prompt
+    return None if several_turns(prompt) and not chat else prompt

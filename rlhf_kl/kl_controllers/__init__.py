@@ -56,7 +56,9 @@ def build_controller(
     `GuardedController`.
     Raises ValueError and TypeError: no such kind, or values that the class refuses.
     """
-    cls = builtin_controller(kind) if isinstance(kind, str) else kind
+    if isinstance(kind, str) and stored_name(kind) not in CONTROLLERS:
+        raise ValueError(f"no controller is called {kind!r}; available: {', '.join(CONTROLLERS)}")
+    cls = CONTROLLERS[stored_name(kind)] if isinstance(kind, str) else kind
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -73,13 +75,6 @@ def build_controller(
     filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
     taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
     return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted, explain)
-
-
-def builtin_controller(name: str) -> type[KLController]:
-    """The built-in controller of this name. Raises ValueError if there is none."""
-    if stored_name(name) not in CONTROLLERS:
-        raise ValueError(f"no controller is called {name!r}; available: {', '.join(CONTROLLERS)}")
-    return CONTROLLERS[stored_name(name)]
 
 
 def stored_name(kind: str) -> str:

@@ -106,11 +106,6 @@ class AdaptiveKL(KLController):
         """Created at its first use: the check of a config needs no numpy."""
         return Belief(self.model, self.start_coef, *self.bounds, USUAL_PACE)
 
-    @property
-    def holding_coef(self) -> float:
-        """The estimate of b, the beta that holds the target."""
-        return self._belief.holding_coef
-
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         before = self._distance_of(kl_before)
         self.observed = (self._distance_of(kl_uncut) - before, self._distance_of(kl_after) - before)
@@ -231,11 +226,6 @@ class Belief:
         paces = _normalised(np.exp(-0.5 * (np.log(self.paces) / model.pace_spread) ** 2))
         distance = (self.log_holding - math.log(coef)) / PRIOR_SPREAD
         self.probabilities: Floats = np.outer(_normalised(np.exp(-0.5 * distance**2)), paces)
-
-    @property
-    def holding_coef(self) -> float:
-        """exp of the mean of log b."""
-        return math.exp(float(self.probabilities.sum(1) @ self.log_holding))
 
     @property
     def mean_pace(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -125,12 +126,13 @@ class KLController:
 
 def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Attributes of `obj` that survive JSON (tuples and deques as lists); all of them unless named."""
-    attributes = vars(obj) if hasattr(obj, "__dict__") else {}
-    return {
-        name: _plain(value)
-        for name, value in attributes.items()
-        if (names is None or name in names) and _json_able(_plain(value))
-    }
+    saved = {}
+    for name, value in getattr(obj, "__dict__", {}).items():
+        plain = list(value) if isinstance(value, (deque, tuple)) else value
+        with contextlib.suppress(TypeError, ValueError):
+            if (names is None or name in names) and json.loads(json.dumps(plain, allow_nan=False)) == plain:
+                saved[name] = plain
+    return saved
 
 
 def restore(obj: Any, state: dict[str, Any]) -> None:
@@ -145,19 +147,6 @@ def restore_attributes(obj: Any, state: dict[str, Any]) -> None:
     """Set attributes from `saved_attributes`, in the container type the attribute has now."""
     for name, value in copy.deepcopy(state).items():
         now = getattr(obj, name, None)
-        if isinstance(now, deque) and value is not None:
-            value = deque(value, maxlen=now.maxlen)
-        elif isinstance(now, tuple) and value is not None:
-            value = tuple(value)
+        if value is not None and isinstance(now, (deque, tuple)):
+            value = deque(value, now.maxlen) if isinstance(now, deque) else tuple(value)
         setattr(obj, name, value)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (deque, tuple)) else value
-
-
-def _json_able(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
-    except (TypeError, ValueError):
-        return False

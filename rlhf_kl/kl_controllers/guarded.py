@@ -69,18 +69,13 @@ class GuardedController:
         if kl is None or not math.isfinite(kl):
             return {"kl-not-finite": {"kl": kl, "coef": self._coef}}
         before = self._controller_state()
-        try:
-            with self._own_code("update"):
-                self.controller.update(float(kl), int(episodes))
-                coef = self.raised * float(self.controller.coef)
-        except ArithmeticError as error:
-            coef, reason = math.nan, self.explain(error)
-        else:
-            reason = f"the controller set it to {coef}"
+        with self._own_code("update"):
+            self.controller.update(float(kl), int(episodes))
+            coef = self.raised * float(self.controller.coef)
         if not math.isfinite(coef) or coef < 0.0 or (coef == 0.0 and not self._starts_at_zero):
             restore(self.controller, before)
             self._write_coef(self._coef)
-            return {"coef-not-finite": {"reason": reason, "kl": kl, "coef": self._coef}}
+            return {"coef-not-finite": {"reason": f"the controller set it to {coef}", "kl": kl, "coef": self._coef}}
         self._coef = coef if coef == 0.0 else clip(coef, self.min_coef, self.max_coef)
         if self._coef != coef:
             self._write_coef(self._coef)
@@ -121,8 +116,6 @@ class GuardedController:
     def _own_code(self, method: str) -> Iterator[None]:
         try:
             yield
-        except ArithmeticError:
-            raise
         except Exception as error:
             where = f"kl.controller: {type(self.controller).__name__}.{method}"
             raise InputError(f"{where} raised {self.explain(error)}") from error

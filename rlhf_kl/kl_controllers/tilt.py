@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
 from operator import mul
+from statistics import fmean
 from typing import NamedTuple
 
 MIN_ESS = 30.0  # below this, a few samples have most of the weight, and both figures are too low
@@ -217,13 +218,12 @@ def best_of_n(
     members: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
     for score, group, gold in zip(scores, groups, golds or scores, strict=True):
         members[group].append((score, gold))
-    if not members:
-        return []
     curve, n = [], 1
-    while 2 * len(large := [group for group in members.values() if len(group) >= n]) >= len(members):
-        means = _mean([_expected_best(group, 1) for group in large])
-        score, gold = _mean([_expected_best(group, n) for group in large])
-        curve.append(BestOfN(n, kl_bound(n), score - means[0], None if golds is None else gold - means[1]))
+    while members and 2 * len(large := [group for group in members.values() if len(group) >= n]) >= len(members):
+        best, mean = ([_expected_best(group, size) for group in large] for size in (n, 1))
+        gain = fmean(score for score, _ in best) - fmean(score for score, _ in mean)
+        gold_gain = fmean(gold for _, gold in best) - fmean(gold for _, gold in mean)
+        curve.append(BestOfN(n, kl_bound(n), gain, None if golds is None else gold_gain))
         n *= 2
     return curve
 
@@ -239,7 +239,3 @@ def _expected_best(group: Sequence[tuple[float, float]], n: int) -> tuple[float,
         gold += weight * math.fsum(golds) / len(golds)
         seen += len(golds)
     return score, gold
-
-
-def _mean(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return math.fsum(p[0] for p in pairs) / len(pairs), math.fsum(p[1] for p in pairs) / len(pairs)

@@ -11,17 +11,13 @@ from rlhf_kl.report.control import tail
 from rlhf_kl.report.drawing import (
     HUES,
     ORDERED,
-    UPDATE,
     Axes,
     Chart,
     Line,
     colour,
-    over_updates,
-    plot_level,
-    plot_line,
-    plot_points,
-    plot_target,
-    use_log,
+    log_if_wide,
+    marks,
+    with_values,
 )  # fmt: skip
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.text import format_number, format_percent, read_number
@@ -61,50 +57,54 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
 
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
-    beta, alone = run.series("kl/coef"), [Variant(run.name, run.name, {run.seed: run})]
+    alone = [Variant(run.name, run.name, {run.seed: run})]
     styles = variant_styles(Comparison(alone, []))
-    caption = f"Controller: {run.config.kl.controller.kind}."
-    charts = [
-        _kl(run),
-        _score(run),
-        over_updates("beta", "Beta, the KL coefficient", "beta", [Line("beta", "c2", *beta)], caption,
-                     lambda axes: use_log(axes, min(beta[1]), max(beta[1]))),
-        _path(run),
-        *((_kl_over_beta(alone, styles), _total_reward(alone, styles)) if run.reference_figures else ()),
-        _forgetting(run),
-    ]  # fmt: skip
-    return [chart for chart in charts if chart is not None]
+    sweep = (_kl_over_beta(alone, styles), _total_reward(alone, styles)) if run.reference_figures else ()
+    return with_values([_kl(run), _score(run), _beta(run), _path(run), *sweep, _forgetting(run)])
 
 
-def _kl(run: RunResult) -> Chart | None:
+def _kl(run: RunResult) -> Chart:
     """KL with its target, the band around it, the ceiling and the alerts."""
     x, y = run.series(f"kl/{run.unit}")
-    target, ceiling = run.config.kl.target_value, read_number(run.updates[-1], "kl/ceiling") if run.updates else None
     alerts = [float(row["step"]) for row in run.updates if row.get("alerts")]
 
-    def prepare(axes: Axes) -> None:
-        use_log(axes, target, max(y))
-        plot_target(axes, target)
-        if ceiling is not None:
-            plot_level(axes, ceiling, "ceiling", "alert")
+    def draw_alerts(axes: Axes) -> None:
         if alerts:
             bottom = axes.get_xaxis_transform()
-            plot_points(axes, alerts, [0.02] * len(alerts), "alert", marker="^", clip_on=False, label="alert",
-                        transform=bottom)  # fmt: skip
+            axes.plot(alerts, [0.02] * len(alerts), "^", color=colour("alert"), clip_on=False, label="alert",
+                      transform=bottom)  # fmt: skip
 
-    title, unit = f"KL to the reference, per {run.unit}", f"nats per {run.unit}"
-    return over_updates("kl", title, unit, [Line("KL", "c1", x, y)], "The band is the target ± 25 %.", prepare)
+    target = run.config.kl.target_value
+    return Chart(
+        "kl",
+        f"KL to the reference, per {run.unit}",
+        f"nats per {run.unit}",
+        [Line("KL", "c1", x, y)],
+        "The band is the target ± 25 %.",
+        log=log_if_wide(target, max(y, default=0.0)),
+        target=target,
+        ceiling=read_number(run.updates[-1], "kl/ceiling") if run.updates else None,
+        more=draw_alerts,
+    )
 
 
-def _score(run: RunResult) -> Chart | None:
+def _score(run: RunResult) -> Chart:
     """Score with the middle 80 % of the responses, and gold."""
     scores, gold = run.series("objective/scores"), run.series("objective/gold")
     deciles = [row["objective/scores_deciles"] for row in run.updates if row.get("objective/scores_deciles")]
-    band = [[values[i] for values in deciles] for i in (1, 9)] if len(deciles) == len(scores[0]) else []
-    caption = "Means of each batch" + (", and the middle 80 % of the scores." if band else ".")
-    return over_updates(
-        "score", "Score", "score", [Line("score", "c1", *scores, *band), Line("gold", "c3", *gold)], caption
-    )
+    if len(deciles) < len(scores[0]):
+        deciles = []
+    low, high = ([values[i] for values in deciles] for i in (1, 9))
+    lines = [Line("score", "c1", *scores, low, high), Line("gold", "c3", *gold)]
+    caption = "Means of each batch" + (", and the middle 80 % of the scores." if deciles else ".")
+    return Chart("score", "Score", "score", lines, caption)
+
+
+def _beta(run: RunResult) -> Chart:
+    x, beta = run.series("kl/coef")
+    log = log_if_wide(min(beta, default=0.0), max(beta, default=0.0))
+    caption = f"Controller: {run.config.kl.controller.kind}."
+    return Chart("beta", "Beta, the KL coefficient", "beta", [Line("beta", "c2", x, beta)], caption, log=log)
 
 
 def _path(run: RunResult) -> Chart | None:
@@ -114,15 +114,16 @@ def _path(run: RunResult) -> Chart | None:
         return None
     kls, scores, golds = zip(*points, strict=True)
     best = golds.index(max(golds))
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=ROOT_KL, ylabel="gain")
-        plot_line(axes, kls, scores, "c1", label="score")
-        plot_line(axes, kls, golds, "c3", label="gold")
-        plot_points(axes, [kls[best]], [golds[best]], "alert", marker="D", label="highest gold")
-
-    caption = "Gains over the reference along the run, means of five updates. Gold that falls while the score rises: "
-    return Chart("frontier", "Score and gold against KL", draw, f"{caption}the policy exploits the reward model.")
+    lines = [
+        Line("score", "c1", kls, scores),
+        Line("gold", "c3", kls, golds),
+        marks("highest gold", "alert", [kls[best]], [golds[best]], "D"),
+    ]
+    caption = (
+        "Gains over the reference along the run, means of five updates. Gold that falls while the score rises: the "
+        "policy exploits the reward model."
+    )
+    return Chart("frontier", "Score and gold against KL", "gain", lines, caption, xlabel=ROOT_KL)
 
 
 def _forgetting(run: RunResult) -> Chart | None:
@@ -136,7 +137,7 @@ def _forgetting(run: RunResult) -> Chart | None:
     caption = f"Held-out texts: log perplexity since the start, where it was {first}; at the end {last}."
     if forgotten.x:
         caption += " Forgetting: KL of the reference to the policy, on the reference's samples (2509.04259)."
-    return over_updates("perplexity", "Perplexity and forgetting", "nats per token", [lost, forgotten], caption)
+    return Chart("perplexity", "Perplexity and forgetting", "nats per token", [lost, forgotten], caption)
 
 
 # ---- a comparison
@@ -159,100 +160,62 @@ def held_charts(comparison: Comparison) -> list[Chart]:
     return charts
 
 
-def held_columns(comparison: Comparison) -> int:
-    """Charts side by side: three where every family has three variants, so that each has its line."""
-    return 3 if {len(family) for family in comparison.families.values()} == {3} else 2
-
-
 def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]], figures: str) -> Chart:
     """KL over target of runs, each with a colour and a label, under the figures that judge them."""
     highest = max((ratio for run, _, _ in runs for ratio in run.ratios), default=0.0)
     figures += f" · up to {format_number(highest, 2)}x" if highest > TOP else ""
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=UPDATE, ylabel="KL / target", ylim=(0.0, TOP))
-        plot_target(axes, 1.0, label="")
-        for run, tint, label in runs:
-            ratios = [min(ratio, 1.5 * TOP) for ratio in run.ratios]
-            plot_line(axes, [row["step"] for row in run.updates], ratios, tint, linewidth=1.1, label=label)
-
-    return Chart(slug, title, draw, subtitle=figures)
+    lines = [
+        Line(label, tint, [row["step"] for row in run.updates], [min(ratio, 1.5 * TOP) for ratio in run.ratios])
+        for run, tint, label in runs
+    ]
+    return Chart(slug, title, "KL / target", lines, subtitle=figures, ylim=(0.0, TOP), target=1.0)
 
 
 def compare_charts(comparison: Comparison) -> list[Chart]:
-    """Figures over the updates, means over seeds with one standard deviation."""
-    unit = comparison.unit
-    charts = [
-        _over_time(comparison, f"kl/{unit}", "kl", "KL to the reference", f"nats per {unit}"),
-        _over_time(comparison, "objective/scores", "score", "Score", "score"),
-        _over_time(comparison, "objective/gold", "gold", "Gold score", "gold"),
-        _over_time(comparison, "kl/coef", "beta", "Beta, the KL coefficient", "beta"),
-        _over_time(comparison, "eval/perplexity", "perplexity", "Held-out perplexity", "perplexity"),
-        _over_time(comparison, "eval/forward_kl_token", "forgetting", "Forgetting", "nats per token"),
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
-def _over_time(comparison: Comparison, key: str, slug: str, title: str, unit: str) -> Chart | None:
-    """A key over the updates; KL with its target, beta without a band."""
-    lines, styles = [], variant_styles(comparison)
-    target = comparison.target if slug == "kl" else None
-    for variant in comparison.variants:
-        x, mean, low, high = variant.series(key)
-        band = ([], []) if slug == "beta" else (low, high)
-        style = styles[variant.name]
-        lines.append(Line(variant.name, style.tint, x, mean, *band, style.dash))
-    values = [value for line in lines for value in line.y]
-
-    def prepare(axes: Axes) -> None:
-        if slug in ("kl", "beta"):
-            use_log(axes, target or min(values), max(values))
-        if target is not None:
-            plot_target(axes, target)
-
-    several = "Means over seeds." if slug == "beta" else "Means over seeds with one standard deviation."
-    caption = several if any(len(variant.runs) > 1 for variant in comparison.variants) else "One seed."
-    return over_updates(slug, title, unit, lines, caption, prepare)
-
-
-def end_charts(comparison: Comparison) -> list[Chart]:
-    """Score and gold against sqrt(KL); of a sweep of betas KL and total reward; of targets score and gold."""
+    """Means over seeds by update, score against sqrt(KL), and of a sweep of betas or targets what it is made for."""
     sweep, styles = comparison.sweep, variant_styles(comparison)
-    charts = [
-        _frontier(comparison, "scores_shaped", "frontier", "Score against KL", "score gain, in reference sd"),
-        _frontier(comparison, "gold", "frontier-gold", "Gold against KL", "gold gain"),
-        *((_kl_over_beta(sweep, styles), _total_reward(sweep, styles)) if sweep else ()),
-        _targets(comparison),
-    ]
-    return [chart for chart in charts if chart is not None]
+    return with_values(
+        [
+            _over_time(comparison, "objective/scores", "score", "Score"),
+            _over_time(comparison, "eval/perplexity", "perplexity", "Held-out perplexity"),
+            _over_time(comparison, "kl/coef", "beta", "Beta, the KL coefficient"),
+            _frontier(comparison),
+            *((_kl_over_beta(sweep, styles), _total_reward(sweep, styles)) if sweep else ()),
+            _targets(comparison),
+        ]
+    )
 
 
-def _frontier(comparison: Comparison, measure: str, slug: str, title: str, unit: str) -> Chart | None:
-    """The ends of the runs, a point for each seed, with the upper limit."""
-    ends = {variant.name: list(seeds.values()) for variant in comparison.variants if (seeds := variant.ends(measure))}
-    if not ends:
-        return None
+def _over_time(comparison: Comparison, key: str, slug: str, title: str) -> Chart:
+    """A key over the updates, each variant's mean with one standard deviation."""
+    styles = variant_styles(comparison)
+    lines = [Line(v.name, styles[v.name].tint, *v.series(key), styles[v.name].dash) for v in comparison.variants]
+    values = [value for line in lines for value in line.y] or [0.0]
+    several = any(len(variant.runs) > 1 for variant in comparison.variants)
+    caption = "Means over seeds with one standard deviation." if several else "One seed."
+    log = log_if_wide(min(values), max(values)) if slug == "beta" else ""
+    return Chart(slug, title, slug, lines, caption, log=log)
+
+
+def _frontier(comparison: Comparison) -> Chart | None:
+    """Score over sqrt(KL) at the ends of the runs, a point for each seed, with the upper limit."""
     styles, reference = variant_styles(comparison), _reference(comparison.variants)
-    shaped = measure == "scores_shaped"
-    tilt = [(math.sqrt(kl), gain) for _, kl, gain in _tilt(reference)] if shaped else []
-    best_of, key = reference.get("best_of_n") or [], "gain" if shaped else "gold_gain"
-    best = [(math.sqrt(point["kl_bound"]), point[key]) for point in best_of if point.get(key) is not None]
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=ROOT_KL, ylabel=unit)
-        for name, points in ends.items():
-            plot_points(axes, *_columns(points), styles[name].tint, marker=styles[name].marker, label=name)
-        if tilt:
-            plot_line(axes, *_columns(tilt), "ink", marker="", label="upper limit")
-        if best:
-            plot_line(axes, *_columns(best), "muted", marker=".", ls=DASHES[1], label="best of n")
-
+    lines = [
+        marks(variant.name, styles[variant.name].tint, *_columns(list(ends.values())), styles[variant.name].marker)
+        for variant in comparison.variants
+        if (ends := variant.ends("scores_shaped"))
+    ]
+    if not lines:
+        return None
     caption = "Each point is the end of one run."
-    if tilt:
+    if tilt := _tilt(reference):
+        lines.append(Line("upper limit", "ink", [math.sqrt(kl) for _, kl, _ in tilt], [gain for *_, gain in tilt]))
         caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta))."
-    if best:
-        caption += f" Dashed: best of n reference samples, n up to {best_of[-1]['n']}, at the upper bound of its KL."
-    return Chart(slug, title, draw, caption)
+    if best := reference.get("best_of_n"):
+        x, y = [math.sqrt(point["kl_bound"]) for point in best], [point["gain"] for point in best]
+        lines.append(Line("best of n", "muted", x, y, dash=DASHES[1], marker="."))
+        caption += f" Dashed: best of n reference samples, n up to {best[-1]['n']}, at the upper bound of its KL."
+    return Chart("frontier", "Score against KL", "score gain, in reference sd", lines, caption, xlabel=ROOT_KL)
 
 
 def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart | None:
@@ -271,85 +234,74 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
     betas += [coef for coef, _, _ in _tilt(reference) if path and 0 < coef <= LARGEST_BETA]
     low, high = min(betas) / 1.6, max(betas) * 1.6
     tilt = [(coef, kl) for coef, kl, _ in _tilt(reference) if low <= coef <= high and kl > 0]
-    most = 3 * max([own["kl_sequence"] for _, own in runs] + [kl for _, kl in tilt])
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel="beta", ylabel="nats per response", xscale="log", yscale="log")
-        if path:
-            plot_line(axes, *_columns(path), "c1", marker="", linewidth=0.8, alpha=0.6, label="second half")
-        for name, own in runs:
-            fill = {} if own["settled"] else {"markerfacecolor": "none"}
-            plot_points(axes, [own["beta"]], [own["kl_sequence"]], styles[name].tint, **fill)
-        if tilt:
-            plot_line(axes, *_columns(tilt), "ink", marker="", label="tilt")
-        if spread := read_number(reference, "scores_spread"):  # the Gaussian law has no bound where scores saturate
-            betas = [max(low, spread / math.sqrt(2 * most)), high]
-            kls = [spread**2 / (2 * beta**2) for beta in betas]
-            plot_line(axes, betas, kls, "muted", marker="", ls=DASHES[1], label="Gaussian law")
-
+    lines = [Line("second half", "c6", *_columns(path), marker="")]
+    lines += [marks("", styles[name].tint, [own["beta"]], [own["kl_sequence"]]) for name, own in runs]
+    lines += [Line("tilt", "ink", *_columns(tilt), marker="")]
+    if spread := read_number(reference, "scores_spread"):  # the Gaussian law has no bound where scores saturate
+        most = 3 * max([own["kl_sequence"] for _, own in runs] + [kl for _, kl in tilt])
+        betas = [max(low, spread / math.sqrt(2 * most)), high]
+        law = [spread**2 / (2 * beta**2) for beta in betas]
+        lines.append(Line("Gaussian law", "muted", betas, law, dash=DASHES[1], marker=""))
     caption = (
-        "Hollow: the KL had not settled. Solid line: the reference's samples weighted by exp(score/beta), the optimum "
-        "of score - beta*KL, estimated from these samples. Dashed: σ²/(2β²), for Gaussian scores."
+        "Solid line: the reference's samples weighted by exp(score/beta), the optimum of score - beta*KL, estimated "
+        "from these samples. Dashed: σ²/(2β²), for Gaussian scores. A run that was still moving lies off the lines."
     )
-    return Chart("kl-beta", "KL at the end against beta", draw, caption)
+    title, unit = "KL at the end against beta", "nats per response"
+    return Chart("kl-beta", title, unit, lines, caption, xlabel="beta", log="xy")
 
 
 def _total_reward(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart | None:
     """The total reward of each variant's end, score - beta*KL, over beta; the tilt is the limit."""
     betas = [i * LARGEST_BETA / 40 for i in range(41)]
-    lines = {
-        variant.name: [gain - beta * kl for beta in betas]
-        for variant in variants
-        if (gain := variant.mean("score_gain")) is not None and (kl := variant.mean("kl_sequence")) is not None
-    }
+    lines = [
+        Line(v.name, styles[v.name].tint, betas, [gain - beta * kl for beta in betas], dash=styles[v.name].dash)
+        for v in variants
+        if (gain := v.mean("score_gain")) is not None and (kl := v.mean("kl_sequence")) is not None
+    ]
     if not lines:
         return None
+    best = max(max(line.y) for line in lines)
     limit = sorted((coef, gain - coef * kl) for coef, kl, gain in _tilt(_reference(variants)) if coef <= LARGEST_BETA)
-
-    def draw(axes: Axes) -> None:
-        best = max(max(line) for line in lines.values())
-        top = 1.15 * max([best, *(worth for _, worth in limit)])
-        axes.set(xlabel="beta that pays for KL", ylabel="score gain - beta · KL")
-        if best > 0:
-            axes.set_ylim(-0.75 * best, top)
-        for name, line in lines.items():
-            plot_line(axes, betas, line, styles[name].tint, ls=styles[name].dash, linewidth=1.3, label=name)
-        if limit:
-            plot_line(axes, *_columns(limit), "ink", marker="", ls=DASHES[1], label="limit")
-
+    top = 1.15 * max([best, *(worth for _, worth in limit)])
     caption = (
         "Each line is the end of one variant's runs (mean over seeds): its score gain minus beta for each nat of KL. "
         "The limit holds for any policy; it is estimated from the reference's samples."
     )
-    return Chart("total-reward", "Total reward by beta", draw, caption)
+    return Chart(
+        "total-reward",
+        "Total reward by beta",
+        "score gain - beta · KL",
+        [*lines, Line("limit", "ink", *_columns(limit), dash=DASHES[1], marker="")],
+        caption,
+        xlabel="beta that pays for KL",
+        ylim=(-0.75 * best, top) if best > 0 else None,
+    )
 
 
 def _targets(comparison: Comparison) -> Chart | None:
     """Score and gold at the end by KL target, and between which targets gold is highest."""
     variants, best = comparison.by_target, comparison.best_target
-    lines: dict[str, list[tuple[float, float, float]]] = {
-        label: [(v.target, mean, v.sd(name) or 0.0) for v in variants if (mean := v.mean(name)) is not None]
-        for name, label in (("scores", "score"), ("gold", "true score (gold)"))
-    }
-    if not variants or not lines["score"]:
-        return None
-    targets = [variant.target for variant in variants]
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=f"KL target, nats per {comparison.unit}", ylabel="at the end", xscale="log")
-        for (label, points), tint in zip(lines.items(), HUES, strict=False):
-            x, low, high = [t for t, _, _ in points], [m - s for _, m, s in points], [m + s for _, m, s in points]
-            plot_line(axes, x, [mean for _, mean, _ in points], tint, low, high, label=label, marker="o")
-        axes.set_xticks(targets, [f"{target:g}" for target in targets])
-        if best is not None:
-            plot_points(axes, [best.target], [best.gold], "ink", marker="D", markersize=8, label="highest")
-            _name_sides(axes, targets, best)
-
+    targets, lines = [variant.target for variant in variants], []
+    for name, label, tint in (("scores", "score", "c1"), ("gold", "true score (gold)", "c3")):
+        known = [(v.target, mean, v.sd(name) or 0.0) for v in variants if (mean := v.mean(name)) is not None]
+        x, low, high = [t for t, _, _ in known], [m - s for _, m, s in known], [m + s for _, m, s in known]
+        lines.append(Line(label, tint, x, [mean for _, mean, _ in known], low, high, marker="o"))
     caption = "Means over seeds with one standard deviation, last ten updates."
     if best is not None:
+        lines.append(marks("highest", "ink", [best.target], [best.gold], "D", size=8))
         caption += f" Diamond: the highest gold, {format_number(best.gold)} at the target {best.target:g}. Green: the "
         caption += "targets whose gold is within one standard deviation of that."
-    return Chart("targets", "Score and true score by KL target", draw, caption)
+
+    def draw_sides(axes: Axes) -> None:
+        axes.set_xticks(targets, [f"{target:g}" for target in targets])
+        if best is not None:
+            _name_sides(axes, targets, best)
+
+    xlabel = f"KL target, nats per {comparison.unit}"
+    return Chart(
+        "targets", "Score and true score by KL target", "at the end", lines, caption, xlabel=xlabel, log="x",
+        more=draw_sides,
+    )  # fmt: skip
 
 
 def _name_sides(axes: Axes, targets: Sequence[float], best: BestTarget) -> None:

@@ -184,7 +184,7 @@ class Comparison:
 def _variant_json(variant: Variant) -> dict[str, Any]:
     """A variant's figures by seed, their mean and standard deviation."""
     runs = variant.runs.items()
-    names = [name for name in next(iter(variant.runs.values())).figures if name not in ("held", "settled")]
+    names = [name for name in next(iter(variant.runs.values())).figures if name != "held"]
     return {
         "family": variant.family,
         "seeds": {str(seed): run.figures | {"run": str(run.path), "status": run.status} for seed, run in runs},

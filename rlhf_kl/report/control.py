@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev, variance
+from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
 BAND = 0.25  # a KL within this share of the target is in band
@@ -92,18 +92,3 @@ def log_beta_sd(coefs: Sequence[float]) -> float | None:
     """Standard deviation of log beta over the second half of the updates; None without values, or if one is 0."""
     late = tail(coefs)
     return pstdev(map(math.log, late)) if late and min(late) > 0.0 else None
-
-
-def settled(values: Sequence[float]) -> bool | None:
-    """Whether a KL has settled; None for fewer than eight values, or for infinite ones.
-
-    True where the means of the third and of the last quarter differ by no more than 15 % of the larger one, or
-    by no more than twice the standard error of their difference.
-    """
-    quarter = len(values) // 4
-    if quarter < 2 or not all(map(math.isfinite, values[-2 * quarter :])):
-        return None
-    before, after = values[-2 * quarter : -quarter], values[-quarter:]
-    change = abs(fmean(after) - fmean(before))
-    error = math.sqrt((variance(before) + variance(after)) / quarter)
-    return change <= max(0.15 * max(fmean(before), fmean(after)), 2.0 * error)

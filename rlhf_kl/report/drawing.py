@@ -1,4 +1,4 @@
-"""How pictures are drawn: colours, the matplotlib calls that charts share, PNG files, and SVG for a page."""
+"""How pictures are drawn: what a chart consists of, its colours, PNG files, and SVG for a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from rlhf_kl.report.control import BAND
 from rlhf_kl.run.folder import write_atomic
@@ -59,15 +59,51 @@ LEGEND_COLUMNS = 3
 Axes = Any  # matplotlib's, which has no annotations
 
 
+class Line(NamedTuple):
+    """A curve, with the band around it; or single points, if `dash` is "none"."""
+
+    label: str
+    tint: str  # a name of `COLOURS`
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    dash: Any = "solid"
+    marker: str | None = None  # default: a dot where there are few points
+    size: float = 3.2  # of the marker
+
+
 @dataclass(frozen=True)
 class Chart:
     """A picture that can be drawn in several sizes, and the words around it."""
 
     slug: str
     title: str
-    draw: Callable[[Axes], object]
+    ylabel: str
+    lines: Sequence[Line]
     caption: str = ""
     subtitle: str = ""
+    xlabel: str = UPDATE
+    log: str = ""  # axes that are logarithmic: "x", "y" or "xy"
+    ylim: tuple[float, float] | None = None
+    target: float | None = None  # a KL, drawn with the band around it
+    ceiling: float | None = None
+    more: Callable[[Axes], object] | None = None  # draws what this chart alone has
+
+
+def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o", size: float = 5.5) -> Line:
+    """Single points."""
+    return Line(label, tint, x, y, dash="none", marker=marker, size=size)
+
+
+def log_if_wide(low: float, high: float) -> str:
+    """The `log` of a chart whose quantity spans more than a factor of five."""
+    return "y" if 0 < LOG_FROM * low < high else ""
+
+
+def with_values(charts: Iterable[Chart | None]) -> list[Chart]:
+    """The charts that have anything to draw."""
+    return [chart for chart in charts if chart is not None and any(line.x for line in chart.lines)]
 
 
 def colour(name: str) -> str:
@@ -81,88 +117,10 @@ def css() -> str:
     return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
-# ---- what charts call
-
-
 def thin(values: Sequence[float]) -> list[float]:
     """The values as means of at most 400 segments of equal length."""
     size = max(1, math.ceil(len(values) / MOST_POINTS))
     return [fmean(values[i : i + size]) for i in range(0, len(values), size)]
-
-
-def plot_line(
-    axes: Axes,
-    x: Sequence[float],
-    y: Sequence[float],
-    tint: str,
-    low: Sequence[float] = (),
-    high: Sequence[float] = (),
-    **style: Any,
-) -> None:
-    """A curve, with the band from `low` to `high` around it. `tint`: a name of `COLOURS`."""
-    x, y = thin(x), thin(y)
-    floor = 0.0 if axes.get_yscale() == "log" else -math.inf  # a log axis cannot show 0
-    y = [value if value > floor else math.nan for value in y]
-    if low and high:
-        low = [bottom if bottom > floor else value for bottom, value in zip(thin(low), y, strict=True)]
-        axes.fill_between(x, low, thin(high), color=colour(tint), alpha=0.13, linewidth=0, zorder=1.5)
-    style = {"marker": "o" if len(x) < FEW_POINTS else "", "markersize": 3.2, "zorder": 2.5} | style
-    axes.plot(x, y, color=colour(tint), **style)
-
-
-def plot_points(axes: Axes, x: Sequence[float], y: Sequence[float], tint: str, **style: Any) -> None:
-    """Single marks."""
-    axes.plot(x, y, color=colour(tint), **{"marker": "o", "markersize": 5.5, "zorder": 3, "ls": "none"} | style)
-
-
-def plot_level(axes: Axes, y: float, label: str, tint: str) -> None:
-    """A horizontal line with its name."""
-    axes.axhline(y, color=colour(tint), linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
-
-
-def plot_target(axes: Axes, target: float, label: str = "target") -> None:
-    """A KL target and the band around it."""
-    axes.axhspan((1 - BAND) * target, (1 + BAND) * target, color=colour("band"), zorder=0.5, linewidth=0)
-    plot_level(axes, target, label, "c3")
-
-
-class Line(NamedTuple):
-    """A curve over the updates, with the band around it."""
-
-    label: str
-    tint: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    dash: Any = "solid"
-
-
-def over_updates(
-    slug: str,
-    title: str,
-    unit: str,
-    lines: Iterable[Line],
-    caption: str = "",
-    prepare: Callable[[Axes], object] | None = None,
-) -> Chart | None:
-    """Curves over the updates; None where none has values. `prepare` sets up the axes before they are drawn."""
-    known = [line for line in lines if line.x]
-
-    def draw(axes: Axes) -> None:
-        axes.set(xlabel=UPDATE, ylabel=unit)
-        if prepare is not None:
-            prepare(axes)
-        for label, tint, x, y, low, high, dash in known:
-            plot_line(axes, x, y, tint, low, high, label=label, ls=dash)
-
-    return Chart(slug, title, draw, caption) if known else None
-
-
-def use_log(axes: Axes, low: float, high: float) -> None:
-    """A log axis where a quantity spans more than a factor of five."""
-    if 0 < LOG_FROM * low < high:
-        axes.set_yscale("log")
 
 
 # ---- files and pages
@@ -204,7 +162,7 @@ def svg(chart: Chart) -> str:
         _draw(chart, axes)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        columns = _hover_columns(axes, height)
+        columns = _hover_columns(chart, axes, height)
     body = buffer.getvalue().decode()
     body = body[body.index("<svg") : body.rindex("</svg>")]
     body = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
@@ -221,14 +179,30 @@ def svg(chart: Chart) -> str:
 
 def _draw(chart: Chart, axes: Axes) -> int:
     """The chart with plain ticks, and above it a legend where it has several names; returns the legend's lines."""
-    chart.draw(axes)
-    if axes.get_yscale() == "linear" and axes.get_autoscaley_on():
+    scales = {f"{axis}scale": "log" for axis in chart.log}
+    axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, **scales)
+    if chart.target is not None:
+        edges = (1 - BAND) * chart.target, (1 + BAND) * chart.target
+        axes.axhspan(*edges, color=colour("band"), zorder=0.5, linewidth=0)
+    for label, tint, level in (("target", "c3", chart.target), ("ceiling", "alert", chart.ceiling)):
+        if level is not None:
+            axes.axhline(level, color=colour(tint), linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
+    for line in (line for line in chart.lines if line.x):
+        x, y, low, high = map(thin, (line.x, line.y, line.low, line.high))
+        marker = line.marker if line.marker is not None else "o" if len(x) < FEW_POINTS else ""
+        if low:
+            axes.fill_between(x, low, high, color=colour(line.tint), alpha=0.13, linewidth=0, zorder=1.5)
+        axes.plot(x, y, color=colour(line.tint), ls=line.dash, marker=marker, markersize=line.size, label=line.label)
+    if chart.ylim is not None:
+        axes.set_ylim(chart.ylim)
+    elif "y" not in chart.log:
         axes.margins(y=0.08)
-    if axes.get_xlabel() == UPDATE:
+    if chart.xlabel == UPDATE:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
-    for axis in (axes.xaxis, axes.yaxis):
-        if axis.get_scale() == "log":
-            _plain_log_ticks(axis)
+    for name in chart.log:
+        _plain_log_ticks(axes.xaxis if name == "x" else axes.yaxis)
+    if chart.more is not None:
+        chart.more(axes)
     names = len(axes.get_legend_handles_labels()[1])
     if names < 2:  # the title says it
         return 0
@@ -240,32 +214,27 @@ def _draw(chart: Chart, axes: Axes) -> int:
 
 
 def _plain_log_ticks(axis: Axes) -> None:
-    """1, 2 and 5 of each decade where there are few decades, as plain numbers, unless the chart has set its own."""
+    """1, 2 and 5 of each decade where there are few decades, as plain numbers."""
     axis.set_minor_locator(NullLocator())
     low, high = sorted(axis.get_view_interval())
-    if isinstance(axis.get_major_locator(), FixedLocator) or low <= 0:
-        return
     decades = math.log10(high / low)
     subs = (1.0, 2.0, 5.0) if decades < 2.2 else (1.0, 3.0) if decades < 3.5 else (1.0,)
     axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
 
 
-def _hover_columns(axes: Axes, height: float) -> str:
+def _hover_columns(chart: Chart, axes: Axes, height: float) -> str:
     """A column for each x of the drawn lines and points, with their values for the pointer."""
     box, values = axes.get_window_extent(), dict[float, list[str]]()
-    for line in axes.get_lines():
-        name = line.get_label()
-        if not name.startswith("_") and line.get_transform() == axes.transData:
-            for x, y in zip(*line.get_data(), strict=True):
-                if not math.isnan(y):
-                    values.setdefault(float(x), []).append(f"{name} {format_number(y)}".strip())
+    for line in chart.lines:
+        for x, y in zip(thin(line.x), thin(line.y), strict=True):
+            values.setdefault(x, []).append(f"{line.label} {format_number(y)}".strip())
     xs, columns = sorted(values), []
     edges = [float(axes.transData.transform((x, axes.get_ylim()[0]))[0]) for x in xs]
     middles = [box.x0, *((a + b) / 2 for a, b in pairwise(edges)), box.x1]
     for x, (left, right) in zip(xs, pairwise(middles), strict=False):
         size = f'width="{max(1.0, right - left):.1f}" height="{box.height:.1f}"'
-        tip = escape(f"{axes.get_xlabel()} {x:.4g}: {', '.join(values[x])}")
+        tip = escape(f"{chart.xlabel} {x:.4g}: {', '.join(values[x])}")
         columns.append(f'<rect x="{left:.1f}" y="{height - box.y1:.1f}" {size} class="hit" data-tip="{tip}"/>')
     return "".join(columns)
 
@@ -275,7 +244,7 @@ def _picture_style(size: float) -> Iterator[None]:
     """matplotlib's settings while a picture is drawn; `size` of the type in points."""
     muted, grid, small = colour("muted"), colour("grid"), size * 0.9
     settings = {
-        "font.family": "DejaVu Sans", "font.size": size, "legend.fontsize": small, "lines.linewidth": 1.6,
+        "font.family": "DejaVu Sans", "font.size": size, "legend.fontsize": small, "lines.linewidth": 1.4,
         "axes.titlesize": size * 1.08, "axes.titlelocation": "left", "axes.titleweight": "bold",
         "axes.labelsize": size * 0.95, "axes.labelcolor": muted, "axes.edgecolor": muted, "axes.linewidth": 0.7,
         "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,

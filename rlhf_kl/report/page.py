@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -15,15 +12,13 @@ from markupsafe import Markup
 
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.report import control
-from rlhf_kl.report.charts import compare_charts, end_charts, held_charts, run_charts, variant_styles
+from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, variant_styles
 from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.report.verdict import COLUMNS, variant_rows
 from rlhf_kl.text import format_number, format_percent, read_number, safe_text
 
-DIVERGING = 15  # tokens in the table
-DIVERGING_STEPS = 3  # sampled updates that they are taken from
 HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 TABLE_NOTE = (
@@ -46,26 +41,20 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         heading = f"{'After' if step == steps[-1] and len(steps) > 1 else 'Before'}: update {step}"
         samples.append((heading, [_sample(row, hottest) for row in run.samples if row["step"] == step]))
-    versions = " · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items())
     return _render(
         "report.html",
         refresh=refresh,
-        name=safe_text(run.name),
+        name=run.name,
         status=run.status if run.status != "unfinished" else f"{len(run.updates)} of {run.config.updates} updates",
         subtitle=_subtitle(run),
         figures=_figures(run),
-        notes=[safe_text(note) for note in run.notes],
-        alerts=[
-            (row["step"], *safe_text(text).partition(":")) for row in run.updates for text in row.get("alerts") or ()
-        ],
+        notes=run.notes,
+        alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
         charts=[_chart(chart) for chart in run_charts(run)],
         hottest=format_number(hottest, 2),
         samples=samples,
-        diverging=diverging_tokens(run.samples),
-        diverging_note=f"In the sampled responses of the last {min(DIVERGING_STEPS, len(steps))} sampled updates, "
-        "tokens that occur at least twice, by the mean KL at their position.",
-        command=f"rlhf-kl train --config {shlex.quote(safe_text(str(run.path / 'config.yaml')))} --output-dir OTHER",
-        versions=safe_text(versions),
+        command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
+        versions=" · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items()),
         config=dump_config(run.config),
     )
 
@@ -80,24 +69,26 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str]) -> s
     return _render(
         "compare.html",
         refresh=None,
-        name=safe_text(name),
+        name=name,
         subtitle=subtitle,
-        verdict=[safe_text(line) for line in verdict],
-        notes=[safe_text(note) for note in comparison.notes],
+        verdict=verdict,
+        notes=comparison.notes,
         held=[_chart(chart) for chart in held_charts(comparison)],
         columns=COLUMNS,
-        rows=[[safe_text(cell) for cell in row] for row in variant_rows(comparison)],
-        swatches=[styles[variant.name].tint for variant in comparison.variants],
+        rows=[(styles[row[0]].tint, row) for row in variant_rows(comparison)],
         table_note=TABLE_NOTE,
         charts=[_chart(chart) for chart in compare_charts(comparison)],
-        ends=[_chart(chart) for chart in end_charts(comparison)],
     )
 
 
 def _render(template: str, **values: Any) -> str:
-    """A template's page; every text of a run is data, so it is escaped."""
+    """A template's page. Text of a run is escaped, and control characters in it are shown as text."""
+
+    def finalize(value: Any) -> Any:
+        return value if isinstance(value, Markup) else safe_text(str(value), keep_newlines=True)
+
     pages = Environment(loader=PackageLoader("rlhf_kl.report"), autoescape=True, undefined=StrictUndefined,
-                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+                        trim_blocks=True, lstrip_blocks=True, finalize=finalize)  # fmt: skip
     script = Markup(pages.get_template("page.js").render())
     version = metadata.version("rlhf-kl")
     return pages.get_template(template).render(colours=Markup(css()), script=script, version=version, **values)
@@ -145,40 +136,10 @@ def _subtitle(run: RunResult) -> str:
              f"{len(run.updates)} updates of {config.rollout.batch_size} responses"]  # fmt: skip
     if (seconds := read_number(run.summary, "seconds")) is not None:
         parts.append(f"{seconds / 60:.1f} minutes")
-    return safe_text(" · ".join(parts))
+    return " · ".join(parts)
 
 
 # ---- samples
-
-
-def diverging_tokens(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Tokens of the last sampled updates by their mean KL: text, count, means of KL and log-probs, ratio."""
-    steps = sorted({row["step"] for row in samples})[-DIVERGING_STEPS:]
-    figures: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    for token in (token for row in samples if row["step"] in steps for token in row["tokens"]):
-        figures[token["text"]].append((token["kl"], token["logprob"], token["ref_logprob"]))
-    means = []
-    for text, values in figures.items():
-        if len(values) > 1:
-            kl, logprob, ref = map(fmean, zip(*values, strict=True))
-            means.append((kl, logprob, ref, text))
-    means.sort(reverse=True)
-    return [
-        [
-            visible_blanks(text), str(len(figures[text])), *map(format_number, (kl, logprob, ref)),
-            format_number(math.exp(min(logprob - ref, 100.0))),
-        ]
-        for kl, logprob, ref, text in means[:DIVERGING]
-        if kl > 0
-    ]  # fmt: skip
-
-
-def visible_blanks(text: str) -> str:
-    """A token with visible marks for the blanks at its ends."""
-    printed = safe_text(text)
-    left = len(printed) - len(printed.lstrip(" "))
-    right = len(printed) - len(printed.rstrip(" ")) if printed.strip(" ") else 0
-    return "␣" * left + printed.strip(" ") + "␣" * right or "∅"
 
 
 def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
@@ -187,12 +148,12 @@ def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
         f"{name} {format_number(value)}" for name in ("score", "gold") if (value := read_number(row, name)) is not None
     ]
     heading += [f"KL {format_number(read_number(row, 'kl'))} nats", f"{len(row['tokens'])} tokens"]
-    heading += [safe_text(f"{name}: {value}") for name, value in (row.get("columns") or {}).items()]
+    heading += [f"{name}: {value}" for name, value in (row.get("columns") or {}).items()]
     if row.get("chosen") == "largest kl":  # not a typical one
         heading.append("selected for its large KL")
     return {
         "heading": " · ".join(heading),
-        "prompt": safe_text(row["prompt"], keep_newlines=True),
+        "prompt": row["prompt"],
         "tokens": [_token(token, hottest) for token in row["tokens"]],
     }
 
@@ -200,10 +161,10 @@ def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
 def _token(token: Mapping[str, Any], hottest: float) -> dict[str, str]:
     """A token with its colour and the text for the pointer."""
     logprob, ref, kl = (read_number(token, key) for key in ("logprob", "ref_logprob", "kl"))
+    blanks = safe_text(token["text"]).replace(" ", "␣") or "∅"
     opacity = STRONGEST * min(1.0, max(0.0, kl or 0.0) / hottest)
     return {
-        "text": safe_text(token["text"], keep_newlines=True) or "∅",
-        "tip": f"{visible_blanks(token['text'])}  log π {format_number(logprob)}, log ref {format_number(ref)}, "
-        f"KL {format_number(kl)}",
+        "text": token["text"] or "∅",
+        "tip": f"{blanks}  log π {format_number(logprob)}, log ref {format_number(ref)}, KL {format_number(kl)}",
         "style": f"background:rgba(var(--hot),{opacity:.2f})" if opacity >= 0.02 else "",
     }

@@ -141,7 +141,6 @@ class RunResult:
             "perplexity": perplexities[-1] if perplexities else None,  # held-out, of the closing evaluation
             "perplexity_cost": perplexities[-1] / perplexities[0] - 1.0 if len(perplexities) > 1 else None,
             "length": self.end("rollout/response_length"),
-            "settled": control.settled(self.series("kl/sequence")[1]),
         }
 
 

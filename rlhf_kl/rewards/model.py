@@ -50,12 +50,8 @@ def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None
 def remember_format(model: Any, folder: str | Path) -> None:
     """Read the format from the folder of an adapter; a whole model has it in its config."""
     file = Path(folder) / FORMAT_FILE
-    if not file.is_file():
-        return  # not made by rlhf-kl
-    try:
+    if file.is_file():  # made by rlhf-kl
         setattr(model.config, FORMAT_KEY, json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read: {error}") from error
 
 
 class ScoredText(NamedTuple):

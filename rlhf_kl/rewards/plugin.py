@@ -8,6 +8,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ class PluginReward:
         self._object: Any = attribute
         if inspect.isclass(attribute):
             with users_code(f"{attribute.__name__} cannot be created: raised"):
-                self._object = self._in_its_thread(None, partial(attribute, **options))
+                self._object = self._run(partial(attribute, **options))
         self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
@@ -50,12 +51,11 @@ class PluginReward:
         call = self._call(prompts, responses)
         try:
             with users_code("raised"):
-                answer = self._in_its_thread(self._limit, call)
-                returned = list(answer) if hasattr(answer, "__iter__") else None  # a generator runs here
+                returned = self._run(lambda: _values(call()), self._limit)
         except TimeLimitExceeded as error:
             raise InputError(f"{error} (reward.time_limit) on {batch}") from error
-        if returned is None:
-            raise InputError(f"returned {type(answer).__name__}, not one number per response, on {batch}")
+        if not isinstance(returned, list):
+            raise InputError(f"returned {type(returned).__name__}, not one number per response, on {batch}")
         if len(returned) != len(responses):
             raise InputError(f"returned {len(returned)} scores for {batch}")
         scores = torch.tensor([math.nan if score is None else _number(score) for score in returned])
@@ -90,7 +90,7 @@ class PluginReward:
     def state_dict(self) -> dict[str, Any]:
         """A copy of its state. Errors: InputError if this fails, or if JSON cannot restore the state exactly."""
         with users_code("state_dict raised"):
-            state = self._in_its_thread(None, self._object.state_dict)
+            state = self._run(self._object.state_dict)
             copy: dict[str, Any] = json.loads(json.dumps(state))
         if copy != state and repr(copy) != repr(state):  # NaN is not equal to itself
             raise InputError("state_dict: JSON cannot hold it: use only numbers, texts, lists, and dicts of these")
@@ -99,9 +99,9 @@ class PluginReward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. Errors: InputError if this fails."""
         with users_code("load_state_dict raised"):
-            self._in_its_thread(None, partial(self._object.load_state_dict, json.loads(json.dumps(state))))
+            self._run(partial(self._object.load_state_dict, json.loads(json.dumps(state))))
 
-    def _in_its_thread(self, limit: float | None, call: Callable[[], Any]) -> Any:
+    def _run(self, call: Callable[[], Any], limit: float | None = None) -> Any:
         return call() if self._thread is None else self._thread.call(limit, call)
 
 
@@ -113,8 +113,6 @@ def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
     """
     is_class = inspect.isclass(attribute)
     called = attribute.__call__ if is_class else attribute
-    if is_class and getattr(called, "__module__", "").startswith("torch.") and hasattr(attribute, "forward"):
-        called = attribute.forward
     try:
         parameters = list(inspect.signature(called).parameters.values())
     except ValueError:  # written in C
@@ -122,6 +120,11 @@ def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
     provided = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: 3 if is_class else 2]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p not in provided]
     return [p.name for p in named if p.default is p.empty and (is_class or p.name not in options)]
+
+
+def _values(answer: Any) -> Any:
+    """The values of anything that has several: a generator runs here, within the time limit."""
+    return list(answer) if hasattr(answer, "__iter__") else answer
 
 
 def _number(score: Any) -> float:
@@ -149,40 +152,28 @@ class OwnThread:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Any, ...]] | None = None
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 
     def call(self, seconds: float | None, function: Callable[[], Any]) -> Any:
         """The function's result, or its exception. Errors: TimeLimitExceeded after `seconds` (None = never)."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._calls, same_device()), daemon=True).start()
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._calls.put((function, answers))
-        try:
-            result, error = answers.get(timeout=seconds)
-        except queue.Empty:
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            threading.Thread(target=_serve, args=(self._calls, device), daemon=True).start()
+        answer: Future[Any] = Future()
+        self._calls.put((function, answer))
+        if not wait([answer], seconds).done:
             self._calls = None
-            raise TimeLimitExceeded(f"took longer than {seconds:g} s") from None
-        if error is not None:
-            raise error
-        return result
+            raise TimeLimitExceeded(f"took longer than {seconds:g} s")
+        return answer.result()
 
 
-def same_device() -> Callable[[], None]:
-    """For a new thread, whose default is the first GPU: use the GPU of the calling thread."""
-    if not torch.cuda.is_initialized():
-        return lambda: None
-    number = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(number)
-
-
-def _serve(calls: queue.SimpleQueue[tuple[Any, ...]], prepare: Callable[[], None]) -> None:
-    prepare()
+def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]], device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)  # by default a new thread uses the first GPU
     while True:
-        function, answers = calls.get()
+        function, answer = calls.get()
         try:
-            result = function()
-            # A generator runs here too, not where its result is read.
-            answers.put((list(result) if hasattr(result, "__next__") else result, None))
+            answer.set_result(function())
         except BaseException as error:  # the caller gets every exception
-            answers.put((None, error))
+            answer.set_exception(error)

@@ -80,7 +80,7 @@ class Scorers:
     @property
     def model(self) -> RewardModel | None:
         """The reward model, if it alone is the reward."""
-        return next((s.call for s in self.scorers if s.name == REWARD and isinstance(s.call, RewardModel)), None)
+        return self.models.get(REWARD)
 
     @cached_property
     def models(self) -> dict[str, RewardModel]:
@@ -88,31 +88,30 @@ class Scorers:
         return {scorer.name: scorer.call for scorer in self.scorers if isinstance(scorer.call, RewardModel)}
 
     @cached_property
-    def functions(self) -> dict[str, PluginReward]:
-        """The user's functions, by the names of their scorers."""
-        return {scorer.name: scorer.call for scorer in self.scorers if isinstance(scorer.call, PluginReward)}
+    def _functions(self) -> list[tuple[Scorer, PluginReward]]:
+        """The scorers that are functions of the user's, and the functions."""
+        return [(scorer, scorer.call) for scorer in self.scorers if isinstance(scorer.call, PluginReward)]
 
     # ---- columns of the data set
 
     def columns_of(self, prompts: Sequence[str]) -> list[dict[str, list[Any]]]:
         """The columns that each function reads. Errors: InputError if a prompt lacks one."""
         columns = []
-        for scorer in self.scorers:
-            if function := self.functions.get(scorer.name):
-                with blame(scorer.key):
-                    columns.append(function.columns_of(prompts))
+        for scorer, function in self._functions:
+            with blame(scorer.key):
+                columns.append(function.columns_of(prompts))
         return columns
 
     @property
     def column_names(self) -> list[str]:
         """The columns that the functions name, required or optional."""
-        return list(dict.fromkeys(name for function in self.functions.values() for name in function.named))
+        return list(dict.fromkeys(name for _, function in self._functions for name in function.named))
 
     # ---- TRL's interface
 
     @cached_property
     def _trl(self) -> list[TRLReward]:
-        return [function for function in self.functions.values() if isinstance(function, TRLReward)]
+        return [function for _, function in self._functions if isinstance(function, TRLReward)]
 
     def begin(self, update: int, updates: int) -> None:
         """Start update number `update` (from 1) of `updates`; clears what functions logged."""
@@ -135,11 +134,8 @@ class Scorers:
     # ---- state
 
     @property
-    def _with_state(self) -> Iterator[tuple[Scorer, PluginReward]]:
-        for scorer in self.scorers:
-            function = self.functions.get(scorer.name)
-            if function is not None and function.has_state:
-                yield scorer, function
+    def _with_state(self) -> list[tuple[Scorer, PluginReward]]:
+        return [(scorer, function) for scorer, function in self._functions if function.has_state]
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the user's objects, by name; one that is only logged is left out where it fails.

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_kl.config.plugins import TRL_PROVIDED
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import hidden
-from rlhf_kl.rewards.plugin import PluginReward, same_device
+from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.types import Prompt, Response
 
 OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
@@ -93,7 +93,7 @@ def _result(call: Callable[[], Any]) -> Any:
     """The results of the call, as TRL reads them: True is 1; nan and None mean no score."""
     result = call()
     if inspect.iscoroutine(result):
-        result = asyncio.run_coroutine_threadsafe(result, _event_loop()).result()
+        result = _event_loop(threading.get_ident()).run_until_complete(result)
     several = hasattr(result, "__iter__") and not isinstance(result, str | Mapping)
     return [_score(value) for value in result] if several else result
 
@@ -107,14 +107,6 @@ def _score(value: Any) -> Any:
 
 
 @cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the whole process: an async function may keep objects of its loop between calls."""
-    loop = asyncio.new_event_loop()
-    prepare = same_device()
-
-    def serve() -> None:
-        prepare()
-        loop.run_forever()
-
-    threading.Thread(target=serve, daemon=True).start()
-    return loop
+def _event_loop(_thread: int) -> asyncio.AbstractEventLoop:
+    """One event loop for each thread: an async function may keep objects of its loop between calls."""
+    return asyncio.new_event_loop()

@@ -95,11 +95,6 @@ class ReferenceScores:
         return centre_groups(scores, groups, scale=scaled), groups
 
     @property
-    def centred(self) -> list[float]:
-        """Scores minus the mean of their prompt: the differences that a policy can use."""
-        return centre_groups(self.shaped, self.groups)
-
-    @property
     def min_ess(self) -> float:
         """Effective samples that a tilt needs: with 10 of 1024, its gain is within 3 % of that from 8192 samples."""
         return min(MIN_ESS, len(self.shaped) / 8)
@@ -117,9 +112,8 @@ class ReferenceScores:
         rests: dict[int, float] = defaultdict(float)
         for score, group in zip(self.shaped, groups, strict=True):
             rests[group] += score - mean
-        return math.sqrt(math.fsum(rest**2 for rest in rests.values()) * len(rests) / max(1, len(rests) - 1)) / len(
-            groups
-        )
+        squares = math.fsum(rest**2 for rest in rests.values()) * len(rests) / max(1, len(rests) - 1)
+        return math.sqrt(squares) / len(groups)
 
     @property
     def spread(self) -> float:
@@ -130,7 +124,7 @@ class ReferenceScores:
         """The figures for `summary.json`: means, and the score gain for a KL by tilting and by best of n."""
         return {
             "scores_shaped": self.mean,
-            "scores_spread": pstdev(self.centred),  # within prompts, in units of the shaped score
+            "scores_spread": pstdev(centre_groups(self.shaped, self.groups)),  # within prompts
             "gold": None if self.gold is None else fmean(self.gold),
             "length": self.length,
             "samples": len(self.shaped),
@@ -171,10 +165,6 @@ class ReferenceSamples:
     def spread(self) -> bool:
         """Whether two scores differ."""
         return bool(self.scores.max() > self.scores.min())
-
-    def cpu(self) -> ReferenceSamples:
-        """The same: scores and traits are on the CPU."""
-        return self
 
     @classmethod
     def concat(cls, parts: Sequence[ReferenceSamples]) -> ReferenceSamples:
@@ -248,8 +238,8 @@ def score_samples(batches: Iterator[Responses], groups: list[int], scorers: Scor
     scores, gold, traits, failures = [], [], [], []
     for batch, sampled, texts in batches:
         values, failed = scorers(batch.texts, texts)
-        for text in [text for text, score in zip(texts, values[REWARD].tolist(), strict=True) if math.isinf(score)][:1]:
-            raise InputError(f"reward: the score of {text[:60]!r} is not a finite number")
+        if bool((infinite := values[REWARD].isinf()).any()):
+            raise InputError(f"reward: the score of {texts[int(infinite.nonzero()[0])][:60]!r} is not a finite number")
         scores.append(values[REWARD])
         gold.append(values.get(GOLD, torch.full((len(texts),), math.nan)))
         traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))

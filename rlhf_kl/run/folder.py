@@ -21,9 +21,6 @@ from rlhf_kl.errors import InputError
 RUNS = Path("runs")
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CHECKPOINT = re.compile(r"step-\d{6,}")
-_EVENTS = re.compile(r"events\.out\.tfevents\..*", re.DOTALL)
-_LEFTOVER = re.compile(r"\..+\.(\d+\.tmp|removed)")
 
 
 class RunFolder:
@@ -52,7 +49,7 @@ class RunFolder:
 
     def event_files(self) -> list[Path]:
         """The files that TensorBoard reads."""
-        return _matching(self.tensorboard, _EVENTS)
+        return sorted(self.tensorboard.glob("events.out.tfevents.*"))
 
     def finished_summary(self) -> dict[str, Any] | None:
         """The summary of a finished run, else None."""
@@ -80,7 +77,7 @@ class RunFolder:
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
     """Complete checkpoints."""
-    return [path for path in _matching(checkpoints, _CHECKPOINT) if path.is_dir()]
+    return sorted(p for p in checkpoints.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name) and p.is_dir())
 
 
 def newest_run(*, finished: bool = False) -> Path:
@@ -207,6 +204,17 @@ def room_words(place: Path) -> str:
     return f"{shutil.disk_usage(existing).free / 1e6:.1f} MB are free: make room there, or look at your quota"
 
 
+def disk_message(folder: RunFolder, error: OSError) -> str | None:
+    """The words for an error of the disk or of the run's folder; None for another one."""
+    place = Path(error.filename or folder.path)
+    if error.errno in FULL:
+        sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in folder.checkpoints.glob("step-*")]
+        need = f"a checkpoint takes {max(sizes) / 1e6:.1f} MB, " if sizes else ""
+        return f"{place}: {error.strerror}: {need}{room_words(place)}"
+    inside = error.filename is not None and place.absolute().is_relative_to(folder.path.absolute())
+    return f"{place}: {error.strerror}" if inside else None
+
+
 # ---- folders ----
 
 
@@ -246,14 +254,12 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def sweep(folder: Path, name: str = "") -> None:
+def sweep(folder: Path, name: str = "*") -> None:
     """Remove what killed processes left of `write_atomic` and `write_folder`, of all names or of one.
 
     No process may be writing there.
     """
-    for path in _matching(folder, _LEFTOVER):
-        if name and not path.name.startswith(f".{name}."):
-            continue
+    for path in [*folder.glob(f".{name}.[0-9]*.tmp"), *folder.glob(f".{name}.removed")]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -262,7 +268,3 @@ def sweep(folder: Path, name: str = "") -> None:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def _matching(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return sorted(p for p in parent.iterdir() if pattern.fullmatch(p.name)) if parent.is_dir() else []

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_jsonable_python
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.errors import InputError
@@ -28,31 +29,18 @@ if TYPE_CHECKING:
 # ---- JSON ----
 
 
-def json_ready(value: Any) -> Any:
-    """`value` as strict JSON can hold it: NaN and infinities become None, numpy and torch scalars numbers."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [json_ready(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):  # numpy and torch, scalars included, without importing either
-        return json_ready(value.tolist())
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
-
-
 def encode_json(value: Any, *, indent: int | None = None) -> bytes:
-    """Strict UTF-8 JSON; a lone surrogate is written as its escape, which any reader accepts."""
-    text = json.dumps(json_ready(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return text.encode("utf-8", "backslashreplace")
+    """Strict UTF-8 JSON: NaN and infinities become null, numpy and torch scalars numbers, what JSON lacks text."""
+
+    def other(x: Any) -> Any:  # without importing numpy or torch
+        return x.tolist() if hasattr(x, "tolist") else str(x)
+
+    ready = to_jsonable_python(value, inf_nan_mode="null", fallback=other)
+    return json.dumps(ready, ensure_ascii=False, indent=indent).encode("utf-8", "backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented strict JSON (NaN becomes null), atomically."""
+    """Write `value` as indented JSON, atomically."""
     write_atomic(path, encode_json(value, indent=2) + b"\n")
 
 
@@ -60,34 +48,23 @@ class JsonlWriter:
     """Appends one JSON object per line; each line reaches the operating system before `write` returns."""
 
     def __init__(self, path: Path, keep: int = 0) -> None:
-        """Open `path` after its first `keep` bytes; what follows them is cut off. `complete`: whether they are there.
-
-        For resuming: rows written after a checkpoint are computed again.
-        """
+        """Open `path` after its first `keep` bytes; rows after a checkpoint are cut off and computed again."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+", buffering=0)  # a failed write must not be repeated at the end
-        self._file.seek(0)
-        there = self._file.read(keep)
-        rows = there.rfind(b"\n") + 1
-        self.complete = rows == keep
-        self._file.truncate(rows)
+        self._file = path.open("ab")
+        self._file.truncate(min(keep, self.size))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row. Errors: OSError (disk full); then no part of the row stays."""
-        line = memoryview(encode_json(row) + b"\n")
-        before = self.size
+        """Append a row. Errors: OSError (disk full)."""
         try:
-            while line:  # mostly one write, so a crash damages at most the last line
-                line = line[self._file.write(line) :]
+            self._file.write(encode_json(row) + b"\n")
+            self._file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(before)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     @property
     def size(self) -> int:
-        """Bytes of the file so far, all of them whole rows."""
+        """Bytes of the file so far."""
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
@@ -116,8 +93,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 # ---- TensorBoard ----
 
-# The columns beside the config in the HPARAMS tab.
-_RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")
+RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")  # columns beside the config
 
 
 class TensorBoardWriter:
@@ -126,14 +102,8 @@ class TensorBoardWriter:
     accelerate's tracker would open a new subfolder for the config, and could not write a file anew.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        config: Mapping[str, Any],
-        rows: Sequence[Mapping[str, Any]] = (),
-        samples: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Replace the event files by one with these rows. `config`: resolved, as nested mappings."""
+    def __init__(self, folder: RunFolder, config: Mapping[str, Any]) -> None:
+        """Replace the event files by one with the rows of the run so far. `config`: resolved, as nested mappings."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside tensorboard and its protobuf
             from torch.utils.tensorboard import summary, writer
@@ -144,26 +114,22 @@ class TensorBoardWriter:
             self._summary = summary
             self._writer = writer.FileWriter(str(folder.tensorboard), flush_secs=10)
             values = {name: _parameter(value) for name, value in flat(config).items()}
-            experiment, start, self._end = summary.hparams(values, dict.fromkeys(_RESULTS, 0.0))
-            charts = summary.custom_scalars(_layout(values.get("kl.unit", "token")))
-        for event in (charts, experiment, start):
+            experiment, start, self._end = summary.hparams(values, dict.fromkeys(RESULTS, 0.0))
+        for event in (experiment, start):
             self._writer.add_summary(event)
-        for row in rows:
-            self._add_row(row)
-        for sample in samples:
+        for row in read_jsonl(folder.metrics):
+            self.row(row)
+        for sample in read_jsonl(folder.samples):
             self.sample(sample)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Every finite number of a metrics row as a scalar at the row's `step`; alerts as text."""
-        self._add_row(row)
-        self._writer.flush()
-
-    def _add_row(self, row: Mapping[str, Any]) -> None:
         step = int(row["step"])
         for name, value in _figures(row).items():
             self._writer.add_summary(self._summary.scalar(name, value), step)
         if alerts := row.get("alerts"):
             self._add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
+        self._writer.flush()
 
     def sample(self, sample: Mapping[str, Any]) -> None:
         """A row of `samples.jsonl` (`step, prompt, response, score`, ...) as text."""
@@ -176,33 +142,11 @@ class TensorBoardWriter:
     def _add_text(self, name: str, markdown: str, step: int) -> None:
         self._writer.add_summary(self._summary.text(name, markdown), step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is left."""
+        del failed
         self._writer.add_summary(self._end)
         self._writer.close()
-
-
-def _layout(unit: float | str) -> dict[str, dict[str, list[Any]]]:
-    """The charts of the CUSTOM SCALARS tab, with related curves in one picture."""
-    charts: dict[str, dict[str, tuple[str, ...]]] = {
-        "KL control": {
-            f"KL per {unit} and its target": (f"kl/{unit}", "kl/target", "kl/ceiling"),
-            "beta": ("kl/coef",),
-            "KL per token: exact and estimated": ("kl/exact", "kl/k1", "kl/k2", "kl/k3"),
-        },
-        "Objective": {
-            "score and gold": ("objective/scores", "objective/gold"),
-            "score less the KL penalty": ("objective/scores_shaped", "objective/rlhf_reward"),
-        },
-        "What it costs": {
-            "held-out perplexity": ("eval/perplexity",),
-            "share of the KL that the gain in score needs": ("kl/bought",),
-            "responses": ("rollout/eos_rate", "eval/distinct_2", "rollout/score_length_corr"),
-        },
-    }
-    return {
-        group: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in pictures.items()}
-        for group, pictures in charts.items()
-    }
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
@@ -214,7 +158,7 @@ def _parameter(value: Any) -> float | str:
     """A value as the HPARAMS tab takes it: other than numbers and text as JSON."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
-    return safe_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return safe_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _verbatim(text: str) -> str:
@@ -242,55 +186,42 @@ def check_installed(names: Sequence[str]) -> None:
         raise InputError(*(f"tracking.trackers: {name} is not installed: pip install {name}" for name in missing))
 
 
-class Trackers:
-    """Rows sent through accelerate's trackers. One that fails is switched off and reported; the run goes on."""
+class Tracker:
+    """Rows sent through accelerate's tracker of this name; a run that goes on does so there too."""
 
-    def __init__(self, names: Sequence[str], folder: RunFolder, run: str, config: Mapping[str, Any], sent: int = 0):
-        """`run`: its name; `config`: resolved, as nested mappings; `sent`: the last step that they have already."""
-        self.sent = sent
-        self.running: dict[str, Any] = {}
+    def __init__(self, name: str, folder: RunFolder, run: str, config: Mapping[str, Any], sent: int = 0) -> None:
+        """`run`: its name; `config`: resolved, as nested mappings; `sent`: the last step that it has already."""
+        self.name, self.sent = name, sent
         for variable, value in QUIET.items():
             os.environ.setdefault(variable, value)
         ids = json.loads(folder.trackers.read_text(encoding="utf-8")) if folder.trackers.is_file() else {}
-        values = {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in flat(config).items()}
-        for name in names:
-            with self._switched_off_if_it_fails(name):
-                tracker = _tracker(name, run, folder.path, ids.get(name))
-                tracker.start()
-                if name not in ids:
-                    tracker.store_init_configuration(values)
-                self.running[name] = tracker
-                ids[name] = str(attrgetter(IDS[name])(tracker))
+        self._tracker = _accelerates(name, run, folder.path, ids.get(name))
+        self._tracker.start()
+        if name not in ids:
+            values = {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in flat(config).items()}
+            self._tracker.store_init_configuration(values)
+        ids[name] = str(attrgetter(IDS[name])(self._tracker))
         write_atomic(folder.trackers, json.dumps(ids))
 
     def row(self, row: Mapping[str, Any]) -> None:
         """The finite numbers of a row, at its step; nothing of a row that was sent before the run was interrupted."""
-        for name, tracker in list(self.running.items()) if row["step"] > self.sent else ():
-            with self._switched_off_if_it_fails(name):
-                tracker.log(_figures(row), step=int(row["step"]))
+        if row["step"] > self.sent:
+            self._tracker.log(_figures(row), step=int(row["step"]))
 
-    def close(self, *, failed: bool) -> None:
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Samples are not sent."""
+
+    def close(self, *, failed: bool = False) -> None:
         """Send what is left, and whether the run failed."""
-        for name, tracker in list(self.running.items()):
-            with self._switched_off_if_it_fails(name):
-                if failed and name == "wandb":
-                    tracker.run.finish(exit_code=1)
-                elif failed and name == "mlflow":
-                    sys.modules[name].end_run(status="FAILED")
-                else:
-                    tracker.finish()
-
-    @contextlib.contextmanager
-    def _switched_off_if_it_fails(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of any library
-            self.running.pop(name, None)
-            reason = re.sub(r"://[^/@\s]*@", "://", " ".join(str(error).split()))  # an address may hold a password
-            log.warning(f"{name}: {reason}: switched off; metrics.jsonl has every row")
+        if failed and self.name == "wandb":
+            self._tracker.run.finish(exit_code=1)
+        elif failed and self.name == "mlflow":
+            sys.modules[self.name].end_run(status="FAILED")
+        else:
+            self._tracker.finish()
 
 
-def _tracker(name: str, run: str, folder: Path, known: str | None) -> Any:
+def _accelerates(name: str, run: str, folder: Path, known: str | None) -> Any:
     """accelerate's tracker; with a `known` id it goes on in that run."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -300,6 +231,42 @@ def _tracker(name: str, run: str, folder: Path, known: str | None) -> Any:
         "mlflow": {"run_name": run, "run_id": known},
     }
     return LOGGER_TYPE_TO_CLASS[name](PROJECT, **options[name])
+
+
+class Views:
+    """TensorBoard and the trackers. One that fails is switched off with a warning, and the run goes on."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], TensorBoardWriter | Tracker]]) -> None:
+        self._running: dict[str, TensorBoardWriter | Tracker] = {}
+        for name, make in makers.items():
+            with self._switched_off_if_it_fails(name):
+                self._running[name] = make()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics."""
+        self._all(lambda view: view.row(row))
+
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Show a sampled response."""
+        self._all(lambda view: view.sample(sample))
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing follows."""
+        self._all(lambda view: view.close(failed=failed))
+
+    def _all(self, show: Callable[[TensorBoardWriter | Tracker], None]) -> None:
+        for name, view in list(self._running.items()):
+            with self._switched_off_if_it_fails(name):
+                show(view)
+
+    @contextlib.contextmanager
+    def _switched_off_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any library
+            self._running.pop(name, None)
+            reason = re.sub(r"://[^/@\s]*@", "://", " ".join(str(error).split()))  # an address may hold a password
+            log.warning(f"{name}: {reason}: switched off; metrics.jsonl has every row")
 
 
 # ---- times ----

@@ -1,8 +1,7 @@
-"""Whether a run may go on: what may change since it began, and what influences figures beside the config."""
+"""Whether a run may start or go on, and what influences its figures beside the config."""
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.config.load import config_diff, load_config
-from rlhf_kl.config.plugins import configured_controller, controller_class
+from rlhf_kl.config.controllers import controller_class
+from rlhf_kl.config.load import config_diff, flat, load_config
+from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS
@@ -37,7 +37,21 @@ def kind_of(config: AnyConfig) -> Kind:
     return next(kind for kind, model in MODELS.items() if type(config) is model)
 
 
-# ---- the config ----
+def check_outside(folder: RunFolder, config: AnyConfig) -> None:
+    """Errors: InputError if --overwrite would remove something that the config names.
+
+    A plugin's copy (`file.py:name`) is no error: it is read first and written again.
+    """
+    problems = [
+        f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
+        for key, value in flat(config.model_dump()).items()
+        if isinstance(value, str)
+        and Path(value).is_absolute()  # as every path of a config that is on the disk
+        and folder.path.resolve() in Path(value).resolve().parents
+        and Path(value).exists()
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
@@ -63,20 +77,13 @@ def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
     """Whether more episodes are the change, and neither learning rate nor controller depends on their number."""
     if not isinstance(before, TrainConfig) or not isinstance(now, TrainConfig):
         return False
-    grows = now.ppo.total_episodes > before.ppo.total_episodes
-    return grows and before.ppo.lr_schedule == "constant" and not _controller_counts_episodes(before, now)
-
-
-def _controller_counts_episodes(before: TrainConfig, now: TrainConfig) -> bool:
-    """Whether the controller depends on the number of episodes; a plugin that takes this number counts as one."""
+    if now.ppo.total_episodes < before.ppo.total_episodes or before.ppo.lr_schedule != "constant":
+        return False
     kind = before.kl.controller.kind
-    if kind not in CONTROLLERS:
-        return takes(controller_class(kind), "total_episodes")
-    short, grown = (configured_controller(before.kl, c.ppo, before.rollout).controller for c in (before, now))
-    return bool(vars(short) != vars(grown))
-
-
-# ---- beside the config ----
+    if kind not in CONTROLLERS:  # a plugin
+        return not takes(controller_class(kind), "total_episodes")
+    short, grown = (configured_controller(each.kl, each.ppo, each.rollout).controller for each in (before, now))
+    return bool(vars(short) == vars(grown))
 
 
 def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: Path) -> None:
@@ -128,18 +135,8 @@ def versions() -> dict[str, str]:
 
 def git_revision(path: Path) -> str | None:
     """Commit of the repository around `path`, with `-dirty` if tracked files differ; None without a repository."""
-    commit = _git(path, "rev-parse", "--verify", "HEAD")
-    if commit is None:
-        return None
-    changes = _git(path, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if changes else commit
-
-
-def _git(path: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(path), *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    command = ["git", "-C", str(path), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.load import dump_config, flat
+from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import Ranks, slots_of, tensors_of
@@ -22,18 +22,12 @@ from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFa
 from rlhf_kl.memory import memory_for
 from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune, save_checkpoint
-from rlhf_kl.run.folder import (
-    FULL,
-    RunFolder,
-    lock_run_folder,
-    remove_folder,
-    room_words,
-    write_atomic,
-)
-from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Trackers, read_jsonl, write_json
+from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, remove_folder, write_atomic
+from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
     check_config,
     check_fingerprints,
+    check_outside,
     environment,
     git_revision,
     kind_of,
@@ -45,7 +39,6 @@ from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed
 from rlhf_kl.ui import log
 
 LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
-BROKEN = {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
 
 
 class Run:
@@ -71,8 +64,7 @@ class Run:
         self._exits = contextlib.ExitStack()  # of the handling of signals
         self._rows: JsonlWriter | None = None
         self._samples: JsonlWriter | None = None
-        self._tensorboard: TensorBoardWriter | None = None
-        self._trackers: Trackers | None = None
+        self._views = Views({})
 
     # ---- the beginning
 
@@ -85,7 +77,7 @@ class Run:
 
         def first() -> None:
             if overwrite:
-                self._check_outside()
+                check_outside(self.folder, self.config)
             self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
             if resume:
                 self._find_checkpoint()
@@ -96,22 +88,6 @@ class Run:
         if self.checkpoint is not None and self.finished is None:
             self._state = self.checkpoint.state()
             self.spared = list(self._state["spared"])
-
-    def _check_outside(self) -> None:
-        """Errors: InputError if --overwrite would remove something that the config names.
-
-        A plugin's copy (`file.py:name`) is no error: it is read first and written again.
-        """
-        problems = [
-            f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
-            for key, value in flat(self.config.model_dump()).items()
-            if isinstance(value, str)
-            and Path(value).is_absolute()  # as every path of a config that is on the disk
-            and self.folder.path.resolve() in Path(value).resolve().parents
-            and Path(value).exists()
-        ]
-        if problems:
-            raise InputError(*problems)
 
     def _find_checkpoint(self) -> None:
         folder, finished = self.folder, self.folder.finished_summary()
@@ -205,18 +181,16 @@ class Run:
         self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
         if self.kind == "train":
             self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
-        for file in self._files():
-            if not file.complete:
-                log.warning(f"resume: {file.path}: rows that the checkpoint knew are missing or were changed")
         for name, content in plugins.items():
             write_atomic(folder.path / name, content)
         write_atomic(folder.config, dump_config(config))
-        values = config.model_dump(mode="json")
-        if config.tracking.tensorboard:
-            rows, samples = read_jsonl(folder.metrics), read_jsonl(folder.samples)
-            self._tensorboard = TensorBoardWriter(folder, values, rows, samples)
-        if config.tracking.trackers:
-            self._trackers = Trackers(config.tracking.trackers, folder, config.run.name, values, sent)
+        values, name, tracking = config.model_dump(mode="json"), config.run.name, config.tracking
+        views: dict[str, Callable[[], Any]] = {}
+        if tracking.tensorboard:
+            views["tensorboard"] = partial(TensorBoardWriter, folder, values)
+        self._views = Views(
+            views | {each: partial(Tracker, each, folder, name, values, sent) for each in tracking.trackers}
+        )
         if self.checkpoint is not None:
             for other in checkpoints(folder.checkpoints):
                 if other.step > self.checkpoint.step:  # damaged
@@ -264,25 +238,13 @@ class Run:
         self._sound = sound
         if self._rows is not None:
             self._rows.write(row)
-            if self._trackers is not None:
-                self._trackers.row(row)
-            self._show(lambda tensorboard: tensorboard.row(row))
+            self._views.row(row)
 
     def sample(self, sample: dict[str, Any]) -> None:
         """Write one sampled response."""
         if self._samples is not None:
             self._samples.write(sample)
-            self._show(lambda tensorboard: tensorboard.sample(sample))
-
-    def _show(self, show: Callable[[TensorBoardWriter], None]) -> None:
-        """TensorBoard only shows the rows: if it cannot be written, the run goes on without it."""
-        if self._tensorboard is None:
-            return
-        try:
-            show(self._tensorboard)
-        except OSError as error:
-            self._tensorboard = None
-            log.warning(f"tensorboard: {error.strerror or error}: switched off; --resume rebuilds it")
+            self._views.sample(sample)
 
     def save(self, step: int) -> None:
         """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
@@ -302,17 +264,10 @@ class Run:
     ) -> None:
         if not self.ranks.writes:
             return
-        lengths = {}
         for file in self._files():
             file.sync()  # a checkpoint never counts rows that are not on the disk
-            lengths[file.path.name] = file.size
-        state = {
-            "tracked": states,
-            "spared": self.spared,
-            "seconds": self.seconds,
-            "lengths": lengths,
-            **self._inputs,
-        }
+        lengths = {file.path.name: file.size for file in self._files()}
+        state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths, **self._inputs}
         save_checkpoint(self.folder.checkpoints, step, model, optimizer, state)
         self._prune()
 
@@ -354,9 +309,8 @@ class Run:
     def close(self) -> None:
         """Close the files and free the folder; all data that must be on the disk is there already."""
         self._exits.close()
-        if self._trackers is not None:
-            self._trackers.close(failed=sys.exc_info()[0] is not None)
-        for file in (*self._files(), self._tensorboard, self._lock):
+        self._views.close(failed=sys.exc_info()[0] is not None)
+        for file in (*self._files(), self._lock):
             if file is not None:
                 with contextlib.suppress(OSError):  # a full disk has been reported already
                     file.close()
@@ -390,20 +344,9 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
     except MemoryFull as error:
         raise RunFailed(f"{error}; {run.way_on()}") from error
     except OSError as error:
-        message = _disk_message(run.folder, error)
+        message = disk_message(run.folder, error)
         if message is None:
             raise
         raise RunFailed(f"{message}; {run.way_on()}") from error
     finally:
         run.close()
-
-
-def _disk_message(folder: RunFolder, error: OSError) -> str | None:
-    """The words for an error of the disk or of the run's folder; None for another one."""
-    place = Path(error.filename or folder.path)
-    if error.errno in FULL:
-        sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in folder.checkpoints.glob("step-*")]
-        need = f"a checkpoint takes {max(sizes) / 1e6:.1f} MB, " if sizes else ""
-        return f"{place}: {error.strerror}: {need}{room_words(place)}"
-    inside = error.filename is not None and place.absolute().is_relative_to(folder.path.absolute())
-    return f"{place}: {error.strerror}" if error.errno in BROKEN or inside else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from rlhf_kl.errors import Interrupted
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
@@ -32,11 +32,11 @@ class StopRequest:
 def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
     """The block looks for a signal after each step; a step that takes longer than `grace` seconds is interrupted."""
     request = StopRequest(grace)
-    with _handling(dict.fromkeys((*STOPPING, signal.SIGALRM), request.receive)):
+    with _handling(request.receive, signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         try:
             yield request
         finally:
-            if _in_main_thread():
+            if request.signal is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -47,22 +47,18 @@ def ending_on_sigterm() -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    with _handling({signal.SIGTERM: end}):
+    with _handling(end, signal.SIGTERM):
         yield
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
-def _handling(handlers: dict[signal.Signals, object]) -> Iterator[None]:
-    if not _in_main_thread():  # only there signals can be handled
+def _handling(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
         yield
         return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}  # type: ignore[arg-type]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -67,7 +67,6 @@ class KLForecast:
         return {"product": self.product, "square": self.square, "made": self.made}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
         self.product, self.square = float(state["product"]), float(state["square"])
         self.made = None if state["made"] is None else (state["made"][0], state["made"][1])
 
@@ -170,11 +169,9 @@ class Ceiling:
             p.copy_(torch.lerp(a.to(p), b.to(p), share) if share else a.to(p))  # `b` may not be finite
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
         return self.forecast.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
         self.forecast.load_state_dict(state)
 
 

@@ -13,52 +13,33 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, mean_score
 from rlhf_kl.rollout.collect import NonFiniteRollout
+from rlhf_kl.trainers.ceiling import CeilingResult
+from rlhf_kl.trainers.objectives import Stats
 from rlhf_kl.trainers.ppo import Update
 from rlhf_kl.types import RolloutBatch
 
-# Figures of an update without training, because its rollout was not finite.
-NO_LOSSES = dict.fromkeys(
-    (
-        "policy/loss",
-        "policy/approx_kl",
-        "policy/clip_fraction",
-        "policy/logratio_first_max",
-        "policy/grad_norm",
-        "policy/learning_rate",
-        "policy/epochs",
-        "value/loss",
-        "value/explained_variance",
-    ),
-    math.nan,
-)
+DECILES = torch.linspace(0, 1, 11, dtype=torch.float64)  # and the ends
 
 
 def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
     """The row of an update that was made."""
+    ceiling = update.ceiling
     return {
         **rollout_metrics(update.rollout, update.coef, config),
         **update.stats.row,
         "kl/coef": update.coef,
         "kl/coef_next": update.coef_next,
         "kl/ceiling": config.kl.ceiling_value,
-        "kl/backtrack_factor": update.ceiling.factor,
-        "kl/pulled_back": float(update.ceiling.pulled_back),
-        "kl/after_update": update.ceiling.kl_after,
+        "kl/backtrack_factor": ceiling.factor,
+        "kl/pulled_back": float(ceiling.pulled_back),
+        "kl/after_update": ceiling.kl_after,
     }
 
 
 def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> dict[str, Any]:
     """The row of an update that was skipped because its rollout was not finite."""
-    return {
-        **rollout_metrics(failure.rollout, coef, config),
-        **NO_LOSSES,
-        "kl/coef": coef,
-        "kl/coef_next": coef,
-        "kl/ceiling": config.kl.ceiling_value,
-        "kl/backtrack_factor": 1.0,
-        "kl/pulled_back": 0.0,
-        "kl/after_update": math.nan,
-    }
+    uncut = CeilingResult(1.0, math.nan, math.nan, math.nan)
+    return update_row(Update(failure.rollout, coef, coef, Stats(), uncut, {}), config)
 
 
 def sampling_gap(gap: Tensor, variance: Tensor, mask: Tensor) -> tuple[float, float]:
@@ -82,6 +63,7 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
     group = config.rollout.samples_per_prompt
     several = len(mask) > 1  # one draw has no standard error
     token, sequence = batch.kl("token"), batch.kl("sequence")
+    penalty = coef * sequence.mean
     log_ratio, logprobs = k1(batch.logprobs, batch.ref_logprobs), batch.logprobs
     k1_mean = batch.mean(log_ratio)
     chosen = batch.exact_kl[mask]
@@ -96,10 +78,10 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
     return {
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
-        "objective/scores_deciles": _deciles(scores) if len(scores) else None,
+        "objective/scores_deciles": scores.double().quantile(DECILES).tolist() if len(scores) else None,
         "objective/scores_shaped": scores_shaped,
-        "objective/rlhf_reward": scores_shaped - coef * sequence.mean,
-        "objective/kl_share": _share(coef * sequence.mean, scores_shaped),
+        "objective/rlhf_reward": scores_shaped - penalty,
+        "objective/kl_share": penalty / (penalty + abs(scores_shaped)) if penalty > 0 else 0.0,
         "objective/gold": None if batch.failures else mean_score(batch.scores.get(GOLD)),
         "kl/token": token.mean,
         "kl/token_stderr": token.stderr if several else None,
@@ -153,18 +135,6 @@ def _distinct(prompts: Sequence[str], responses: Sequence[str], size: int) -> fl
     """
     draws = [(set(prompts[i::size]), set(responses[i::size])) for i in range(size)]
     return sum(min(1.0, len(texts) / len(asked)) for asked, texts in draws) / size
-
-
-def _share(penalty: float, score: float) -> float:
-    """Share of the KL term in penalty + |score|, in [0, 1]."""
-    return penalty / (penalty + abs(score)) if penalty > 0 else 0.0
-
-
-def _deciles(values: Tensor) -> list[float]:
-    """Minimum, the nine deciles, maximum."""
-    steps = torch.linspace(0, 1, 11, dtype=torch.float64)
-    deciles: list[float] = values.double().quantile(steps).tolist()
-    return deciles
 
 
 def _correlation(a: Tensor, b: Tensor) -> float | None:

@@ -169,6 +169,13 @@ class StepLosses(NamedTuple):
         return cls(sum(policy), sum(value), sum(approx_kl), sum(clipped), max(logratios), weights[0])
 
 
+# What the steps of an update did, by the keys of the row of metrics; NaN for what was not done.
+STEP_FIGURES = (
+    *("policy/loss", "policy/approx_kl", "policy/clip_fraction", "policy/logratio_first_max", "policy/grad_norm"),
+    *("policy/learning_rate", "policy/epochs", "value/loss", "value/explained_variance"),
+)
+
+
 class Stats:
     """What the steps of one update did; `row` has their means, by their keys in the row of metrics."""
 
@@ -176,7 +183,7 @@ class Stats:
         self.steps: list[tuple[StepLosses, float]] = []  # of each minibatch, and its gradient's norm
         self.kl_at_stop = 0.0  # KL to the policy that sampled, where the update ended before a step that is too far
         self.skipped: str | None = None  # the figure that was not finite, so that steps were left out
-        self.row: dict[str, Any] = {}
+        self.row: dict[str, Any] = dict.fromkeys(STEP_FIGURES, math.nan)
 
     @property
     def update_kl(self) -> float:
@@ -192,29 +199,25 @@ class Stats:
         critic: tuple[float, bool] | None,
     ) -> None:
         """Fill the row. `critic`: its loss before the fit, and whether all was finite."""
-        taken = [(losses, norm) for losses, norm in self.steps if math.isfinite(norm)]
-        weight = sum(losses.weight for losses, _ in taken)
-        policy, value, approx_kl, clipped, *_ = (
-            [sum(column) / weight for column in zip(*(losses for losses, _ in taken), strict=True)]
-            if taken
-            else [math.nan] * 4
-        )
+        row, taken = self.row, [(losses, norm) for losses, norm in self.steps if math.isfinite(norm)]
+        row["policy/learning_rate"] = rate
+        row["policy/epochs"] = len(self.steps) * config.minibatch_size / config.rollout.batch_size
+        if self.steps:
+            row["policy/logratio_first_max"] = self.steps[0][0].max_logratio
+        if taken:
+            policy, value, approx_kl, clipped, _, weight = map(sum, zip(*(losses for losses, _ in taken), strict=True))
+            row["policy/loss"], row["value/loss"] = policy / weight, value / weight
+            row["policy/approx_kl"], row["policy/clip_fraction"] = approx_kl / weight, clipped / weight
+            row["policy/grad_norm"] = sum(norm for _, norm in taken) / len(taken)
         if len(taken) < len(self.steps):
             self.skipped = "a gradient"
         if critic is not None:
-            value, finite = critic
+            row["value/loss"], finite = critic
             self.skipped = self.skipped if finite else "the loss of the value function"
-        self.row = {
-            "policy/loss": policy,
-            "policy/approx_kl": approx_kl,
-            "policy/clip_fraction": clipped,
-            "policy/logratio_first_max": self.steps[0][0].max_logratio if self.steps else math.nan,
-            "policy/grad_norm": sum(norm for _, norm in taken) / len(taken) if taken else math.nan,
-            "policy/learning_rate": rate,
-            "policy/epochs": len(self.steps) * config.minibatch_size / config.rollout.batch_size,
-            "value/loss": value if config.critic else math.nan,
-            "value/explained_variance": explained_variance(rollout, targets) if config.critic else math.nan,
-        }
+        if config.critic:
+            row["value/explained_variance"] = explained_variance(rollout, targets)
+        else:
+            row["value/loss"] = math.nan
 
 
 def explained_variance(rollout: RolloutBatch, targets: Targets) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,16 +80,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     for group in optimizer.param_groups:
         if not group.get(CONSTANT):
             group["lr"] = learning_rate
-
-
-def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Trainable tensors of several modules, each once."""
-    seen: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                seen.setdefault(id(parameter), parameter)
-    return list(seen.values())
 
 
 MINIBATCHES = 4  # optimizer steps an epoch, on every process alike

@@ -40,26 +40,26 @@ class AdaptiveRate:
         self.stuck = False  # at a bound, and reported
 
     def observe(
-        self, update: int, kl: float, kl_uncut: float, *, update_kl: float, cut: bool, spent: bool, growth: float
+        self, update: int, move: CeilingResult, *, update_kl: float, spent: bool, growth: float
     ) -> dict[str, Any]:
-        """After update number `update`, whose rollout had `kl` and which led to `kl_uncut` at the same states.
+        """After update number `update`, before any cut of the ceiling.
 
         `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
-        constant KL to the reference; it grows with the square of the rate. `cut`: the ceiling shortened the update.
+        constant KL to the reference; it grows with the square of the rate.
         `spent`: a lower beta would not move the policy farther. `growth`: beta of the next update over this one's.
 
         Returns a fact for the monitors if the factor has changed or, once, if its bound keeps it from changing.
         """
+        kl, kl_uncut = move.kl_before, move.kl_uncut
         if not (math.isfinite(kl) and math.isfinite(kl_uncut)):
             return {}
         here, there = (math.sqrt(max(0.0, value) / self.target) for value in (kl, kl_uncut))
-        self.seen = [*self.seen[1 - PATIENCE :], (here, cut)]
+        self.seen = [*self.seen[1 - PATIENCE :], (here, move.factor < 1.0)]
         if abs(there - here) > LARGE_STEP:
             by = max(LEAST, min(LOWER, LARGE_STEP / abs(there - here)))
             return self._change(by, "jump", kl=kl, after=kl_uncut)
-        if (
-            update > self.first and update_kl > LARGE_MOVE * self.target
-        ):  # Adam's first steps are the largest at any rate
+        # Adam's first steps are the largest at any rate.
+        if update > self.first and update_kl > LARGE_MOVE * self.target:
             by = max(LEAST, math.sqrt(USUAL_MOVE * self.target / update_kl))
             return self._change(by, "sideways", update_kl=update_kl / self.target)
         if len(self.seen) < PATIENCE:
@@ -87,11 +87,9 @@ class AdaptiveRate:
         return {} if reported else {"learning-rate-at-bound": {"case": case, "factor": self.factor, **figures}}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
         return {"factor": self.factor, "seen": [list(pair) for pair in self.seen], "stuck": self.stuck}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
         self.factor, self.seen = float(state["factor"]), [(x, cut) for x, cut in state["seen"]]
         self.stuck = bool(state["stuck"])
 
@@ -118,19 +116,14 @@ class LearningRate:
         """
         before, facts = self(step), {}
         if self.adaptive is not None:
-            cut, spent = move.factor < 1.0, self.controller.spent
-            facts = self.adaptive.observe(
-                step, move.kl_before, move.kl_uncut, update_kl=update_kl, cut=cut, spent=spent, growth=growth
-            )
+            facts = self.adaptive.observe(step, move, update_kl=update_kl, spent=self.controller.spent, growth=growth)
         self.controller.observe_rate(self(step + 1) / before)
         return facts
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
         return {"peak": self.peak, "adaptive": None if self.adaptive is None else self.adaptive.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
         self.peak = state["peak"]
         if self.adaptive is not None:
             self.adaptive.load_state_dict(state["adaptive"])

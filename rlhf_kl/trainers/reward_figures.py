@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 BINS = 10
 HISTOGRAM_BINS = 20
+# Log-odds (N,) of binary predictions, whether each was right (N,) bool, and the scores by group.
+Predictions: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 class CalibrationBin(NamedTuple):
@@ -67,12 +70,8 @@ def label_figures(scores: Tensor, positive: Tensor) -> dict[str, float]:
 
 def histogram(groups: dict[str, Tensor]) -> dict[str, Any]:
     """Counts of scores by group in twenty bins that all groups share: `edges` (21) and a list of 20 per group."""
-    every = torch.cat(list(groups.values())).double()
-    low, high = float(every.min()), float(every.max())
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    edges = torch.linspace(low, high, HISTOGRAM_BINS + 1, dtype=torch.float64)
-    counts = {name: torch.histc(v.double(), HISTOGRAM_BINS, low, high).long().tolist() for name, v in groups.items()}
+    edges = np.histogram_bin_edges(torch.cat(list(groups.values())).double().numpy(), HISTOGRAM_BINS)
+    counts = {name: np.histogram(scores.double().numpy(), edges)[0].tolist() for name, scores in groups.items()}
     return {"edges": edges.tolist(), **counts}
 
 

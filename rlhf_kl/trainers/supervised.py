@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_kl.config.schema import EpochsSection
 from rlhf_kl.distributed import Ranks
@@ -17,51 +18,48 @@ from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
 
+ALONE = Ranks()
 
-class Task(Protocol):
+
+class Task(ABC):
     """What is learned: a model, rows of data, the loss on some of them, and figures on held-out rows."""
 
-    data: str  # its config key
-    unit: str  # of its rows, in the plural
-    model: nn.Module
-    fingerprint: str  # of the rows
-    notes: list[str]  # about rows that were cut or left out
+    data: ClassVar[str]  # its config key
+    unit: ClassVar[str]  # of its rows, in the plural
+
+    def __init__(self, model: Any, lengths: list[int], weights: list[float], fingerprint: str) -> None:
+        """`lengths`: tokens of each row; rows of near-equal length share a pass. `weights`: of each row in a mean.
+
+        `fingerprint`: of the rows.
+        """
+        self.model, self.lengths, self.weights, self.fingerprint = model, lengths, weights, fingerprint
+        self.notes: list[str] = []  # about rows that were cut or left out
 
     def __len__(self) -> int:
-        """Number of rows."""
-        ...
+        return len(self.lengths)
 
-    def size(self, row: int) -> int:
-        """Length of a row in tokens: rows of near-equal length share a pass."""
-        ...
-
-    def weight(self, row: int, /) -> float:
-        """Weight of the row in a mean: its scored tokens, or 1."""
-        ...
-
+    @abstractmethod
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss of some rows, and sums of the logged metrics."""
-        ...
 
-    def evaluate(self, processes: Ranks = ...) -> dict[str, Any]:
+    @abstractmethod
+    def evaluate(self, ranks: Ranks = ALONE) -> dict[str, Any]:
         """The `eval/*` figures of held-out rows."""
-        ...
 
     def distribution(self) -> dict[str, Any]:
         """How the scores of the last evaluation are distributed, for the summary; {} where there are none."""
-        ...
+        return {}
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the trained model into a folder."""
-        ...
+        """Write the trained model with its tokenizer into a folder."""
 
 
 class SupervisedTrainer:
     """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches of near-equal length."""
 
-    def __init__(self, task: Task, settings: EpochsSection, seed: int, processes: Ranks | None = None) -> None:
-        self.task, self.model, self.settings, self.seed = task, task.model, settings, seed
-        self.processes = processes or Ranks()
+    def __init__(self, task: Task, settings: EpochsSection, seed: int, ranks: Ranks = ALONE) -> None:
+        self.task, self.model, self.settings, self.seed, self.ranks = task, task.model, settings, seed, ranks
         self.optimizer = adamw(self.model, settings.learning_rate, settings.weight_decay)
         self.per_epoch = math.ceil(len(task) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
@@ -83,14 +81,14 @@ class SupervisedTrainer:
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step."""
-        settings, processes, most = self.settings, self.processes, self.microbatch.rows
+        settings, ranks, most = self.settings, self.ranks, self.microbatch.rows
         batch = self.batch(step)
         # In the middle of the step, so that the first step of a warm-up does not have rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
-        weight = sum(map(self.task.weight, batch))
-        sums = self.backward(processes.mine(batch), weight)
-        norm = processes.step(self.optimizer, self.model.parameters(), settings.max_grad_norm)
+        weight = sum(self.task.weights[row] for row in batch)
+        sums = self.backward(ranks.mine(batch), weight)
+        norm = ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm)
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         self.facts = {"step-skipped": {}} if self.skipped else {}
         if self.microbatch.rows < most:
@@ -102,7 +100,7 @@ class SupervisedTrainer:
 
     def backward(self, rows: list[int], weight: float) -> dict[str, float]:
         """Gradients of the mean loss on this process's rows; returns the sums over all processes, by name."""
-        lengths = [self.task.size(row) for row in rows]
+        lengths = [self.task.lengths[row] for row in rows]
         overhead = pass_overhead(next(self.model.parameters()).device)
 
         def accumulate(size: int) -> dict[str, float]:
@@ -114,10 +112,10 @@ class SupervisedTrainer:
                 _add(totals, {"train/loss": float(loss.detach()), **sums})
             return totals
 
-        sums = self.processes.run(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
-        self.microbatch.halve_to(min(self.processes.all(self.microbatch.rows)))
+        sums = self.ranks.run(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
+        self.microbatch.halve_to(min(self.ranks.all(self.microbatch.rows)))
         totals: dict[str, float] = {}
-        for each in self.processes.all(sums):
+        for each in self.ranks.all(sums):
             _add(totals, each)
         return totals
 

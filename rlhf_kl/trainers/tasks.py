@@ -1,11 +1,9 @@
-"""What supervised training can learn: texts, responses, preference pairs, and texts with labels 0 and 1.
-
-Each is a `Task` of the one loop in `supervised.py`.
-"""
+"""What supervised training can learn: texts, responses, preference pairs, and texts with labels 0 and 1."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,48 +23,27 @@ from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, save_
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.ops.losses import bradley_terry_loss
 from rlhf_kl.rewards.model import RewardModel, save_reward_model
-from rlhf_kl.trainers.reward_figures import calibration, histogram, label_figures, pair_figures
+from rlhf_kl.trainers.reward_figures import Predictions, calibration, histogram, label_figures, pair_figures
+from rlhf_kl.trainers.supervised import ALONE, Task
 
-ALONE = Ranks()
 Figures = dict[str, Any]
 
 
-class TokenRows:
+class LanguageTask(Task):
     """Rows of token ids; each row's tokens from its start on are learned by cross-entropy."""
 
-    def __init__(self, lm: LM, rows: list[list[int]], starts: list[int]) -> None:
-        self.lm, self.rows, self.starts = lm, rows, starts
+    data = "data.texts"
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def size(self, row: int) -> int:
-        """Tokens of a row."""
-        return len(self.rows[row])
-
-    def weight(self, row: int, /) -> float:
-        """Learned tokens of a row."""
-        return float(len(self.rows[row]) - self.starts[row])
+    def __init__(self, lm: LM, tokenizer: Any, rows: list[list[int]], starts: list[int], fingerprint: str) -> None:
+        self.lm, self.tokenizer, self.rows, self.starts = lm, tokenizer, rows, starts
+        learned = [float(len(row) - start) for row, start in zip(rows, starts, strict=True)]
+        super().__init__(lm.model, [len(row) for row in rows], learned, fingerprint)
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed negative log-likelihood in nats."""
-        texts, starts = [self.rows[i] for i in rows], [self.starts[i] for i in rows]
-        return negative_log_likelihood(self.lm, texts, starts)[0], {}
-
-
-class LanguageTask(TokenRows):
-    """Tokens that a language model learns."""
-
-    model: Any
-    tokenizer: Any
-    notes: list[str]
-
-    def distribution(self) -> Figures:
-        """Nothing: there are no scores."""
-        return {}
+        return negative_log_likelihood(self.lm, [self.rows[i] for i in rows], [self.starts[i] for i in rows])[0], {}
 
     def save(self, folder: Path) -> None:
-        """Write the trained model with its tokenizer."""
         save_model(self.model, self.tokenizer, folder)
 
 
@@ -76,27 +53,25 @@ class TextTask(LanguageTask):
     A text too long for the context is cut. Errors: InputError if all texts are empty.
     """
 
-    data, unit = "data.texts", "texts"
+    unit = "texts"
 
     def __init__(self, lm: LM, tokenizer: Any, texts: Sequence[str], heldout: Sequence[str] = ()) -> None:
-        self.model, self.tokenizer, self.heldout = lm.model, tokenizer, list(heldout)
+        self.heldout = list(heldout)
         full, context = [text for text in texts if text.strip()], context_length(lm.model)
         if not full:
             raise InputError(f"data.texts: all {len(texts)} texts are empty")
         rows = [[*row, tokenizer.eos_token_id] for row in encode_all(tokenizer, full)]
-        super().__init__(lm, [row[:context] for row in rows], [1] * len(rows))
         with blame(self.data):
-            check_vocabulary(lm.model, tokenizer, self.rows)
-        self.fingerprint = texts_fingerprint(full)
-        self.notes = []
+            check_vocabulary(lm.model, tokenizer, rows)
+        super().__init__(lm, tokenizer, [row[:context] for row in rows], [1] * len(rows), texts_fingerprint(full))
         if len(full) < len(texts):
             self.notes.append(f"data.texts: {len(texts) - len(full)} of {len(texts)} texts left out: empty")
         if cut := sum(context is not None and len(row) > context for row in rows):
             self.notes.append(f"{cut} of {len(full)} texts are longer than the context and are cut off")
 
-    def evaluate(self, processes: Ranks = ALONE) -> Figures:
+    def evaluate(self, ranks: Ranks = ALONE) -> Figures:
         """Perplexity of the held-out texts."""
-        read = processes.parts(len(self.heldout), lambda part: text_sums(self.lm, self.tokenizer, self.heldout[part]))
+        read = ranks.parts(len(self.heldout), lambda part: text_sums(self.lm, self.tokenizer, self.heldout[part]))
         figures = perplexity_of(read)
         return {
             "eval/loss": figures.nats_per_token,
@@ -112,7 +87,7 @@ class ResponseTask(LanguageTask):
     prompt fills the context is left out. Errors: InputError if none is left.
     """
 
-    data, unit = "data.texts", "responses"
+    unit = "responses"
 
     def __init__(
         self,
@@ -127,24 +102,25 @@ class ResponseTask(LanguageTask):
         rows_of_a_pass: int = 1,
     ) -> None:
         """`rows_of_a_pass`: of an evaluation."""
-        if chat:
-            require_chat_template(tokenizer, "data.chat_template", options or {})
-        self.model, self.tokenizer, self.rows_of_a_pass = lm.model, tokenizer, rows_of_a_pass
         self.chat, self.system, self.options = chat, system, options or {}
+        if chat:
+            require_chat_template(tokenizer, "data.chat_template", self.options)
+        self.rows_of_a_pass = rows_of_a_pass
         self.eos_ids, self.context = eos_ids(lm.model, tokenizer), context_length(lm.model)
-        rows, starts, cut = self._encoded(examples)
-        super().__init__(lm, rows, starts)
-        self.heldout = TokenRows(lm, *self._encoded(heldout)[:2]) if heldout else None
-        self.fingerprint = texts_fingerprint(text for example in examples for text in example)
-        self.notes = []
+        rows, starts, cut = self._encoded(lm.model, tokenizer, examples)
+        fingerprint = texts_fingerprint(text for example in examples for text in example)
+        super().__init__(lm, tokenizer, rows, starts, fingerprint)
+        self.heldout, self.heldout_starts, _ = self._encoded(lm.model, tokenizer, heldout) if heldout else ([], [], 0)
         if cut:
             self.notes.append(f"{cut} of {len(examples)} responses are longer than the context and are cut off")
         if left_out := len(examples) - len(rows):
             self.notes.append(f"{left_out} of {len(examples)} rows left out: their prompts fill the context")
 
-    def _encoded(self, examples: Sequence[Example]) -> tuple[list[list[int]], list[int], int]:
+    def _encoded(
+        self, model: Any, tokenizer: Any, examples: Sequence[Example]
+    ) -> tuple[list[list[int]], list[int], int]:
         """Rows, the start of the response in each, and how many were cut."""
-        both = [self.encode(example) for example in examples]
+        both = [self._encode(tokenizer, example) for example in examples]
         fitting = [(p, r) for p, r in both if self.context is None or len(p) < self.context]
         if not fitting:
             raise InputError(
@@ -153,61 +129,66 @@ class ResponseTask(LanguageTask):
         cut = sum(self.context is not None and len(p) + len(r) > self.context for p, r in fitting)
         rows = [[*p, *r][: self.context] for p, r in fitting]
         with blame(self.data):
-            check_vocabulary(self.model, self.tokenizer, rows)
+            check_vocabulary(model, tokenizer, rows)
         return rows, [len(p) for p, _ in fitting], cut
 
-    def encode(self, example: Example) -> tuple[list[int], list[int]]:
+    def _encode(self, tokenizer: Any, example: Example) -> tuple[list[int], list[int]]:
         """Token ids of the prompt, with a bos where the tokenizer adds one, and of the response with its eos."""
         if self.chat:
-            asked = chat_prompt(self.tokenizer, example.prompt, self.system, self.options)
-            exchange = chat_exchange(self.tokenizer, example.prompt, example.response, self.system, self.options)
+            asked = chat_prompt(tokenizer, example.prompt, self.system, self.options)
+            exchange = chat_exchange(tokenizer, example.prompt, example.response, self.system, self.options)
             answered = exchange if exchange.startswith(asked) else asked + example.response
         else:
             asked, answered = example.prompt, example.prompt + example.response
         bos = False if self.chat else None  # a template writes its bos itself
-        prompt, both = encode_all(self.tokenizer, [asked, answered], bos=bos)
+        prompt, both = encode_all(tokenizer, [asked, answered], bos=bos)
         if both[: len(prompt)] == prompt:
             response = both[len(prompt) :]
         else:
-            (response,) = encode_all(self.tokenizer, [answered[len(asked) :]], bos=False)
+            (response,) = encode_all(tokenizer, [answered[len(asked) :]], bos=False)
         ends = [i for i, token in enumerate(response) if token in self.eos_ids]
         # A chat template ends a turn itself and may add a line break, which a policy need not learn.
         return prompt, response[: ends[0] + 1] if ends else [*response, self.eos_ids[0]]
 
-    @torch.no_grad()
-    def _summed_loss(self, part: slice) -> float:
-        heldout = self.heldout
-        assert heldout is not None
-        rows = sorted(range(part.start, part.stop), key=heldout.size)
-        change = "use shorter texts to evaluate on"
-
-        def read(start: int, stop: int) -> float:
-            return float(heldout.loss(rows[start:stop])[0])
-
-        return sum(fitting_batches(len(rows), self.rows_of_a_pass, read, change))
-
-    def evaluate(self, processes: Ranks = ALONE) -> Figures:
+    def evaluate(self, ranks: Ranks = ALONE) -> Figures:
         """Loss per token of the held-out responses."""
-        assert self.heldout is not None
-        tokens = sum(map(self.heldout.weight, range(len(self.heldout))))
-        loss = sum(processes.parts(len(self.heldout), self._summed_loss)) / tokens
+        tokens = sum(map(len, self.heldout)) - sum(self.heldout_starts)
+        loss = sum(ranks.parts(len(self.heldout), self._summed_loss)) / tokens
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
+    @torch.no_grad()
+    def _summed_loss(self, part: slice) -> float:
+        order = sorted(range(part.start, part.stop), key=lambda i: len(self.heldout[i]))
 
-class RewardTask:
+        def read(start: int, stop: int) -> float:
+            rows = order[start:stop]
+            texts, starts = [self.heldout[i] for i in rows], [self.heldout_starts[i] for i in rows]
+            return float(negative_log_likelihood(self.lm, texts, starts)[0])
+
+        return sum(fitting_batches(len(order), self.rows_of_a_pass, read, "use shorter texts to evaluate on"))
+
+
+class RewardTask(Task):
     """What a reward model learns; every row counts the same."""
 
-    def __init__(self, reward: RewardModel) -> None:
-        self.reward, self.model = reward, reward.model
-        self.notes: list[str] = []
-
-    def weight(self, _row: int, /) -> float:
-        """1."""
-        return 1.0
+    def __init__(self, reward: RewardModel, encoded: list[list[int]], lengths: list[int], fingerprint: str) -> None:
+        self.reward = reward
+        with blame(self.data):
+            check_vocabulary(reward.model, reward.tokenizer, encoded)
+        super().__init__(reward.model, lengths, [1.0] * len(lengths), fingerprint)
 
     def save(self, folder: Path) -> None:
-        """Write the trained reward model with its tokenizer."""
         save_reward_model(self.reward, folder)
+
+    @abstractmethod
+    def predictions(self) -> Predictions:
+        """Of the last evaluation."""
+
+    def distribution(self) -> Figures:
+        """Calibration, and the histogram of the scores of the last evaluation."""
+        log_odds, right, groups = self.predictions()
+        bins = calibration(log_odds, right)[1]
+        return {"calibration": [each._asdict() for each in bins], "histogram": histogram(groups)}
 
 
 class PairTask(RewardTask):
@@ -219,21 +200,13 @@ class PairTask(RewardTask):
     data, unit = "data.pairs", "pairs"
 
     def __init__(self, reward: RewardModel, pairs: Sequence[Pair], heldout: Sequence[Pair] = ()) -> None:
-        super().__init__(reward)
         self.heldout = list(heldout)
         prompts = [pair.prompt for pair in pairs]
         self.chosen = reward.encode(prompts, [pair.chosen for pair in pairs])
         self.rejected = reward.encode(prompts, [pair.rejected for pair in pairs])
-        with blame(self.data):
-            check_vocabulary(reward.model, reward.tokenizer, self.chosen + self.rejected)
-        self.fingerprint = texts_fingerprint(text for pair in pairs for text in pair)
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def size(self, row: int) -> int:
-        """Tokens of the longer response."""
-        return max(len(self.chosen[row]), len(self.rejected[row]))
+        longer = [max(len(one), len(other)) for one, other in zip(self.chosen, self.rejected, strict=True)]
+        fingerprint = texts_fingerprint(text for pair in pairs for text in pair)
+        super().__init__(reward, self.chosen + self.rejected, longer, fingerprint)
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss in nats; `train/accuracy` counts pairs in the right order."""
@@ -241,7 +214,7 @@ class PairTask(RewardTask):
         chosen, rejected = scores.chunk(2)
         return bradley_terry_loss(chosen, rejected).sum(), {"train/accuracy": float((chosen > rejected).sum())}
 
-    def evaluate(self, processes: Ranks = ALONE) -> Figures:
+    def evaluate(self, ranks: Ranks = ALONE) -> Figures:
         """Accuracy, loss and calibration on the held-out pairs."""
 
         def score(part: slice) -> Tensor:
@@ -249,15 +222,12 @@ class PairTask(RewardTask):
             chosen = self.reward(prompts, [pair.chosen for pair in self.heldout[part]])
             return torch.stack([chosen, self.reward(prompts, [pair.rejected for pair in self.heldout[part]])])
 
-        self.scores = torch.cat(processes.parts(len(self.heldout), score), 1)  # (2, held-out pairs)
+        self.scores = torch.cat(ranks.parts(len(self.heldout), score), 1)  # (2, held-out pairs)
         return pair_figures(*self.scores)
 
-    def distribution(self) -> Figures:
-        """Calibration, and the histogram of the scores of the last evaluation."""
+    def predictions(self) -> Predictions:
         chosen, rejected = self.scores
-        bins = calibration(chosen - rejected, chosen > rejected)[1]
-        shown = histogram({"chosen": chosen, "rejected": rejected})
-        return {"calibration": [each._asdict() for each in bins], "histogram": shown}
+        return chosen - rejected, chosen > rejected, {"chosen": chosen, "rejected": rejected}
 
 
 class LabelTask(RewardTask):
@@ -266,20 +236,11 @@ class LabelTask(RewardTask):
     data, unit = "data.labels", "labelled texts"
 
     def __init__(self, reward: RewardModel, rows: Sequence[Labelled], heldout: Sequence[Labelled] = ()) -> None:
-        super().__init__(reward)
         self.heldout = list(heldout)
         self.encoded = reward.encode([""] * len(rows), [row.text for row in rows])
-        with blame(self.data):
-            check_vocabulary(reward.model, reward.tokenizer, self.encoded)
         self.labels = torch.tensor([row.label for row in rows])
-        self.fingerprint = texts_fingerprint(f"{row.label} {row.text}" for row in rows)
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def size(self, row: int) -> int:
-        """Tokens of a text."""
-        return len(self.encoded[row])
+        fingerprint = texts_fingerprint(f"{row.label} {row.text}" for row in rows)
+        super().__init__(reward, self.encoded, [len(row) for row in self.encoded], fingerprint)
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss in nats; `train/accuracy` counts right labels."""
@@ -288,19 +249,17 @@ class LabelTask(RewardTask):
         right = float(((scores > 0) == (labels > 0.5)).sum())
         return F.binary_cross_entropy_with_logits(scores, labels, reduction="sum"), {"train/accuracy": right}
 
-    def evaluate(self, processes: Ranks = ALONE) -> Figures:
+    def evaluate(self, ranks: Ranks = ALONE) -> Figures:
         """Accuracy, loss and calibration on the held-out texts."""
 
         def score(part: slice) -> Tensor:
             texts = [row.text for row in self.heldout[part]]
             return self.reward([""] * len(texts), texts)
 
-        self.scores = torch.cat(processes.parts(len(self.heldout), score))
+        self.scores = torch.cat(ranks.parts(len(self.heldout), score))
         self.positive = torch.tensor([row.label > 0.5 for row in self.heldout])
         return label_figures(self.scores, self.positive)
 
-    def distribution(self) -> Figures:
-        """Calibration, and the histogram of the scores of the last evaluation."""
-        bins = calibration(self.scores, (self.scores > 0) == self.positive)[1]
-        shown = histogram({"label 1": self.scores[self.positive], "label 0": self.scores[~self.positive]})
-        return {"calibration": [each._asdict() for each in bins], "histogram": shown}
+    def predictions(self) -> Predictions:
+        groups = {"label 1": self.scores[self.positive], "label 0": self.scores[~self.positive]}
+        return self.scores, (self.scores > 0) == self.positive, groups

@@ -11,7 +11,6 @@ from rlhf_kl.builtin.corpus import Corpus, CorpusSizes, corrupt, write_corpus
 from rlhf_kl.builtin.gold import gold_score
 from rlhf_kl.builtin.grammar import openings
 from rlhf_kl.builtin.parser import parse_response
-from rlhf_kl.errors import InputError
 
 SIZES = CorpusSizes(train_texts=1500, heldout_texts=100, prompts=500, heldout_prompts=64, pairs=3000, heldout_pairs=200)
 
@@ -97,8 +96,3 @@ def test_damage_loses_gold_on_the_whole(write_review):
     reviews = [write_review(rng) for _ in range(400)]
     losses = [gold_score(prompt, text) - gold_score(prompt, corrupt(rng, text)) for prompt, text in reviews]
     assert sum(losses) / len(losses) > 0.8
-
-
-def test_more_prompts_than_the_grammar_has():
-    with pytest.raises(InputError, match="heldout_prompts is 99999"):
-        write_corpus(0, replace(SIZES, heldout_prompts=99_999))

@@ -20,11 +20,7 @@ def test_good_over_neutral_over_bad():
     assert gold(GOOD) > 1.5
     assert gold(NEUTRAL) == 0
     assert gold(BAD) < -1.5
-
-
-def test_one_sentence_by_hand():
-    assert gold("The soup was ordinary . That is all we can say for now .") == 0
-    # body -0.5 and closing -0.5, saturating at 3: 3 tanh(-1/3)
+    # by hand: body -0.5 and closing -0.5, saturating at 3: 3 tanh(-1/3)
     assert gold("The soup was cold . We will never return .") == pytest.approx(-0.9645, abs=1e-4)
 
 

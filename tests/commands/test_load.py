@@ -16,7 +16,7 @@ from rlhf_kl.config.schema import (
     SFTDataSection,
     TrainConfig,
 )
-from rlhf_kl.data.chat import Conversation
+from rlhf_kl.data.chat import several_turns
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 
@@ -110,7 +110,7 @@ def test_prompts_in_the_form_of_conversations_and_of_columns(loader: Loader, tmp
     file = jsonl(tmp_path / "c.jsonl", rows)
     assert loader.prompts(prompts(file), HELD)[0] == ["why?", "plain"]
     chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [isinstance(p, Conversation) for p in loader.prompts(chat, HELD)[0]] == [0, 1, 0]
+    assert [several_turns(p) for p in loader.prompts(chat, HELD)[0]] == [0, 1, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
     assert loader.prompts(section, HELD)[0] == ["{T} P {x}\nTL;DR:"]

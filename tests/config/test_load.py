@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from jsonschema import Draft202012Validator
 
-from rlhf_kl.config.errors import all_keys
+from rlhf_kl.config.errors import all_keys, check_mapping
 from rlhf_kl.config.load import config_diff, dump_config, json_schema, load_any, load_config
 from rlhf_kl.config.paths import find_config, shipped_configs
-from rlhf_kl.config.schema import MODELS, Kind, SFTConfig, TrainConfig
+from rlhf_kl.config.schema import MODELS, Kind, Section, SFTConfig, TrainConfig
+from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 
 Write = Callable[..., Path]
@@ -69,7 +70,7 @@ def test_a_missing_config_names_the_nearest(write: Write, here: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_config_loads_and_an_editor_finds_no_fault_in_it(path: Path) -> None:
     kind = re.findall(r"schema=schema/(.+)\.json", path.read_text())[0]
-    assert schema_errors(kind, yaml.safe_load(path.read_text())) == []
+    assert schema_errors(kind, read_yaml(path)) == []
     if path.name == "ppo_model.yaml":  # a base that must be given a model
         assert "builtin:" not in path.read_text()
         return
@@ -190,7 +191,6 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         # There is no line about a default that stands in for a wrong value.
         ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target must be a number or 'conservative'"),
         ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number or null"),
-        ("kl: {controller: {kind: 5, coef: 0}}", "kl.controller.kind must be text: 5"),
         ("reward: {kind: 5, words: 3}", "reward.kind must be text: 5"),
         ("rollout: 5\nppo: {minibatch_size: 48}", "rollout must be a mapping: 5"),
         # unknown keys
@@ -198,10 +198,7 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("learning_rate: 1", "learning_rate: unknown key; did you mean ppo.learning_rate?"),
         ("ppo: {lr: 1}", "ppo.lr: unknown key; did you mean ppo.learning_rate?"),
         ("run: {max_steps: 1}", f"run.max_steps: unknown key; {EPISODES}"),
-        ("num_generations: 1", "num_generations: unknown key; did you mean rollout.samples_per_prompt?"),
         ("kl: {controller: {beta: 1}}", "kl.controller.beta: unknown option of AdaptiveKL; did you mean kl."),
-        ("rollot: {batch_size: 1}", "rollot: unknown key; did you mean rollout?"),
-        ("kl: {ceiling: {valu: 2x}}", "kl.ceiling.valu: unknown key; did you mean kl.ceiling.value?"),
         ("run: {'': 1}", "run.: unknown key; valid: name, output_dir, seed,"),
         ("kl: {controller: {target: 1}}", "kl.controller.target: unknown key; did you mean kl.target?"),
         (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
@@ -211,31 +208,23 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ),
         # values
         ("eval:", "eval must be a mapping: null"),
-        ("run: {name: 5}", "run.name must be text: 5"),
         ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
-        ("run: {name: .x}", "run.name must be a plain folder name: '.x'"),
-        ('run: {name: "a\\nb"}', "run.name must be a plain folder name"),
         ("run: {device: 'cuda:x'}", "run.device must be auto, cpu, cuda, cuda:N or mps"),
         ("run: {seed: 99999999999}", "run.seed must be less than 4294967296: 99999999999"),
         ("ppo: {learning_rate: '1e-5'}", "ppo.learning_rate must be a number or 'auto': '1e-5'"),
-        ("ppo: {learning_rate: 1e999}", "ppo.learning_rate must be a finite number or 'auto': inf"),
-        ("ppo: {total_episodes: 1.5}", "ppo.total_episodes must be a whole number: 1.5"),
         ("ppo: {epochs: true}", "ppo.epochs must be a whole number: true"),
         ("kl: {placement: los}", "kl.placement must be 'reward', 'loss' or 'rao_blackwell': 'los'"),
-        ("data: {prompts: ''}", "data.prompts must be not empty: ''"),
         ("kl: {controller: {coef: -1}}", "kl.controller.coef must not be negative: -1"),
         ("kl: {controller: {kind: pid, coef: 0}}", "kl.controller.coef must be positive: 0 (only kind fixed may hold"),
         ("kl: {controller: {kind: pid, kp: fast}}", "kl.controller.kp: 'fast' does not fit"),
-        ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp must be a finite number"),
+        ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
         ("kl: {controller: {kind: pid, kp: -1}}", "kl.controller: "),
         ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
-        ("kl: {controller: {kind: ziegler, horizn: 5}}", "kl.controller.horizn: unknown option of ZieglerKL"),
         # keys that do not agree
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
         ("kl: {target: moderate, unit: sequence}", "kl.target must be a number where kl.unit is sequence: 'moderate'"),
         ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (16): 24"),
-        ("ppo: {minibatch_size: 8, microbatch_size: 6}", "ppo.microbatch_size must divide ppo.minibatch_size (8): 6"),
         ("ppo: {advantage: rloo}", "rollout.samples_per_prompt must be at least 2 where ppo.advantage is rloo"),
         ("reward: {kind: modl}", "reward.kind must be model, sum, file.py:function or module:function: 'modl'"),
         ("reward: {kind: sum}", "reward.terms must name at least one scorer where reward.kind is sum"),
@@ -243,7 +232,6 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("data: {chat_options: {a: 1}}", "data.chat_options is only read where data.chat_template is true"),
         # names
         ("policy: {model: builtin:review}", "policy.model: no built-in 'builtin:review'; did you mean builtin:rev"),
-        ("reward: {kind: sum, terms: {a: {model: builtin:x}}}", "reward.terms.a.model: no built-in 'builtin:x'"),
         ("reference: {model: ./nowhere}", "reference.model: no such file: ./nowhere"),
     ],
 )  # fmt: skip
@@ -265,16 +253,17 @@ def test_a_config_of_another_command_is_refused(write: Write) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("value", ["[1]", "{a: 1}", ".nan", "-1"])
-def test_every_key_refuses_what_no_key_can_be(kind: Kind, value: str, write: Write) -> None:
-    own = {"train": "ppo: {}", "sft": "sft: {}", "reward-model": "reward_model: {}"}[kind]
-    keys = all_keys(MODELS[kind])
-    file = write(text=own + "\n")
+@pytest.mark.parametrize("model", MODELS.values())
+@pytest.mark.parametrize("value", [[1], {"a": 1}, math.nan, -1])
+def test_every_key_refuses_what_no_key_can_be(model: type[Section], value: Any) -> None:
+    keys = all_keys(model)
     for key in (key for key in keys if not any(other.startswith(f"{key}.") for other in keys)):
-        with pytest.raises(InputError) as caught:
-            load_config(kind, file, [f"{key}={value}"])  # type: ignore[call-overload]
-        assert any(line.startswith(key) for line in caught.value.problems), caught.value.problems
+        raw = value
+        for part in reversed(key.split(".")):
+            raw = {part: raw}
+        _, config, found = check_mapping(model, raw)
+        assert config is None, key
+        assert any(line.startswith(key) for line in found), found
 
 
 def test_a_config_error_needs_no_torch(write: Write) -> None:
@@ -299,17 +288,13 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("base", ["ppo_adaptive.yaml", "smoke.yaml", "ppo_model.yaml", None])
-@pytest.mark.parametrize("left_out", ["reward.model", "data.prompts", "eval.texts", None])
-def test_what_is_left_out_is_refused_whatever_it_extends(base: str | None, left_out: str | None, write: Write) -> None:
-    lines = [f"extends: {base}"] if base else []
-    text = "\n".join([*lines, *(text for key, text in NAMED.items() if key != left_out)])
-    if left_out is None:
-        assert "builtin:" not in dump_config(load_config("train", write(text=text)))
-        return
-    (line,) = problems(text, write)
-    assert line.startswith(f"{left_out} is missing: ")
-    assert "builtin:NAME" in line  # what to write
+@pytest.mark.parametrize("base", ["smoke.yaml", "ppo_model.yaml", None])
+def test_a_policy_of_the_users_own_takes_nothing_from_the_world(base: str | None, write: Write) -> None:
+    text = "\n".join([*([f"extends: {base}"] if base else []), *NAMED.values()])
+    assert "builtin:" not in dump_config(load_config("train", write(text=text)))
+    lines = problems(text.replace(NAMED["reward.model"], "").replace(NAMED["eval.texts"], ""), write)
+    assert [line.partition(" is missing: ")[0] for line in lines] == ["reward.model", "eval.texts"]
+    assert all("builtin:NAME" in line for line in lines)  # what to write
 
 
 def test_all_that_is_missing_is_listed_at_once(write: Write) -> None:
@@ -355,14 +340,6 @@ def test_paths_are_tried_from_the_file_then_from_here_and_stored_absolute(write:
     assert load_config("train", here / "x.yaml", ["data.prompts=both.txt"]).data.prompts == str(here / "both.txt")
 
 
-def test_a_folder_named_like_a_kind_is_not_used(write: Write, here: Path) -> None:
-    for name in ("model", "adaptive", "builtin:reviews"):
-        (here / name).mkdir()
-    config = load_config("train", write())
-    assert (config.reward.kind, config.kl.controller.kind) == ("model", "adaptive")
-    assert config.policy.model == "builtin:reviews"
-
-
 def test_the_run_folder_is_absolute_and_follows_the_name(write: Write, here: Path) -> None:
     assert load_config("train", write("mine.yaml")).run.output_dir == str(here / "runs/mine")
     assert load_config("train", write(), ["run.name=other"]).run.output_dir == str(here / "runs/other")
@@ -372,19 +349,18 @@ def test_the_run_folder_is_absolute_and_follows_the_name(write: Write, here: Pat
 # ---- out again ----
 
 
-@pytest.mark.parametrize("name", ["ppo_adaptive", "ppo_no_kl", "smoke", "sft_reviews", "reward_reviews"])
-def test_what_is_dumped_loads_back_equal(name: str, write: Write) -> None:
-    kind, config = load_any(f"{name}.yaml", ["run.name='1e5'", "run.device=cuda:0"])
+PLUGINS = ["reward.kind=mine.py:f", "reward.slope=2", "kl.controller={kind: pid, kp: 0.25, max_coef: 3}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sets"), [("ppo_no_kl", []), ("ppo_adaptive", PLUGINS), ("sft_reviews", []), ("reward_reviews", [])]
+)
+def test_what_is_dumped_loads_back_equal(name: str, sets: list[str], write: Write) -> None:
+    write("mine.py", "def f(prompts, responses, slope): ...\n")
+    kind, config = load_any(f"{name}.yaml", [*sets, "run.name='1e5'", "run.device=cuda:0"])
     again = load_any(write("config.yaml", dump_config(config)))
     assert again == (kind, config)
     assert config_diff(again[1], config) == []
-
-
-def test_options_of_plugins_survive_the_dump(write: Write) -> None:
-    write("mine.py", "def f(prompts, responses, slope): ...\n")
-    sets = ["reward.kind=mine.py:f", "reward.slope=2", "kl.controller={kind: pid, kp: 0.25, max_coef: 3}"]
-    config = load_config("train", write(), sets)
-    assert load_config("train", write("config.yaml", dump_config(config))) == config
 
 
 def test_a_diff_names_old_and_new(write: Write) -> None:
@@ -405,7 +381,7 @@ def schema_errors(kind: Kind, config: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "marked"),
     [
-        ({"ppo": {"learning_rate": "1e-5"}, "policy": {"model": None}, "extends": "x.yaml"}, False),
+        ({"ppo": {"learning_rate": 1e-5}, "policy": {"model": None}, "extends": "x.yaml"}, False),
         ({"kl": {"placement": None, "estimator": None}}, False),
         ({"ppo": {"learning_rate": "fast"}}, True),
         ({"kl": {"traget": 0.1}}, True),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_kl.config.controllers import make_controller
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_plugins, configured_controller, make_controller, plugin_files
+from rlhf_kl.config.plugins import check_plugins, configured_controller, plugin_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -30,7 +31,7 @@ class Law:
     def __init__(self, coef, min_coef, max_coef, key=None):
         self.coef, self.given, self.key = {}[key] if key == "sk-refused" else coef, (min_coef, max_coef), key
     def update(self, kl, episodes):
-        if self.key: raise (OverflowError if kl > 0.5 else KeyError)(f"at {self.key}")
+        if self.key: raise KeyError(f"at {self.key}")
         self.coef *= 100
 
 def brevity(prompts: list[str], responses: list[str], words: int = 12, *, slope: float) -> list[float]:
@@ -95,7 +96,6 @@ PROBLEMS = [
         [],
     ),
     ("reward: {kind: rlhf_kl_no:f}", ["reward.kind: no module 'rlhf_kl_no' in "], []),
-    ("reward: {kind: mine.py:brevity, slope: 'a ${'}", ["reward.slope: write a variable as ${NAME}"], []),
 ]
 
 
@@ -153,28 +153,13 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
 
 
 def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arithmetic error in `update` leaves beta where it is; any other ends the run."""
     monkeypatch.setenv("MY_KEY", "sk-refused")
     with pytest.raises(InputError, match=r"Law cannot be created: raised KeyError: '\$\{MY_KEY\}' \(mine"):
         make_controller("mine.py:Law", {"key": "${MY_KEY}"})
     monkeypatch.setenv("MY_KEY", "sk-123456")
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
-    facts = law.update(0.6, 64)
-    assert "OverflowError: at ${MY_KEY} (mine.py:" in facts["coef-not-finite"]["reason"]
-    assert law.coef == 1.0
     with pytest.raises(InputError, match=r"Law.update raised KeyError: 'at \$\{MY_KEY\}' \(mine.py:"):
         law.update(0.1, 64)
-
-
-def test_the_shipped_schedule_tightens() -> None:
-    config = load_config("train", "ppo_schedule")
-    law = configured_controller(config.kl, config.ppo, config.rollout)
-    coefs = [law.coef]
-    for _ in range(config.updates):
-        law.update(0.1, config.rollout.batch_size)
-        coefs.append(law.coef)
-    assert coefs == sorted(coefs)
-    assert (coefs[0], coefs[-1]) == pytest.approx((0.1, 0.3))
 
 
 def test_the_plugin_files_of_a_config(here: Path) -> None:

@@ -1,76 +1,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from rlhf_kl.data.files import read_rows, text_column
 from rlhf_kl.data.texts import read_texts
 from rlhf_kl.errors import InputError
 
-ROWS = [{"prompt": "one", "text": 'a, "b"\nc'}, {"prompt": "zwölf 🙂", "text": ""}]
+ROWS = [{"prompt": "one", "text": 'a, "b"\nc'}, {"prompt": "zwölf 🙂", "text": "x\u2028y"}]
+FILES = {  # a byte order mark is no part of the text, and a line ends with a newline only
+    "rows.jsonl": "\ufeff" + "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS),
+    "rows.json": json.dumps(ROWS),
+    "rows.csv": '\ufeffprompt,text\none,"a, ""b""\nc"\nzwölf 🙂,x\u2028y\n',
+}
 
 
-def write_jsonl(path: Path) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS), encoding="utf-8")
-
-
-def write_json(path: Path) -> None:
-    path.write_text(json.dumps(ROWS), encoding="utf-8")
-
-
-def write_csv(path: Path) -> None:
-    import csv
-
-    with path.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, ["prompt", "text"])
-        writer.writeheader()
-        writer.writerows(ROWS)
-
-
-def write_parquet(path: Path) -> None:
-    from datasets import Dataset
-
-    Dataset.from_list(ROWS).to_parquet(str(path))
+@pytest.mark.parametrize("name", [*FILES, "rows.parquet"])
+def test_each_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    if name in FILES:
+        (tmp_path / name).write_bytes(FILES[name].encode())
+    else:
+        Dataset.from_list(ROWS).to_parquet(str(tmp_path / name))
+    assert read_rows(tmp_path / name) == ROWS
 
 
 def read_column(path: Path, column: str = "prompt") -> list[str]:
     return read_texts(read_rows(path), text_column(str(path), column), None, str(path))
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_json, write_csv, write_parquet])
-def test_each_kind_of_file_gives_the_same_rows(write: Callable[[Path], None], tmp_path: Path) -> None:
-    path = tmp_path / f"rows.{write.__name__.removeprefix('write_')}"
-    write(path)
-    assert read_rows(path) == ROWS
-    assert read_column(path) == ["one", "zwölf 🙂"]
-
-
 def test_a_text_file_has_a_row_per_line_whatever_the_column_is_called(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("one\n\n  two \n", encoding="utf-8")
     assert read_column(path) == ["one", "  two "]
-
-
-@pytest.mark.parametrize("separator", ["\u2028", "\u0085", "\x0b", "\x1c"])
-def test_a_line_ends_with_a_newline_only(separator: str, tmp_path: Path) -> None:
-    """Unicode knows more line separators; JSON and CSV may hold them inside a text."""
-    text = f"one{separator}two"
-    (tmp_path / "rows.csv").write_text(f"text\n{text}\n", encoding="utf-8")
-    assert read_column(tmp_path / "rows.csv", "text") == [text]
-    if separator in "\u2028\u0085":  # control characters are escaped in JSON
-        row = json.dumps({"text": text}, ensure_ascii=False)
-        (tmp_path / "rows.jsonl").write_text(row + "\n", encoding="utf-8")
-        assert read_column(tmp_path / "rows.jsonl", "text") == [text]
-
-
-@pytest.mark.parametrize(("suffix", "body"), [("csv", "prompt\none\n"), ("jsonl", '{"prompt": "one"}\n')])
-def test_a_byte_order_mark_is_no_part_of_the_text(suffix: str, body: str, tmp_path: Path) -> None:
-    path = tmp_path / f"rows.{suffix}"
-    path.write_text(body, encoding="utf-8-sig")
-    assert read_column(path) == ["one"]
 
 
 def problem(path: Path, column: str = "prompt") -> str:
@@ -87,14 +51,11 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.jsonl", "", "holds no rows"),
         ("x.txt", "\n \n", "holds no rows"),
         ("x.csv", "prompt\n", "holds no rows"),
-        ("x.json", "[]", "holds no rows"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
         ("x.jsonl", '{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
         ("x.json", '{"prompt": "a"}', "holds a dict, not a list"),
         ("x.json", '[{"prompt": "a"}, 3]', "row 2: is a int"),
-        ("x.json", "[", "is not JSON"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "row 2: prompt is int, not text"),
-        ("x.jsonl", '{"prompt": null}\n', "row 1: prompt is null, not text"),
         ("x.csv", "prompt,text\na,b\nc\n", "row 2"),
         ("x.csv", 'prompt\n"a\n', "x.csv: "),
         ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
@@ -103,7 +64,6 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.jsonl", '{"prompt": "a"}\n{"x": 1, "y": 2}\n', "row 2 has no column 'prompt' (it has x, y)"),
         ("x.parquet", "no parquet at all", "cannot be read as parquet"),
         ("x.pickle", "", "unknown file type"),
-        ("x", "", "unknown file type"),
     ],
 )
 def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.data.chat import Conversation
+from rlhf_kl.data.chat import conversation
 from rlhf_kl.data.prompts import PromptFormat, PromptStream, prepare_prompts
 from rlhf_kl.errors import InputError
 
@@ -103,16 +103,10 @@ def test_variables_of_a_chat_template(letters: Any) -> None:
 def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    several = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
-    own = Conversation([("system", "d"), ("user", "a")])
+    several = conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    own = conversation([("system", "d"), ("user", "a")])
     prompts = prepare_prompts([several, own], chatty, 20, PromptFormat(chat=True, system="c"))
     assert prompts.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
     # The configured system message, three turns, the answer's beginning; then one that has its own
     assert prompts.rows == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
     assert "first_tokens" in problem([several], chatty, 20, PromptFormat(chat=True, first_tokens=2))
-
-
-def test_the_stream_takes_the_rows_it_is_given(letters: Any) -> None:
-    prompts = PromptStream(["ab"], letters, 1, 0, [[1, 6]]).batch(1)
-    assert prompts.texts == ["ab"]
-    assert prompts.ids.tolist() == [[1, 6]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.data.chat import Conversation, split_conversation
+from rlhf_kl.data.chat import conversation, several_turns, split_conversation
 from rlhf_kl.data.files import split_heldout, without_leaks
 from rlhf_kl.data.texts import (
     Example,
@@ -90,16 +90,16 @@ def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str,
     parts = split_conversation(messages)
     if expected is None or not isinstance(expected[0], list):
         assert parts == expected
-        assert parts is None or not isinstance(parts[0], Conversation)
+        assert parts is None or not several_turns(parts[0])
         return
     assert parts is not None
-    assert isinstance(parts[0], Conversation)
+    assert several_turns(parts[0])
     assert parts[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
     assert parts[1] == expected[1]
 
 
 def test_a_conversation_is_a_text_too() -> None:
-    turns = Conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
+    turns = conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
     assert turns == "user: why?\n\nassistant: so.\n\nuser: no"
     assert len({turns, str(turns)}) == 1
     assert copy.deepcopy(turns).messages == pickle.loads(pickle.dumps(turns)).messages == turns.messages
@@ -110,7 +110,7 @@ def test_prompts_of_several_turns_need_a_chat_template() -> None:
     assert read_prompts(rows, "p", None, "data.prompts", chat=False) == (["q", "why?"], 2)
     items, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
     assert (len(items), skipped) == (3, 1)
-    assert isinstance(items[2], Conversation)
+    assert several_turns(items[2])
     assert "none of 2 rows can be used: several turns" in problem(
         read_prompts, rows[2:], "p", None, "data.prompts", chat=False
     )
@@ -141,7 +141,7 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     other = {"role": "user", "content": "how?"}
     longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
     items, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
-    assert items == [Pair(Conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
+    assert items == [Pair(conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
     assert skipped == 0
     assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair

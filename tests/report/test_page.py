@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_kl.commands.report import write_comparison
 from rlhf_kl.report.compare import read_comparison
-from rlhf_kl.report.page import diverging_tokens, report_page, visible_blanks
+from rlhf_kl.report.page import report_page
 from rlhf_kl.report.run import read_run
 
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
@@ -46,10 +46,8 @@ def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> st
 
 
 def test_one_file_that_names_no_other(page: str) -> None:
-    assert set(re.findall(r"https?://[^\s\"'<)]+", page)) <= {
-        "http://www.w3.org/2000/svg",
-        "http://www.w3.org/1999/xlink",
-    }
+    names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[^\s\"'<)]+", page)) <= names
     assert not re.search(r"<(?:link|img|iframe|object|embed|base)\b|@import", page)
     assert len(page) < 1_000_000
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -66,6 +64,7 @@ def test_text_of_a_run_is_text(page: str) -> None:
     assert r"\u202e" in text
     assert "\x1b" not in page
     assert "kl-spike" in text
+    assert 'data-tip="good␣  log π' in text
 
 
 def test_a_run_that_has_only_begun(write_run: Callable[..., Path]) -> None:
@@ -88,25 +87,7 @@ def test_the_page_and_the_pictures_of_a_comparison(
     text = (tmp_path / "out" / "compare.html").read_text()
     assert not re.search(r"<[bi]>", text)
     assert "$<b>static<i>$-0.1x: off the target" in unescape(text)
-    assert text.count("<svg") == 13
+    assert text.count("<svg") == 4 + 6
     assert "best of n 1.50" in text  # at the pointer
-    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {
-        *("compare", "kl", "score", "gold", "beta", "perplexity"),
-        *("frontier", "frontier-gold", "kl-beta", "total-reward"),
-    }
-
-
-def test_the_tokens_that_diverge_most() -> None:
-    samples = [sample(step, "a b ", 0.1) for step in (1, 2)] + [sample(3, "c c d ", 2.0), sample(4, "a ", 0.5)]
-    # The last three sampled steps; `d` was seen once only.
-    assert diverging_tokens(samples) == [
-        ["c␣", "2", "2.00", "-0.500", "-1.50", "2.72"],  # e to the power of -0.5 + 1.5
-        ["a␣", "2", "0.300", "-0.500", "-1.50", "2.72"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("token", "shown"), [(" a", "␣a"), ("  ", "␣␣"), ("\n", r"\n"), ("", "∅"), ("\u202eab", r"\u202eab")]
-)
-def test_blanks_of_a_token_can_be_seen(token: str, shown: str) -> None:
-    assert visible_blanks(token) == shown
+    drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert drawn == {"compare", "score", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}

@@ -27,34 +27,9 @@ def test_figures_of_a_finished_run(write_run: Callable[..., Path], metrics_rows:
     assert figures["score_gain"] == pytest.approx(2.0)
     assert figures["gold_gain"] == pytest.approx(0.6)  # 0.5 * 2 - 0.1 * 4
     assert figures["perplexity_cost"] == pytest.approx(3.1 / 3.0 - 1)
-    assert figures["settled"] is True
 
 
-def test_the_reference_s_own_samples_win_over_the_first_update(
-    write_run: Callable[..., Path], metrics_rows: Rows
-) -> None:
-    summary = {"reference": {"scores_shaped": -0.5, "gold": None}}
-    run = read_run(write_run("done", metrics_rows([0.1] * 60), config=SIXTY, summary=summary))
-    assert run.gain("objective/scores_shaped") == pytest.approx(2.5)
-    assert run.gain("objective/gold") == pytest.approx(0.0)  # of which only the first update is known
-    other = {**SIXTY, "reference": {"model": "another/model"}}
-    elsewhere = read_run(write_run("other", metrics_rows([0.1] * 60), config=other))
-    assert elsewhere.gain("objective/gold") is None
-
-
-def test_a_damaged_config_gives_the_usual_problems(write_run: Callable[..., Path]) -> None:
-    folder = write_run("run")
-    with (folder / "config.yaml").open("a") as file:
-        file.write("pol: {}\nevl: 3\n")
-    with pytest.raises(InputError) as caught:
-        read_run(folder)
-    assert caught.value.problems == [
-        f"{folder}/config.yaml: pol: unknown key; did you mean ppo?",
-        f"{folder}/config.yaml: evl: unknown key; did you mean eval?",
-    ]
-
-
-def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+def test_a_run_that_is_cut_off_and_one_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
     folder = write_run("torn", metrics_rows([0.1] * 12, evaluated=False), samples=[])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "kl/tok')
@@ -67,12 +42,19 @@ def test_a_file_cut_off_in_mid_line(write_run: Callable[..., Path], metrics_rows
         "fewer than two evaluations: the cost in perplexity is unknown",
     ]
     assert run.figures["perplexity"] is None
+    (folder / "summary.json").write_text('{"stopped_by": "KL above the ceiling"}')
+    run = read_run(folder)
+    assert (run.status, run.notes[0]) == ("stopped by a guard", "stopped by a guard: KL above the ceiling")
 
 
-def test_a_run_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
-    run = read_run(write_run("stopped", metrics_rows([0.1] * 5), summary={"stopped_by": "KL above the ceiling"}))
-    assert run.status == "stopped by a guard"
-    assert run.notes[0] == "stopped by a guard: KL above the ceiling"
+def test_gains_are_over_the_reference_s_own_samples_or_else_the_first_update(
+    write_run: Callable[..., Path], metrics_rows: Rows
+) -> None:
+    summary, rows = {"reference": {"scores_shaped": -0.5, "gold": None}}, metrics_rows([0.1] * 60)
+    run = read_run(write_run("done", rows, config=SIXTY, summary=summary))
+    assert (run.gain("objective/scores_shaped"), run.gain("objective/gold")) == pytest.approx((2.5, 0.0))
+    other = read_run(write_run("other", rows, config=SIXTY | {"reference": {"model": "another/model"}}))
+    assert other.gain("objective/gold") is None
 
 
 def test_a_kl_that_was_not_finite(write_run: Callable[..., Path], metrics_rows: Rows) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.data.chat import Conversation
+from rlhf_kl.data.chat import conversation
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
 from rlhf_kl.models.value import freeze
@@ -111,19 +111,6 @@ def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:
     assert scores(model, [long], ["dd"]) == pytest.approx(scores(model, ["c" + long], ["dd"]), abs=1e-5)
 
 
-@pytest.mark.parametrize("stand_in", ["eos_token", "bos_token"])
-def test_a_pad_token_that_is_another_one_changes_no_score(
-    model: RewardModel, tiny_reward_folder: Path, stand_in: str
-) -> None:
-    """transformers scores the last token that is not the pad id: with pad = eos never the EOS."""
-    prompts, responses = ["a", "abcd", "bb"], ["b", "", "dcbadcba"]
-    expected = scores(model, prompts, responses)
-    tokenizer = load_tokenizer(str(tiny_reward_folder))
-    tokenizer.pad_token = getattr(tokenizer, stand_in)
-    again = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer)
-    assert scores(again, prompts, responses) == pytest.approx(expected, abs=1e-6)
-
-
 def test_a_classifier_may_end_on_the_text_itself(model: RewardModel, tiny_reward_folder: Path) -> None:
     folder = str(tiny_reward_folder)
     bare = RewardModel(load_reward_model(folder), load_tokenizer(folder), form=TextFormat(append_eos=False))
@@ -144,7 +131,7 @@ def test_a_chat_format_reads_every_turn(tiny_reward_folder: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_reward_folder))
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
     scorer = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer, form=TextFormat(chat=True))
-    said = Conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    said = conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
     assert scorer.encode([said, "d"], ["ab", "a"]) == [[3, 2, 4, 2, 5, 2, 3, 4, 2], [6, 2, 3, 2]]
 
 
@@ -152,15 +139,8 @@ def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, lett
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=7,
-        n_embd=8,
-        n_layer=1,
-        n_head=1,
-        n_positions=32,
-        pad_token_id=0,
-        id2label={0: "bad", 1: "so", 2: "good"},
-    )
+    labels = {0: "bad", 1: "so", 2: "good"}
+    config = GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=1, n_positions=32, pad_token_id=0, id2label=labels)
     classifier = GPT2ForSequenceClassification(config).eval()
     scorer = RewardModel(classifier, letters, label="good")
     with torch.no_grad():
@@ -174,16 +154,8 @@ def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=7,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-        num_labels=1,
-        max_position_embeddings=6,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = BertConfig(vocab_size=7, num_labels=1, max_position_embeddings=6, pad_token_id=0, **sizes)
     encoder = BertForSequenceClassification(config).eval()
     tokenizer = copy.deepcopy(letters)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

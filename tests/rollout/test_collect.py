@@ -33,8 +33,6 @@ TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
 SAMPLING = Sampling(12, 0.8, [2], 0)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
-ONE = Scorers(Scorer("reward", PluginReward(lambda p, r: [1.0] * len(r))))
-
 
 class Setup(NamedTuple):
     model: ActorCritic
@@ -96,14 +94,6 @@ def test_the_size_of_a_pass_changes_nothing(setup: Setup, monkeypatch: pytest.Mo
     monkeypatch.setattr(reference_module, "PASS_ROWS", 1)
     for one, other in zip(setup.measure(), whole, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
-
-
-def test_a_policy_is_nowhere_from_itself_and_has_no_value_without_a_function(setup: Setup) -> None:
-    policy = setup.model.policy
-    stats = setup._replace(model=ActorCritic(policy), reference=ReferenceStates(policy)).measure()
-    assert float(stats.exact_kl.abs().max()) < 1e-6
-    assert torch.equal(stats.logprobs, stats.ref_logprobs)
-    assert not stats.values.any()
 
 
 def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make) -> None:
@@ -168,46 +158,38 @@ def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Samp
     assert drawn(sampler(rows=range(2))(2)) + drawn(sampler(rows=range(2, 6))(2)) == whole
 
 
-class World:
-    def __init__(self, new_model: Make, prompts: PromptBatch, letters: Any) -> None:
-        self.policy, self.prompts, self.letters = LM(new_model(seed=3)), prompts, letters
-        self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
-
-    def rollout(self, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:
-        responses = respond(
-            self.policy, self.prompts, uniforms(len(TEXTS), 6, 0, noise), Sampling(6, 0.8, list(eos), 0), self.letters
-        )
-        model, shaping = ActorCritic(self.policy), ScoreShaping()
-        return Assessor(model, self.reference, None, ONE, shaping, 0.8)(responses)
+# ---- the states of the reference
 
 
-def test_its_logits_are_those_of_its_own_pass(
-    new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any, own_logits: Make
-) -> None:
+def roll_out(setup: Setup, letters: Any, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:
+    sampling = Sampling(6, 0.8, list(eos), 0)
+    drawn = respond(setup.model.policy, setup.responses.prompts, uniforms(len(TEXTS), 6, 0, noise), sampling, letters)
+    rollout: RolloutBatch = setup._replace(responses=drawn).assess(lengths)
+    return rollout
+
+
+def test_its_logits_are_those_of_its_own_pass(setup: Setup, letters: Any, own_logits: Make) -> None:
     """Of the rollout that was read last, in any order of its tokens."""
-    world = World(new_model, prompts_of(*TEXTS), letters)
     for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
-        rollout = world.rollout(noise, eos)
+        rollout = roll_out(setup, letters, noise, eos)
         mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
         rows = [row[keep] for row, keep in zip(rollout.input_ids, mask, strict=True)]
         own = [
-            own_logits(world.reference.lm.model, row)[-length - 1 : -1]
+            own_logits(setup.reference.lm.model, row)[-length - 1 : -1]
             for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
         ]
         expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
-        result = world.reference.logits(order)
+        result = setup.reference.logits(order)
         torch.testing.assert_close(result.double(), expected[order], rtol=1e-4, atol=1e-4)
         assert not result.requires_grad
 
 
-def test_a_rollout_costs_one_reading_of_its_rows(
-    new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any
-) -> None:
-    world, rows = World(new_model, prompts_of(*TEXTS), letters), []
-    trunk = world.reference.lm.model.base_model
+def test_a_rollout_costs_one_reading_of_its_rows(setup: Setup, letters: Any) -> None:
+    rows: list[int] = []
+    trunk = setup.reference.lm.model.base_model
     trunk.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
     for noise in ("x", "y"):
-        rollout = world.rollout(noise)
+        rollout = roll_out(setup, letters, noise)
         for _ in range(2):
-            exact_kl_now(world.policy, world.reference, rollout, 0.8)
+            exact_kl_now(setup.model.policy, setup.reference, rollout, 0.8)
     assert sum(rows) == 2 * len(TEXTS)

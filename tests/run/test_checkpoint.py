@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -148,23 +147,6 @@ def test_a_checkpoint_between_two_regular_ones_displaces_none(tmp_path: Path) ->
     assert [kept(step) for step in (5, 10, 15)][-1] == [5, 10, 15]
     assert kept(17) == [5, 10, 15, 17]
     assert kept(20) == [5, 15, 20]
-
-
-# ---- failing disks
-
-
-def test_a_sync_that_fails_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 5, torch.nn.Linear(2, 2))
-
-    def fails(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fails)
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
-            save(tmp_path, 10, torch.nn.Linear(2, 2))
-    assert "step-000010" in str(caught.value.filename)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
 
 
 def test_a_full_disk_is_an_os_error_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -185,17 +186,11 @@ def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatc
     for name in ("finished", "older"):
         (tmp_path / "runs" / name / "final").mkdir()
     assert newest_run(finished=True) == Path("runs/finished")
-
-
-def test_only_a_run_that_came_to_its_end_is_finished(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunFolder(Path("runs/older"))
     assert folder.finished_summary() is None
-    write_json(folder.summary, {"stopped_by": None, "steps": 3})
-    assert folder.finished_summary() is None  # no final model yet
-    folder.final.mkdir()
-    assert folder.finished_summary() == {"stopped_by": None, "steps": 3}
-    write_json(folder.summary, {"stopped_by": "KL above the ceiling"})
-    assert folder.finished_summary() is None
+    for stopped_by in (None, "KL above the ceiling"):
+        write_json(folder.summary, {"stopped_by": stopped_by})
+        assert folder.finished_summary() == (None if stopped_by else {"stopped_by": None})
 
 
 # ---- files and folders that are whole
@@ -243,38 +238,33 @@ def test_a_folder_is_replaced_whole_and_a_write_that_fails_leaves_the_old_one(tm
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: the code under test gets no chance to clean up (see `kill_at`)."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """The process ends at its `count`-th call that changes names or syncs; nothing after it happens."""
-    import shutil
-
-    calls = iter(range(1, 1000))
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) >= count:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(os, "fsync", dying(os.fsync))
-    monkeypatch.setattr(Path, "rename", dying(Path.rename))
-    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+    """Stands for SIGKILL: the code under test gets no chance to clean up."""
 
 
 @pytest.mark.parametrize("removes", [False, True])
 def test_wherever_a_write_or_a_removal_is_killed_a_folder_is_whole_or_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: bool
 ) -> None:
+    """At each call that changes names, syncs or removes; nothing after it happens."""
     left = []
-    for count in range(1, 20):
-        target = tmp_path / str(count) / "final"
+    for fatal in range(1, 20):
+        target, calls = tmp_path / str(fatal) / "final", iter(range(1, 1000))
         write_folder(target, lambda at: (at / "a").write_text("old") and None)
+
+        def dying(real: Callable[..., Any], calls: Any = calls, fatal: int = fatal) -> Callable[..., Any]:
+            def call(*arguments: Any, **named: Any) -> Any:
+                if (number := next(calls)) < fatal:
+                    return real(*arguments, **named)
+                if number == fatal and real.__name__ == "rmtree":  # half of it is done
+                    for file in Path(arguments[0]).glob("*"):
+                        file.unlink()
+                raise Killed
+
+            return call
+
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            kill_at(patch, count)
+            for place, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree")):
+                patch.setattr(place, name, dying(getattr(place, name)))
             remove_folder(target) if removes else write_folder(target, lambda at: (at / "a").write_text("new") and None)
         sweep(target.parent)
         left.append({path.name: (path / "a").read_text() for path in target.parent.iterdir()})

@@ -21,7 +21,7 @@ from rlhf_kl.config.load import load_config
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, read_jsonl
+from rlhf_kl.run.log import JsonlWriter, read_jsonl
 from rlhf_kl.run.run import Run, open_run
 from rlhf_kl.trainers.optim import adamw
 
@@ -221,14 +221,6 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(work: Work, crashed: 
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_rows_that_are_missing_are_reported(work: Work, crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = (crashed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (crashed / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])
-    work("crashed", resume=True)
-    assert "metrics.jsonl: rows that the checkpoint knew are missing" in capsys.readouterr().err
-    assert [row["step"] for row in read_jsonl(crashed / "metrics.jsonl")] == [1, 2, 5, 6]
-
-
 def test_an_old_checkpoint_that_a_killed_run_did_not_get_to_drop_is_dropped(work: Work, crashed: Path) -> None:
     with pytest.raises(Killed):
         work("crashed", "checkpoint.keep=1", resume=True, at=lambda run, step: die(run, 6))
@@ -246,11 +238,16 @@ def test_a_resumed_run_has_the_threads_that_it_had(
         with pytest.raises(Killed):
             work("run", at=die)
         torch.set_num_threads(1)
-        work("run", resume=True, at=lambda run, step: torch.set_num_threads(torch.get_num_threads()))
+        with pytest.raises(Killed):
+            work("run", resume=True, at=die)
         assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        work("run", resume=True)
+        assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-    assert "threads" not in capsys.readouterr().err
+    assert capsys.readouterr().err.count("threads 2 -> 1") == 1
 
 
 # ---- signals and guards
@@ -305,10 +302,8 @@ def test_what_may_not_be_saved_is_not_saved(work: Work, tmp_path: Path) -> None:
         run.log = lambda row, **_: write(run, row, sound=step != 2)  # type: ignore[method-assign]
 
     work("run", at=unsound)
-    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")] == [
-        4,
-        6,
-    ]  # 3 is dropped again
+    steps = [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")]
+    assert steps == [4, 6]  # 3 is dropped again
 
 
 # ---- disks and folders
@@ -343,17 +338,6 @@ def test_other_errors_of_the_system_are_not_taken_for_the_disks(work: Work) -> N
         work("run", at=fails)
 
 
-def test_a_view_that_cannot_be_written_does_not_end_the_run(
-    work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(TensorBoardWriter, "row", fails)
-    assert work("run", "tracking.tensorboard=true")["steps"] == 6
-    assert capsys.readouterr().err.count("tensorboard: No space left on device") == 1
-
-
 def test_an_error_of_the_user_s_names_the_checkpoint_and_frees_the_folder(
     work: Work, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,12 +359,3 @@ def test_a_run_that_cannot_start_removes_nothing(work: Work, crashed: Path) -> N
     assert sorted(crashed.rglob("*")) == before
     work("crashed", overwrite=True)
     assert read_jsonl(crashed / "metrics.jsonl")[0]["step"] == 1
-
-
-def test_a_link_in_the_place_of_a_plugin_s_copy_is_replaced(work: Work, crashed: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def count(prompts, responses): return [0.0 for _ in prompts]")
-    (tmp_path / "precious.py").write_text("mine")
-    (crashed / "mine.py").symlink_to(tmp_path / "precious.py")
-    work("crashed", f"reward={{kind: '{tmp_path / 'mine.py'}:count'}}", overwrite=True)
-    assert (tmp_path / "precious.py").read_text() == "mine"
-    assert (crashed / "mine.py").read_text().startswith("def count")

@@ -80,14 +80,6 @@ def test_weights_that_are_no_numbers_are_undone(start: float) -> None:
     assert (result.factor, result.kl_after, weight.item()) == (0.0, start**2, start)
 
 
-def test_nothing_is_kept_where_even_a_little_crosses() -> None:
-    point = Point(0.999, 1000.0)
-    result = point.shorten(1.0)
-    assert result.kl_after <= 1.0
-    assert point.place == pytest.approx(0.999)
-    assert result.factor == 0.0
-
-
 def test_started_above_an_update_that_ends_below_stays_whole() -> None:
     point = Point(3.0, 0.5)
     assert point.shorten(1.0).factor == 1.0

@@ -12,21 +12,16 @@ from torch import Tensor, nn
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.trainers import optim
-from rlhf_kl.trainers.optim import adamw, fit_critic, lr_factor, set_learning_rate, trainable, usual_learning_rate
+from rlhf_kl.trainers.optim import adamw, fit_critic, lr_factor, usual_learning_rate
 
 
 @pytest.mark.parametrize(
     ("schedule", "progress", "warmup", "factor"),
     [
         ("constant", 0.0, 0.0, 1.0),
-        ("constant", 0.9, 0.1, 1.0),
         ("constant", 0.05, 0.1, 0.5),
-        ("linear", 0.0, 0.0, 1.0),
         ("linear", 0.25, 0.0, 0.75),
-        ("linear", 1.0, 0.0, 0.0),
         ("linear", 0.6, 0.2, 0.5),
-        ("cosine", 0.0, 0.0, 1.0),
-        ("cosine", 0.5, 0.0, 0.5),
         ("cosine", 1.0, 0.0, 0.0),
         ("cosine", 1 / 3, 0.0, 0.75),
         ("cosine", 0.1, 0.2, 0.5),
@@ -67,38 +62,12 @@ def test_the_first_step_is_that_of_the_formula(kernels: tuple[str, ...], monkeyp
         torch.testing.assert_close(p.detach(), before[name] - rate * p.grad / (p.grad.abs() + 1e-5))
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
-        net(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_frozen_tensor_is_not_trained() -> None:
-    net = model()
-    net[0].requires_grad_(False)
-    before = net[0].weight.detach().clone()
-    train(net, adamw(net, 0.1, 0.5), range(2))
-    assert torch.equal(net[0].weight, before)
-    assert len(trainable([net, net])) == 4
-
-
-def test_the_rate_is_that_of_all_groups() -> None:
-    optimizer = adamw(model(), 0.01, 0.1)
-    set_learning_rate(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
-
-
 # Learning rates of PPO in published code and papers: parameters, rate, adapter.
 IN_USE = [
     (890_208, 2.0e-4, False),  # the built-in policy, to which the line is fixed
-    (656_000, 5.0e-4, False),  # TinyStories-656K
     (124e6, 1.41e-5, False),  # TRL's GPT-2 on IMDB
     (1e9, 3e-6, False),  # Pythia on TL;DR (Huang et al. 2024)
     (7e9, 1e-6, False),  # verl
-    (7e9, 5e-7, False),  # OpenRLHF, MOSS-RLHF
-    (8e9, 3e-7, False),  # Tulu 3
     (7e9, 1.4e-5, True),  # StackLLaMA
 ]
 
@@ -141,19 +110,6 @@ def test_a_critic_is_fitted_after_its_values_were_used(make_trainer: Make, new_m
         assert not torch.equal(weights(trainer.model.critic), before)
         policies.append(weights(trainer.model.policy.module))
     assert torch.equal(*policies)
-
-
-def test_a_warm_up_trains_the_critic_only(make_trainer: Make, new_model: Make) -> None:
-    trainer = with_critic(make_trainer, new_model, ppo={"value_warmup": 1})
-    policy, value = weights(trainer.model.policy.module), weights(trainer.model.critic)
-    row = trainer.update(1).stats.row
-    assert row["policy/epochs"] == 0
-    assert math.isnan(row["policy/logratio_first_max"])  # no pass of the policy
-    assert math.isfinite(row["value/loss"])
-    assert torch.equal(weights(trainer.model.policy.module), policy)
-    assert not torch.equal(weights(trainer.model.critic), value)
-    trainer.update(2)
-    assert not torch.equal(weights(trainer.model.policy.module), policy)
 
 
 def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make, new_model: Make) -> None:
@@ -210,11 +166,6 @@ def test_a_fit_depends_on_seed_and_step_alone() -> None:
         fit(critic, features, returns, epochs=3, step=step)
     assert torch.equal(weights(critics[0]), weights(critics[1]))
     assert not torch.equal(weights(critics[0]), weights(critics[2]))
-
-
-def test_it_starts_at_the_mean_of_the_reference() -> None:
-    critic = FeatureCritic(6, mean=-1.5, scale=2.0, seed=0)
-    assert critic(torch.randn(9, 6)).tolist() == [-1.5] * 9
 
 
 def test_it_explains_what_least_squares_explains() -> None:

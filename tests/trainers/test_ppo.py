@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.kl_controllers import GuardedController
+from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.trainers.metrics import update_row
@@ -100,16 +101,22 @@ def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(
         assert row["kl/token"] == pytest.approx(sum(per_row) / int(rollout.mask.sum()), rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("separate", [True, False])
-def test_a_warm_up_trains_the_value_function_only(make_trainer: Make, new_model: Make, separate: bool) -> None:
+@pytest.mark.parametrize("value", ["head", "separate", "features"])
+def test_a_warm_up_trains_the_value_function_only(make_trainer: Make, new_model: Make, value: str) -> None:
     """Also one that is a head on the policy's own trunk."""
-    trunk = {"trunk": new_model(seed=8, spread=0.1).base_model} if separate else {}
-    trainer = make_trainer(**trunk, ppo={"value_warmup": 1})
-    learns = trainer.model.value
-    policy, value = weights(trainer.model.policy.module), weights(learns)
-    trainer.update(1)
+    kinds = {
+        "head": {},
+        "separate": {"trunk": new_model(seed=8, spread=0.1).base_model},
+        "features": {"critic": FeatureCritic(16, mean=0.0, scale=1.0, seed=0)},
+    }
+    trainer = make_trainer(**kinds[value], ppo={"value_warmup": 1})
+    learns = trainer.model.value or trainer.model.critic
+    policy, before = weights(trainer.model.policy.module), weights(learns)
+    row = trainer.update(1).stats.row
+    assert math.isfinite(row["value/loss"])
+    assert math.isnan(row["policy/logratio_first_max"]) == (value == "features")  # no pass of the policy
     assert torch.equal(weights(trainer.model.policy.module), policy)
-    assert not torch.equal(weights(learns), value)
+    assert not torch.equal(weights(learns), before)
     trainer.update(2)
     assert not torch.equal(weights(trainer.model.policy.module), policy)
 

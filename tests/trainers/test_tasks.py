@@ -31,9 +31,9 @@ def test_only_the_response_and_its_eos_are_learned(new_model: Make, letters: Any
     model = new_model()
     task = ResponseTask(LM(model), letters, EXAMPLES)
     assert task.rows == [[1, 3, 4, 5, 6, 2], [1, 6, 3, 4, 5, 2], [1, 5, 5, 2]]
-    assert [task.weight(i) for i in range(3)] == [3.0, 4.0, 1.0]
+    assert task.weights == [3.0, 4.0, 1.0]
     for i, row in enumerate(task.rows):
-        learned = int(task.weight(i))
+        learned = int(task.weights[i])
         labels = torch.tensor([[-100] * (len(row) - learned) + row[-learned:]])
         mean = model(input_ids=torch.tensor([row]), labels=labels).loss
         torch.testing.assert_close(task.loss([i])[0], mean * learned)
@@ -74,7 +74,7 @@ def test_the_loss_is_that_of_transformers_over_text_and_eos(new_model: Make, let
         ids = torch.tensor([row])
         mean = model(input_ids=ids, labels=ids).loss
         total, _ = task.loss([i])
-        assert task.weight(i) == len(row) - 1
+        assert task.weights[i] == len(row) - 1
         torch.testing.assert_close(total, mean * (len(row) - 1))
 
 
@@ -82,7 +82,7 @@ def test_long_texts_are_cut_and_counted(new_model: Make, letters: Any) -> None:
     task = TextTask(LM(new_model(context=4)), letters, ["abcd", "ab", "abc"])
     assert task.rows == [[1, 3, 4, 5], [1, 3, 4, 2], [1, 3, 4, 5]]
     assert task.notes == ["2 of 3 texts are longer than the context and are cut off"]
-    assert [task.size(i) for i in range(3)] == [4, 4, 4]
+    assert task.lengths == [4, 4, 4]
     assert float(task.loss([0, 1, 2])[0].detach()) > 0
 
 
@@ -117,13 +117,3 @@ def test_equal_scores_cost_log_two(reward: RewardModel) -> None:
     loss, sums = PairTask(reward, PAIRS).loss([0, 1, 2])
     assert float(loss.detach()) == pytest.approx(3 * math.log(2))
     assert sums == {"train/accuracy": 0.0}
-
-
-def test_a_head_starts_small_and_the_same_for_a_seed() -> None:
-    heads = [nn.Linear(999, 1) for _ in range(3)]
-    for head, seed in zip(heads, (1, 1, 2), strict=True):
-        initialise_head(head, seed)
-    assert torch.equal(heads[0].weight, heads[1].weight)
-    assert not torch.equal(heads[0].weight, heads[2].weight)
-    assert float(heads[0].weight.detach().std()) == pytest.approx(1000**-0.5, rel=0.1)
-    assert float(heads[0].bias.detach()) == 0.0

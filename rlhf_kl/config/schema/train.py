@@ -170,8 +170,6 @@ class PPOSection(OptimiserSection):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.minibatch_size is not None and self.microbatch_size is not None:
-            require_divides("ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size)
         if not self.has_critic:
             fixed: dict[str, Any] = {"gamma": 1.0, "value_warmup": 0, "whiten_rewards": False}
             wrong = {name: getattr(self, name) for name, value in fixed.items() if getattr(self, name) != value}
