@@ -98,11 +98,12 @@ def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: in
 SMALLER_PASS = "shorter rows, an adapter (policy.lora={}) or policy.gradient_checkpointing=true need less"
 
 
-class Microbatch:
-    """Rows in one forward and backward pass: halved, for the rest of the run, if they do not fit into memory."""
+class PassSize:
+    """Rows in one pass: halved, for the rest of the run, if they do not fit into memory."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, work: str = "a training pass", change: str = SMALLER_PASS) -> None:
+        """`work` and `change`: what does not fit, and advice, for the error."""
+        self.rows, self.work, self.change = rows, work, change
         self.halved: int | None = None  # rows after halving; None = never halved
         self.largest: int | None = None  # rows in the largest pass of the attempt, if it reports them
 
@@ -123,7 +124,7 @@ class Microbatch:
         """Take over a saved state."""
         self.halve_to(state["halved"])
 
-    def fit(self, attempt: Callable[[int], Result], undo: Callable[[], None]) -> Result:
+    def fit(self, attempt: Callable[[int], Result], undo: Callable[[], None] = lambda: None) -> Result:
         """`attempt(rows)`, again with half the rows after `undo()` as long as memory is full.
 
         Errors: MemoryFull where a single row does not fit.
@@ -137,7 +138,7 @@ class Microbatch:
                     raise
                 tried = min(self.rows, self.largest or self.rows)
                 if tried == 1:
-                    raise MemoryFull("memory is full: a training pass of one row does not fit", SMALLER_PASS) from error
+                    raise MemoryFull(f"memory is full: {self.work} of one row does not fit", self.change) from error
             # Out of the handler, which holds the failed pass's tensors.
             undo()
             free_cached_memory()

@@ -83,6 +83,18 @@ class Sampled(NamedTuple):
     logprobs: Tensor  # (B, T) of the tokens, as they were drawn
     states: Tensor | None = None  # (N, H) hidden states that the N tokens were drawn from, row by row, in float32 runs
 
+    @classmethod
+    def concat(cls, parts: Sequence[Sampled], pad_id: int) -> Sampled:
+        """The rows of several batches."""
+        if len(parts) == 1:
+            return parts[0]
+        ids = _padded([part.ids for part in parts], left=False, fill=pad_id)
+        mask = _padded([part.mask for part in parts], left=False)
+        logprobs = _padded([part.logprobs for part in parts], left=False)
+        states = [part.states for part in parts if part.states is not None]
+        ended = torch.cat([part.ended for part in parts])
+        return cls(torch.cat(ids), torch.cat(mask), ended, torch.cat(logprobs), torch.cat(states) if states else None)
+
 
 @dataclass(frozen=True)
 class RolloutBatch:
@@ -197,10 +209,10 @@ class RolloutBatch:
         )
 
 
-def _padded(parts: Sequence[Tensor], *, left: bool) -> list[Tensor]:
+def _padded(parts: Sequence[Tensor], *, left: bool, fill: int = 0) -> list[Tensor]:
     """Tensors (B, L) with the same number of columns; those (B,) as they are."""
     if parts[0].dim() == 1:
         return list(parts)
     width = max(part.shape[1] for part in parts)
     gaps = [(width - part.shape[1], 0) if left else (0, width - part.shape[1]) for part in parts]
-    return [torch.nn.functional.pad(part, gap) for part, gap in zip(parts, gaps, strict=True)]
+    return [torch.nn.functional.pad(part, gap, value=fill) for part, gap in zip(parts, gaps, strict=True)]

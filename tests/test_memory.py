@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_kl import memory
 from rlhf_kl.errors import MemoryFull
-from rlhf_kl.memory import Microbatch, fitting_batches, kept_per_token, memory_for, memory_is_full, tokens_of_a_pass
+from rlhf_kl.memory import PassSize, fitting_batches, kept_per_token, memory_for, memory_is_full, tokens_of_a_pass
 from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.masked import all_finite
@@ -144,7 +144,7 @@ def device_of(rows: int, calls: list[int]) -> Callable[[int], str]:
 
 
 def test_a_microbatch_is_halved_until_it_fits_and_stays_so() -> None:
-    microbatch, calls, undone = Microbatch(16), [], []
+    microbatch, calls, undone = PassSize(16), [], []
     assert microbatch.fit(device_of(5, calls), lambda: undone.append(1)) == "done"
     assert calls == [16, 8, 4]
     assert len(undone) == 2
@@ -153,7 +153,7 @@ def test_a_microbatch_is_halved_until_it_fits_and_stays_so() -> None:
     assert microbatch.halved == 4
     calls.clear()
     with pytest.raises(MemoryFull, match="one row does not fit"):
-        Microbatch(3).fit(device_of(0, calls), lambda: None)
+        PassSize(3).fit(device_of(0, calls), lambda: None)
     assert calls == [3, 1]
 
 

@@ -20,7 +20,6 @@ from rlhf_kl.errors import InputError, blame
 from rlhf_kl.evaluate import (
     CachedSamples,
 )
-from rlhf_kl.memory import memory_for
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
     check_vocabulary,
@@ -286,7 +285,6 @@ def build_trainer(
         config.rollout.temperature,
         config.rollout.samples_per_prompt,
     )
-    room = memory_for("a rollout does not fit", "lower rollout.batch_size or rollout.max_new_tokens")
     return PPOTrainer(
         config,
         model,
@@ -299,8 +297,8 @@ def build_trainer(
             value=model.value,
         ),
         Rollouts(
-            clock.timed("time/rollout_s")(room(sampler)),
-            clock.timed("time/score_s")(room(assessor)),
+            clock.timed("time/rollout_s")(sampler),
+            clock.timed("time/score_s")(assessor),
             ranks,
             setup.sharded,
         ),

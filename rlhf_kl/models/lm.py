@@ -1,9 +1,8 @@
 """The one interface to a causal language model: sample from it, or read it at chosen states.
 
-Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16;
-their hidden states become float32, and the LM head runs outside of autocast: the logits of a real model
-are far from 0 (GPT-2's near -70), where bfloat16 has steps of 0.5. See `logits` for the head's own precision. Logits are
-computed one bounded chunk at a time.
+Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16; their hidden states
+become float32, and the LM head runs outside of autocast: the logits of a real model are far from 0 (GPT-2's near -70),
+where bfloat16 has steps of 0.5 (see `logits`). Logits are computed one bounded chunk at a time.
 """
 
 from __future__ import annotations
@@ -219,7 +218,7 @@ def check_head(model: Any) -> None:
 
 
 def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
-    """Whether steps with a mask of four dimensions, or without one where no row of `ids` (B, L) is padded, are right."""
+    """Whether a step is right with a mask of four dimensions, and without one where no row of `ids` is padded."""
     mask, ready = torch.ones_like(ids, dtype=torch.bool), attends_to_everything(lm.base.config)
     for padding in (0, 2):
         mask[0, :padding] = False

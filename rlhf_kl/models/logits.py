@@ -95,7 +95,7 @@ def rounded_head(layer: nn.Linear) -> Head:
 
 
 class _RoundedProduct(torch.autograd.Function):
-    """`hidden @ centred.T`. A loss that no shift of the logits changes has the same gradient in `weight` and `centred`."""
+    """`hidden @ centred.T`; a loss that no shift of the logits changes has the same gradient in both weights."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, centred: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class _RoundedProduct(torch.autograd.Function):
 @contextlib.contextmanager
 def _rounding() -> Iterator[None]:
     """Inside, products of float32 matrices on a CPU round their operands to bfloat16."""
-    products = torch.backends.mkldnn.matmul
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, products.fp32_precision = products.fp32_precision, "bf16"
     try:
         yield

@@ -71,9 +71,7 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Te
     return logprobs_and_kl(logits, ref_logits, ids, temperature)[1]
 
 
-def logprobs_and_kl(
-    logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def logprobs_and_kl(logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """`chosen_logprobs` and `exact_kl` from one softmax: (...) float32 each.
 
     Forward and backward process the positions in chunks, and store only the logits between them.
@@ -87,9 +85,7 @@ class _LogprobsAndKL(torch.autograd.Function):
     """Rows of (N, V). With gap = log p - log q: dKL/dlogits = p (gap - KL), dKL/dref_logits = q - p."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits, ref_logits, ids)
         ctx.temperature = temperature
         logprobs, kl = logits.new_empty(2, len(ids), dtype=torch.float32)

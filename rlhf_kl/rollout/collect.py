@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks, unsharded
+from rlhf_kl.memory import PassSize
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import decode_responses
@@ -19,7 +20,7 @@ from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
 from rlhf_kl.ops.packing import Layout, Packed
 from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
-from rlhf_kl.rollout.states import ReferenceStates, StateFeatures, reading_passes
+from rlhf_kl.rollout.states import LESS_TO_READ, ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
 
@@ -59,13 +60,20 @@ class Sampler:
         """`rows`: this process's rows of the global batch; None = all."""
         self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
         self.rows = rows or range(prompts.batch_size)
+        self.size = PassSize(len(self.rows), "decoding", LESS_TO_READ)
 
     def __call__(self, step: int) -> Responses:
-        """Responses of update `step` (from 1)."""
+        """Responses of update `step` (from 1); decoded in parts if memory is full."""
         prompts = self.prompts.batch(step, self.rows.start, len(self.rows))
         noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)
         noise = noise[self.rows.start : self.rows.stop]
-        return respond(self.policy, prompts, noise, self.sampling, self.tokenizer)
+
+        def decode(size: int) -> list[Sampled]:
+            places = [slice(start, start + size) for start in range(0, len(prompts), size)]
+            return [self.policy.sample(prompts.part(at.start, at.stop), noise[at], self.sampling) for at in places]
+
+        sampled = Sampled.concat(self.size.fit(decode), self.sampling.pad_id)
+        return Responses(prompts, sampled, decode_responses(self.tokenizer, sampled.ids, sampled.mask))
 
 
 def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
@@ -100,7 +108,9 @@ class Assessor:
         # A clip would make an infinite score finite.
         shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
         layout = response_layout(prompts, sampled)
-        stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
+        stats = self.reference.size.fit(
+            lambda _: measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
+        )
         return RolloutBatch(
             prompt_ids=prompts.ids.to(device),
             prompt_mask=prompts.mask.to(device),
@@ -190,7 +200,7 @@ def measure(
     reference.read(layout)
     chosen = layout.response_ids
     stats = torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device)
-    for rows in reading_passes(layout):
+    for rows in reference.passes(layout):
         columns = _compare(model, reference, rows, chosen.flatten()[rows.places], temperature, states)
         for row, column in zip(stats.flatten(1), columns, strict=False):
             row[rows.places] = column
@@ -234,7 +244,7 @@ def exact_kl_now(
 ) -> Tensor:
     """Exact KL (B, T) of the current policy at the states of an earlier rollout, or of the rows `mine`, elsewhere 0."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.device)
-    for rows in reading_passes(rollout.layout, mine):
+    for rows in reference.passes(rollout.layout, mine):
         kl.view(-1)[rows.places] = exact_kl_of(policy, reference, rows, temperature)
     return kl
 

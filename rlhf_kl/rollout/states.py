@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
+from rlhf_kl.memory import PassSize
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import FeatureCritic
@@ -16,13 +17,14 @@ from rlhf_kl.rewards.model import RewardModel
 
 PASS_ROWS = 64  # in one pass without gradients
 PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
+LESS_TO_READ = "a lower rollout.max_new_tokens, or an adapter (policy.lora={}) needs less"
 
 
-def reading_passes(layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
+def reading_passes(layout: Layout, rows: Sequence[int] | None = None, most_rows: int = PASS_ROWS) -> Iterator[Packed]:
     """Rows of a batch (default: all) in passes without gradients."""
     tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
     chosen = range(len(layout.lengths)) if rows is None else rows
-    return layout.passes(chosen, most_rows=PASS_ROWS, most_tokens=tokens)
+    return layout.passes(chosen, most_rows=most_rows, most_tokens=tokens)
 
 
 class ReferenceStates:
@@ -35,12 +37,17 @@ class ReferenceStates:
     def __init__(self, lm: LM) -> None:
         self.lm = lm
         self.hidden = torch.empty(0)  # (tokens, H)
+        self.size = PassSize(PASS_ROWS, "reading a rollout", LESS_TO_READ)  # of all passes over a rollout
+
+    def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
+        """Rows of a batch (default: all) in passes without gradients, as large as fit."""
+        return reading_passes(layout, rows, self.size.rows)
 
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
         """Start a new rollout; drops the last one."""
         self.hidden = torch.empty(0)
-        for rows in reading_passes(layout):
+        for rows in self.passes(layout):
             hidden = self.lm.hidden(rows)
             if not len(self.hidden):
                 self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
@@ -73,7 +80,7 @@ class StateFeatures:
         parts = [_scaled(reference.hidden)]
         for reward in self.rewards:
             states = torch.zeros(layout.tokens, reward.hidden_size, device=layout.device)
-            for rows in reading_passes(layout, _recall(layout, reward, states)):
+            for rows in reference.passes(layout, _recall(layout, reward, states)):
                 states[rows.numbers] = _scaled(reward.trunk.hidden(rows))
             parts.append(states)
         self.kept = torch.cat(parts, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import is_sharded, local, unsharded
 from rlhf_kl.kl_controllers import GuardedController
-from rlhf_kl.memory import Microbatch, tokens_of_a_pass
+from rlhf_kl.memory import PassSize, tokens_of_a_pass
 from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
 from rlhf_kl.ops.masked import Mean, float64
@@ -62,7 +62,7 @@ class PPOTrainer:
         self.policy = [p for p in model.policy.parameters() if p.requires_grad]
         self.trained = model.trained  # the policy, and a value function that learns in its loss
         self.sharded = any(map(is_sharded, self.trained))
-        self.microbatch = Microbatch(config.ppo.microbatch_size or config.minibatch_size)
+        self.microbatch = PassSize(config.ppo.microbatch_size or config.minibatch_size)
         self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
         section = config.kl.ceiling
         self.ceiling = Ceiling(
@@ -162,7 +162,11 @@ class PPOTrainer:
         """Mean KL of the current policy at the rollout's states."""
         mine = self.ranks.mine(range(len(rollout)))
         with unsharded(*self.rollouts.sharded):
-            kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature, mine)
+            kl = self.reference.size.fit(
+                lambda _: exact_kl_now(
+                    self.model.policy, self.reference, rollout, self.config.rollout.temperature, mine
+                )
+            )
         return rollout.kl(self.config.kl.unit, self.ranks.sum(kl))
 
     # ---- passes and memory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import EpochsSection
 from rlhf_kl.distributed import Ranks
-from rlhf_kl.memory import Microbatch
+from rlhf_kl.memory import PassSize
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
@@ -63,7 +63,7 @@ class SupervisedTrainer:
         self.optimizer = adamw(self.model, settings.learning_rate, settings.weight_decay)
         self.per_epoch = math.ceil(len(task) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
-        self.microbatch = Microbatch(settings.microbatch_size)
+        self.microbatch = PassSize(settings.microbatch_size)
         self.skipped = 0  # steps in a row
         self.facts: dict[str, Any] = {}  # of the last step: names of alarms with their figures
 
