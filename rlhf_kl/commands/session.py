@@ -98,7 +98,7 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(
-                f"accelerate's {name} is not used here: set policy.shard and reference.shard in the config, and {LAUNCH}"
+                f"accelerate's {name} is not used here: write policy.shard and reference.shard in the config; {LAUNCH}"
             )
     options = [InitProcessGroupKwargs(timeout=timedelta(minutes=section.wait_minutes))]
     try:

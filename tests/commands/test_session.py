@@ -43,5 +43,5 @@ def test_processes_that_lost_each_other(monkeypatch: pytest.MonkeyPatch, fresh_a
 
 def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(InputError, match=r"accelerate's FSDP is not used here: set policy\.shard"):
+    with pytest.raises(InputError, match=r"accelerate's FSDP is not used here: write policy\.shard"):
         make_accelerator(RunSection(device="cpu"), group=True)
