@@ -57,7 +57,7 @@ def test_a_world_is_whole_deterministic_and_built_once(
     left = [path.name for path in world.folder.iterdir() if path.name.endswith(".tmp")]
     assert left == []
     again = tiny()
-    monkeypatch.setattr(World, "_fit", _never)
+    monkeypatch.setattr(World, "_train", _never)
     assert [again.corpus(), again.policy(), again.reward_model()] == parts
     monkeypatch.undo()
     monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "other"))
@@ -97,7 +97,7 @@ def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlhf_kl.commands.world.TextTask.save", breaks)
+        patch.setattr("rlhf_kl.commands.tasks.TextTask.save", breaks)
         with pytest.raises(KeyboardInterrupt):
             world.policy()
     assert not [path for path in world.folder.iterdir() if path.name.startswith("policy-")]
