@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
 from rlhf_kl.commands.stored import Permissions
 from rlhf_kl.errors import InputError
-from rlhf_kl.evaluate import perplexity
+from rlhf_kl.evaluate import perplexity_of, text_sums
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.run.log import read_jsonl
@@ -40,7 +40,7 @@ def test_any_model_on_any_texts(tiny_folder: Path, tiny_data: Any) -> None:
     assert found.keys() == TEXT_KEYS
     texts = [row["text"] for row in read_jsonl(tiny_data.texts)]
     folder = str(tiny_folder)
-    direct = perplexity(LM(load_causal_lm(folder)), load_tokenizer(folder), texts)
+    direct = perplexity_of([text_sums(LM(load_causal_lm(folder)), load_tokenizer(folder), texts)])
     assert found["perplexity"] == pytest.approx(direct.perplexity)
     assert found["documents"] == len(texts)
 
