@@ -11,7 +11,16 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.errors import InputError, MemoryFull
-from rlhf_kl.evaluate import Perplexity, distinct_n, figures_of, perplexity_of, policy_samples, text_sums, windows
+from rlhf_kl.evaluate import (
+    Perplexity,
+    PolicySamples,
+    distinct_n,
+    figures_of,
+    perplexity_of,
+    policy_samples,
+    text_sums,
+    windows,
+)
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.text import decode_responses, encode
@@ -278,6 +287,13 @@ def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make
     assert same.kl_token == same.forward_kl_token == pytest.approx(0.0, abs=1e-6)
     assert same.scores is None
     assert same.gold is None
+
+
+def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
+    samples = PolicySamples([0.1] * 3, [0.1], [1], [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
+    facts: dict[str, Any] = {}
+    figures = figures_of([samples], facts)
+    assert (figures.scores, figures.unscored, facts) == (None, 1, {"eval-scores": {}})
 
 
 def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:

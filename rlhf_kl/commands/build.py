@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,7 @@ from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.distributed import Ranks, is_sharded, shard, unsharded
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.evaluate import (
-    CachedSamples,
-)
+from rlhf_kl.evaluate import CachedSamples
 from rlhf_kl.memory import memory_for
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
@@ -47,9 +46,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
-from rlhf_kl.rollout.reference_scores import (
-    ReferenceScores,
-)
+from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import derive_seed
@@ -137,17 +134,22 @@ def build_prompts(config: TrainConfig, loader: Loader, policy: Any, tokenizer: A
     room = None if context is None else context - config.rollout.max_new_tokens
     form = prompt_format(config.data)
     train_texts, kept_texts = loader.prompts(config.data, config.eval)
-    prepared = []
-    for key, texts in (("data.prompts", train_texts), ("eval.prompts", kept_texts)):
-        with blame(key):
-            prompts = prepare_prompts(texts, tokenizer, room, form)
-            check_vocabulary(policy, tokenizer, prompts.rows)
-        if prompts.note:
-            log.info(f"{key}: {prompts.note}")
-        prepared.append(prompts)
-    train, kept = prepared
+    train = usable_prompts("data.prompts", train_texts, policy, tokenizer, room, form)
+    kept = usable_prompts("eval.prompts", kept_texts, policy, tokenizer, room, form)
     # Prompts that were cut short may have become the same.
     return (train if kept_texts is train_texts else without_rows(train, kept)), kept
+
+
+def usable_prompts(
+    key: str, texts: Sequence[str], policy: Any, tokenizer: Any, room: int | None, form: PromptFormat
+) -> Prompts:
+    """The prompts under `key` that have at most `room` tokens. Errors: InputError if there is none."""
+    with blame(key):
+        prompts = prepare_prompts(texts, tokenizer, room, form)
+        check_vocabulary(policy, tokenizer, prompts.rows)
+    if prompts.note:
+        log.info(f"{key}: {prompts.note}")
+    return prompts
 
 
 def without_rows(train: Prompts, kept: Prompts) -> Prompts:

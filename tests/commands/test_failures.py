@@ -117,47 +117,30 @@ def test_evaluation_goes_on_with_less_memory_and_the_run_stays_what_it_is(
             assert row["eval/perplexity"] == pytest.approx(usual["eval/perplexity"], rel=1e-5)
 
 
-def test_a_reward_function_is_not_blamed_for_full_memory(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("import torch\ndef score(prompts, responses):\n    torch.empty(1 << 60)\n")
-    with pytest.raises(RunFailed, match="memory is full"):
-        train(tmp_path / "run", f"reward.kind={tmp_path}/own.py:score")
-
-
 # ---- reward functions ----
 
 BREAKING = """
-import pathlib, time
+import pathlib
 place = pathlib.Path(__file__).parent / "calls"
 
 def score(prompts, responses):
     calls = int(place.read_text()) + 1 if place.exists() else 1
     place.write_text(str(calls))
     if calls >= 8 and {broken}:
-        {deed}
+        if any('b' in r for r in responses): raise ValueError('no b please')
     return [response.count("a") / 8 for response in responses]
 """
-DEEDS = {
-    "raises": (
-        "if any('b' in r for r in responses): raise ValueError('no b please')",
-        "ValueError: no b please (own.py:9)",
-    ),
-    "hangs": ("time.sleep(60)", "took longer than 2 s (reward.time_limit) on"),
-}
 
 
-@pytest.mark.parametrize("name", DEEDS)
 def test_a_reward_function_that_breaks_in_the_middle_is_told_and_the_run_goes_on(
-    train: Train, tiny_run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    train: Train, tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deed, message = DEEDS[name]
     own = tmp_path / "own.py"
-    own.write_text(BREAKING.format(broken=True, deed=deed))
-    settings = (f"reward.kind={own}:score", f"reward.time_limit={2 if name == 'hangs' else 600}")
-    with pytest.raises(InputError) as caught:
-        train(tmp_path / "run", *settings)
-    assert message in str(caught.value)
+    own.write_text(BREAKING.format(broken=True))
+    with pytest.raises(InputError, match=r"ValueError: no b please \(own.py:9\)") as caught:
+        train(tmp_path / "run", f"reward.kind={own}:score")
     assert len(caught.value.problems) == 1
     assert "--resume goes on" in " ".join(capsys.readouterr().err.split())
-    own.write_text(BREAKING.format(broken=False, deed="pass"))
-    train(tmp_path / "run", *settings, resume=True)
+    own.write_text(BREAKING.format(broken=False))
+    train(tmp_path / "run", f"reward.kind={own}:score", resume=True)
     assert figures(tmp_path / "run") == figures(tiny_run)

@@ -50,24 +50,3 @@ def test_no_critic_is_built_and_neighbours_answer_one_prompt(
     samples = [row for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if row["chosen"] == "first"]
     assert len({(row["step"], row["prompt"]) for row in samples}) == len({row["step"] for row in samples})
     assert len({row["response"] for row in samples[:4]}) > 1
-
-
-def test_scores_that_are_all_equal_are_counted(train_groups: Callable[..., Any], tmp_path: Path) -> None:
-    score = "[float(len(p)) + (len(r) > 3 and p[0] == 'a') for p, r in zip(prompts, responses)]"
-    (tmp_path / "mine.py").write_text(f"def f(prompts, responses):\n    return {score}\n")
-    outcome = train_groups("grpo", f"reward.kind={tmp_path}/mine.py:f")
-    assert outcome.code == 0, outcome.err
-    assert any(row["rollout/equal_groups"] > 0 for row in rows_of(tmp_path / "run"))
-
-
-def test_a_group_of_one_and_what_only_a_critic_reads_are_refused(train_groups: Callable[..., Any]) -> None:
-    outcome = train_groups("rloo", "rollout.samples_per_prompt=1")
-    assert outcome.code == 2
-    assert "rollout.samples_per_prompt must be at least 2 where ppo.advantage is rloo" in outcome.err
-    outcome = train_groups("rloo", "rollout.samples_per_prompt=3")
-    assert outcome.code == 2
-    assert "rollout.samples_per_prompt" in outcome.err
-    outcome = train_groups("grpo", "ppo.gamma=0.9", "ppo.value_warmup=2")
-    assert outcome.code == 2
-    assert "ppo.gamma is only for ppo.advantage gae: 0.9" in outcome.err
-    assert "ppo.value_warmup is only for ppo.advantage gae: 2" in outcome.err
