@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from rlhf_kl import ui
-from rlhf_kl.commands.load import Loaded, Loader
+from rlhf_kl.commands.load import Loaded, Loader, divided
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
-from rlhf_kl.distributed import Ranks, is_sharded, shard, unsharded
+from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.evaluate import CachedSamples
 from rlhf_kl.memory import memory_for
@@ -136,8 +136,11 @@ def build_prompts(config: TrainConfig, loader: Loader, policy: Any, tokenizer: A
     train_texts, kept_texts = loader.prompts(config.data, config.eval)
     train = usable_prompts("data.prompts", train_texts, policy, tokenizer, room, form)
     kept = usable_prompts("eval.prompts", kept_texts, policy, tokenizer, room, form)
-    # Prompts that were cut short may have become the same.
-    return (train if kept_texts is train_texts else without_rows(train, kept)), kept
+    if kept_texts is not train_texts:  # prompts that were cut short may have become the same
+        pairs, held = (list(zip(prompts.texts, prompts.rows, strict=True)) for prompts in (train, kept))
+        rest, _ = divided("data.prompts", pairs, held, lambda pair: tuple(pair[1]))
+        train = Prompts([text for text, _ in rest], [row for _, row in rest])
+    return train, kept
 
 
 def usable_prompts(
@@ -150,18 +153,6 @@ def usable_prompts(
     if prompts.note:
         log.info(f"{key}: {prompts.note}")
     return prompts
-
-
-def without_rows(train: Prompts, kept: Prompts) -> Prompts:
-    """The prompts that differ from every held-out prompt in their tokens. Errors: InputError if none is left."""
-    apart = {tuple(row) for row in kept.rows}
-    rest = [i for i, row in enumerate(train.rows) if tuple(row) not in apart]
-    if not rest:
-        raise InputError("data.prompts: every prompt is among the held-out ones too; name others as eval.prompts")
-    if len(rest) < len(train.rows):
-        dropped = len(train.rows) - len(rest)
-        log.info(f"data.prompts: {dropped} of {len(train.rows)} prompts left out: they are among the held-out ones")
-    return Prompts([train.texts[i] for i in rest], [train.rows[i] for i in rest])
 
 
 def prompt_format(data: PromptsSection) -> PromptFormat:
@@ -239,8 +230,6 @@ def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
                 model.value(one, hidden)
         with unsharded(*setup.sharded):
             pass
-        if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_sharded(p)]:
-            raise RuntimeError(f"policy.shard: these tensors are not sharded: {held[:3]}")
     if config.reference.shard:
         frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
         apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy

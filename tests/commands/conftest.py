@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 
 @pytest.fixture(scope="session")
@@ -20,11 +19,9 @@ def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))
 
-    def run(
-        folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False, console: Console | None = None
-    ) -> dict[str, Any]:
+    def run(folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         config = load_config("train", file, [*overrides, f"run.output_dir='{folder}'"])
-        ui.start(quiet=console is None, console=console)
+        ui.start(quiet=True)
         return train_command(run_train, config, resume=resume, overwrite=overwrite)
 
     return run

@@ -160,22 +160,3 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
     assert steps == list(range(1, 41))
     assert 3 <= before < 41
     assert "error" not in log
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["run", "--config", "x.yaml"], "compare takes --config FILE"),
-        (["--config", "x.yaml", "--resume", "--overwrite"], "exclude each other"),
-        (["--config", "x.yaml", "--jobs", "0"], "--jobs"),
-        (["--config", "nothing.yaml"], "no config 'nothing.yaml'"),
-        (["nowhere"], "nowhere: holds no run"),
-        (["--config", "ppo_adaptive.yaml"], "is a config for `rlhf-kl train`, not for `rlhf-kl compare`"),
-    ],
-)
-def test_a_bad_command_line_is_exit_2(words: list[str], message: str, rlhf_kl: Cli) -> None:
-    done = rlhf_kl("compare", *words)
-    assert done.code == 2
-    assert done.out == ""
-    assert message in done.err
-    assert all(line.startswith("error: ") for line in done.err.splitlines())

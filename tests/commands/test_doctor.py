@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from rlhf_kl.commands.build import layers_of
-from rlhf_kl.commands.doctor import check_endings, check_perplexity, check_rate, check_samples
+from rlhf_kl.commands.doctor import check_perplexity, check_rate, check_samples
 from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, microbatch_rows
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -191,17 +191,6 @@ def test_two_samples_of_the_start_and_a_doubt(responses: list[str], level: str, 
     assert found.level == level
     assert words in found.text
     assert bool(found.change) == (level == "doubtful")
-
-
-@pytest.mark.parametrize(("penalty", "level"), [(1.0, "doubtful"), (0.0, "fine")])
-def test_responses_that_never_end_matter_where_they_cost(penalty: float, level: str) -> None:
-    config = SimpleNamespace(reward=SimpleNamespace(missing_eos_penalty=penalty))
-    parts = SimpleNamespace(
-        tokenizer=SimpleNamespace(decode=lambda _ids: "<eos>"), sampling=SimpleNamespace(eos_ids=[1])
-    )
-    found = check_endings(config, parts, {"rollout/eos_rate": 0.0, "rollout/response_length": 64.0})
-    assert found.level == level
-    assert "0% of responses end (<eos>), 64 tokens long" in found.text
 
 
 # ---- learning rate, texts and number type

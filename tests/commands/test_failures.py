@@ -14,7 +14,6 @@ import torch
 import yaml
 
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.rollout.collect import Sampler
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -86,35 +85,6 @@ def test_memory_that_is_full_with_one_row_ends_the_run_in_words(
         train(tmp_path / "run")
     assert caught.value.exit_code == 1
     assert "batch_size" not in str(caught.value)  # which would change nothing
-
-
-def test_a_rollout_that_does_not_fit_names_its_own_keys(
-    train: Train, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, calls, sample = unfinished(tiny_run, tmp_path, 4), [], Sampler.__call__
-
-    def full(self: Sampler, step: int) -> Any:
-        calls.append(step)
-        return sample(self, step) if len(calls) < 2 else torch.empty(1 << 60)
-
-    monkeypatch.setattr(Sampler, "__call__", full)
-    with pytest.raises(RunFailed, match=r"a rollout does not fit: lower rollout\.batch_size.*step 4 is complete"):
-        train(run, resume=True)
-    assert calls == [5, 6]
-
-
-def test_evaluation_goes_on_with_less_memory_and_the_run_stays_what_it_is(
-    train: Train, tiny_run: Path, tmp_path: Path, small_device: Callable[..., list[int]]
-) -> None:
-    """32 texts do not fit at once; the 16 rows of a rollout do."""
-    passes = small_device(16)
-    train(tmp_path / "run")
-    assert max(passes) > 16
-    for row, usual in zip(figures(tmp_path / "run"), figures(tiny_run), strict=True):
-        assert row["step"] == usual["step"]
-        assert row.get("kl/token") == usual.get("kl/token")
-        if "eval/perplexity" in usual:
-            assert row["eval/perplexity"] == pytest.approx(usual["eval/perplexity"], rel=1e-5)
 
 
 # ---- reward functions ----

@@ -298,28 +298,3 @@ def test_updates_without_any_score_are_skipped_and_break_nothing(rlhf_kl: Cli, c
     assert sorted({row["rollout/unscored"] for row in rows}) == [0, 16]
     assert "rolled-back" not in outcome.err
     assert rlhf_kl("report", tmp_path / "run").code == 0
-
-
-def test_what_is_not_scored_is_shown_as_such_and_gold_is_the_mean_of_the_rest(
-    rlhf_kl: Cli, checked: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses):\n"
-        "    return [None if 'a' in r else float(len(r)) for r in responses]\n"
-        "def gold(prompts, responses):\n"
-        "    return [None if 'b' in r else 2.0 for r in responses]\n"
-    )
-    changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=mine.py:gold")
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
-    assert outcome.code == 0, outcome.err
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
-    assert {row["objective/gold"] for row in rows} == {2.0}
-    assert any(row.get("eval/unscored") for row in rows)
-    words = ("generate", "--run", tmp_path / "run", "--prompt", "ab", "--samples", "40", "--scores", "--plugins")
-    outcome = rlhf_kl(*words)
-    assert outcome.code == 0, outcome.err
-    assert "not scored" in outcome.out
-    assert "score " in outcome.out
-    outcome = rlhf_kl("eval", "--run", tmp_path / "run", "--plugins", "--json")
-    assert "the reward returned None for" in outcome.err
-    assert json.loads(outcome.out)["gold"] == 2.0

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from rlhf_kl.commands.session import make_accelerator, pick_device
-from rlhf_kl.config.schema import RunSection
+from rlhf_kl.commands.session import make_accelerator, on_this_machine, pick_device
+from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 
 
 def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:
-    import torch
-
     if torch.cuda.is_available():
         with pytest.raises(InputError, match=r"run\.device: cuda:99"):
             make_accelerator(RunSection(device="cuda:99"))
@@ -21,8 +20,6 @@ def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:
 
 
 def test_mps_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert pick_device(RunSection(device="auto")).type == "cpu"
@@ -45,3 +42,25 @@ def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(InputError, match=r"accelerate's FSDP is not used here: write policy\.shard"):
         make_accelerator(RunSection(device="cpu"), group=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "computes_in_it", "dtype"),
+    [
+        ("auto", True, True, "bfloat16"),
+        ("auto", True, False, "float32"),
+        ("cpu", True, True, "float32"),
+        ("auto", False, False, "float32"),
+    ],
+)
+def test_the_type_of_a_machine(
+    device: str, gpu: bool, computes_in_it: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or computes_in_it
+    )
+    config = TrainConfig.model_validate({"run": {"dtype": "auto", "device": device}})
+    assert on_this_machine(config).run.dtype == dtype
+    written = TrainConfig.model_validate({"run": {"dtype": "float32", "device": device}})
+    assert on_this_machine(written) is written

@@ -70,15 +70,6 @@ def test_fine_tuning_goes_on_from_its_model(supervised: Run, tmp_path: Path, tin
     assert not torch.equal(tuned.lm_head.weight, start.lm_head.weight)
 
 
-def test_from_scratch_it_brings_its_own_tokenizer(supervised: Run, tmp_path: Path) -> None:
-    shape = "policy={model: null, architecture: {hidden_size: 8, layers: 1, heads: 1, context: 40, vocab_size: 270}}"
-    supervised("sft", tmp_path / "run", shape)
-    model = load_causal_lm(str(tmp_path / "run" / "final"))
-    assert model.config.n_embd == 8
-    assert model.config.n_positions == 40
-    assert (tmp_path / "run" / "final" / "tokenizer.json").is_file()
-
-
 @pytest.mark.quick
 def test_a_reward_model_is_one_that_train_accepts(supervised: Run, tmp_path: Path) -> None:
     supervised("reward-model", tmp_path / "run", "reward_model.epochs=10")

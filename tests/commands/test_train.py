@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -213,18 +211,6 @@ def test_bfloat16_runs(train: Train, tmp_path: Path, fresh_accelerate: None) -> 
     assert rows(tmp_path / "run")[0]["kl/token"] == pytest.approx(0.0, abs=1e-3)
 
 
-@pytest.mark.quick
-def test_the_first_beta_comes_from_the_reference_samples(train: Train, tmp_path: Path) -> None:
-    """A tighter target needs a larger beta."""
-    coefs = [
-        train(tmp_path / str(target), "kl.controller.coef=auto", f"kl.target={target}", "ppo.total_episodes=16")[
-            "starting_coef"
-        ]
-        for target in (0.02, 0.2)
-    ]
-    assert coefs[0] > 1.5 * coefs[1] > 0
-
-
 def test_the_terms_of_a_sum_are_logged_one_by_one(train: Train, tmp_path: Path, tiny_data: Any) -> None:
     (tmp_path / "one.py").write_text("def one(prompts, responses):\n    return [1.0] * len(responses)\n")
     terms = f"a: {{kind: '{tiny_data.reward}', weight: 2.0}}, one: {{kind: '{tmp_path}/one.py:one', weight: -0.25}}"
@@ -236,25 +222,6 @@ def test_the_terms_of_a_sum_are_logged_one_by_one(train: Train, tmp_path: Path, 
     assert sampled
     for sample in sampled:
         assert sample["score"] == pytest.approx(2.0 * sample["response"].count("a") / 8 - 0.25)
-
-
-def test_conversations_of_several_turns_are_prompts(
-    train: Train, tmp_path: Path, tiny_folder: Path, letters: Any
-) -> None:
-    chatty = copy.deepcopy(letters)
-    chatty.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
-    save_model(load_causal_lm(str(tiny_folder)), chatty, tmp_path / "chatty")
-    turns = [
-        [{"role": role, "content": content} for role, content in zip(("user", "assistant", "user"), abc, strict=True)]
-        for abc in itertools.product("abcd", repeat=3)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in turns))
-    settings = (f"policy.model='{tmp_path}/chatty'", f"data={{prompts: '{tmp_path}/chats.jsonl', chat_template: true}}")
-    train(tmp_path / "run", *settings, "ppo.total_episodes=16")
-    sample = rows(tmp_path / "run", "samples.jsonl")[0]
-    assert re.fullmatch(r"user: [abcd]\n\nassistant: [abcd]\n\nuser: [abcd]", sample["prompt"])
-    with pytest.raises(InputError, match=r"none of 64 rows can be used: several turns without data\.chat_template"):
-        train(tmp_path / "other", *settings, "data.chat_template=false")
 
 
 @pytest.mark.parametrize("value", ["features", "separate"])
