@@ -45,7 +45,10 @@ class Job:
 
 
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
-    """Train the missing runs; returns the names of those that failed. Errors: InputError: a folder holds another run."""
+    """Train the missing runs; returns the names of those that failed.
+
+    Errors: InputError if a folder holds another run.
+    """
     if not overwrite:
         check_folders(plan)
     try:
