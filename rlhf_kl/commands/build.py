@@ -75,10 +75,10 @@ class Setup:
     cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
 
 
-def build_setup(config: TrainConfig, accelerator: Any) -> Setup:
+def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     """Load everything that the config names, and refuse what cannot work."""
     config = with_files(config)
-    device, dtype = accelerator.device, compute_dtype(config.run.dtype)
+    dtype = compute_dtype(config.run.dtype)
     loader, section = Loader.for_run(config.run, device), config.policy
     seed, recompute = derive_seed(config.run.seed, "adapter"), section.gradient_checkpointing
     loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=recompute)

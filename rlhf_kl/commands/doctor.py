@@ -19,7 +19,7 @@ from rlhf_kl import ui
 from rlhf_kl.commands.build import Setup, build_setup, learning_rate
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, microbatch_rows
-from rlhf_kl.commands.session import make_accelerator, on_this_machine
+from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.train import evaluate_policy
 from rlhf_kl.commands.world import with_files
@@ -82,13 +82,13 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
     try:
         findings += check_config(config, processes)
         config = with_files(on_this_machine(config))
-        accelerator = make_accelerator(config.run)
-        setup = build_setup(config, accelerator)
-        loader = Loader.for_run(config.run, accelerator.device)
-        findings += [check_dtype(config, accelerator.device), check_rate(config, setup.policy.module)]
+        device = run_device(config.run)
+        setup = build_setup(config, device)
+        loader = Loader.for_run(config.run, device)
+        findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, loader, pairs)
-        findings.append(check_memory(config, setup, accelerator.device, processes))
+        findings.append(check_memory(config, setup, device, processes))
         findings += check_update(unsharded(config), setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]

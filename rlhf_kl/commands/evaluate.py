@@ -10,7 +10,7 @@ from rlhf_kl import ui
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.build import build_prompts, sampling_of
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.session import make_accelerator, on_this_machine
+from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.load import load_config
@@ -53,7 +53,7 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     else:
         folder = RunFolder(request.run or newest_run(finished=True))
         config = request.permissions.run_config(folder)
-    loader = Loader.for_run(config.run, make_accelerator(config.run).device)
+    loader = Loader.for_run(config.run, run_device(config.run))
     texts, dtype = _texts(request, config, loader), compute_dtype(config.run.dtype)
     if request.model is not None:
         loaded = loader.language_model(world_file(located(request.model), "policy"), "--model")

@@ -13,7 +13,7 @@ from rlhf_kl import ui
 from rlhf_kl.commands.build import prompt_format, usable_prompts
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import token_rows
-from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
@@ -72,7 +72,7 @@ def run_generate(request: GenerateRequest) -> list[Sample]:
         if request.scores and (refused := permissions.refused(config)[0]):
             raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
         config = with_files(config, ("policy", "reference", *["reward"] * request.scores))
-    loader = Loader.for_run(config.run, make_accelerator(config.run).device)
+    loader = Loader.for_run(config.run, run_device(config.run))
     with ui.waiting("loading the models and prompts"):
         writer = _Writer(request, config, loader, folder)
     with ui.progress("sampling", len(writer.prompts) * request.samples) as advance:

@@ -75,23 +75,18 @@ def pick_device(section: RunSection) -> torch.device:
     return torch.device(name)
 
 
-def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
-    """The accelerator of a run, one a command; `group` says that several processes may run it together.
+def run_device(section: RunSection, *, group: bool = False) -> torch.device:
+    """The device of this process, made the current one; `group` says that several processes may run the command.
 
     Errors: InputError for a missing device, and for several processes that cannot work together.
     """
     import torch
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import InitProcessGroupKwargs
 
     device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and not group:
         raise InputError("several processes: this command runs in one; train, sft and reward-model can run in several")
-    if device.type == "cuda" and device.index is not None:
-        if count > 1:
-            raise InputError(f"run.device: {section.device}: with several processes write cuda; each takes one of them")
-        torch.cuda.set_device(device)
+    if count > 1 and (device.index is not None or device.type == "mps"):
+        raise InputError(f"run.device: {section.device}: with several processes write cuda or cpu; each takes its own")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda" and here > torch.cuda.device_count():
         raise InputError(f"{here} processes share {torch.cuda.device_count()} CUDA devices here: start one for each")
@@ -100,15 +95,11 @@ def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
             raise InputError(
                 f"accelerate's {name} is not used here: write policy.shard and reference.shard in the config; {LAUNCH}"
             )
-    options = [InitProcessGroupKwargs(timeout=timedelta(minutes=section.wait_minutes))]
-    try:
-        accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=options)
-    except ValueError:  # accelerate keeps one state a process and refuses another device in it
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=options)
-    if accelerator.num_processes != count:
-        raise InputError(f"{count} processes were started, but accelerate counts {accelerator.num_processes}: {LAUNCH}")
-    return accelerator
+    if count > 1 and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 @contextlib.contextmanager
@@ -117,6 +108,9 @@ def joined(section: RunSection) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
-    make_accelerator(section, group=True)
+    from torch import distributed
+
+    backend = "nccl" if run_device(section, group=True).type == "cuda" else "gloo"
+    distributed.init_process_group(backend, timeout=timedelta(minutes=section.wait_minutes))
     with joined_group(section.wait_minutes) as group:
         yield group

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.tasks import build_task
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
@@ -23,7 +23,7 @@ from rlhf_kl.ui import log
 
 def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str, Any]:
     """Train a language model or a reward model; returns the summary."""
-    device = make_accelerator(config.run, group=True).device
+    device = run_device(config.run, group=True)
     loader = Loader.for_run(config.run, device)
     task = run.ranks.first_before_others(lambda: build_task(with_files(config), loader))
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,3 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., dict
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     train(folder)
     return folder
-
-
-@pytest.fixture
-def fresh_accelerate() -> Iterator[None]:
-    """As in a new process: accelerate keeps one state for all of its objects."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)

@@ -3,20 +3,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_kl.commands.session import make_accelerator, on_this_machine, pick_device
+from rlhf_kl.commands.session import on_this_machine, pick_device, run_device
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 
 
-def test_a_device_that_is_not_here(fresh_accelerate: None) -> None:
+def test_a_device_that_is_not_here() -> None:
     if torch.cuda.is_available():
         with pytest.raises(InputError, match=r"run\.device: cuda:99"):
-            make_accelerator(RunSection(device="cuda:99"))
+            run_device(RunSection(device="cuda:99"))
     else:
         with pytest.raises(InputError, match=r"run\.device: cuda: no CUDA device"):
-            make_accelerator(RunSection(device="cuda"))
+            run_device(RunSection(device="cuda"))
         with pytest.raises(InputError, match=r"run\.device: mps"):
-            make_accelerator(RunSection(device="mps"))
+            run_device(RunSection(device="mps"))
 
 
 def test_mps_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,22 +26,17 @@ def test_mps_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device(RunSection(device="mps")).type == "mps"
 
 
-def test_the_cpu_where_it_is_asked_for(fresh_accelerate: None) -> None:
-    assert make_accelerator(RunSection(device="cpu")).device.type == "cpu"
-
-
-def test_processes_that_lost_each_other(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
-    """Each would believe that it is alone, and train a model of its own."""
-    make_accelerator(RunSection(device="cpu"))
+def test_several_processes_of_a_command_that_runs_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="processes"):
-        make_accelerator(RunSection(device="cpu"))
+    with pytest.raises(InputError, match="several processes"):
+        run_device(RunSection(device="cpu"))
+    assert run_device(RunSection(device="cpu"), group=True).type == "cpu"
 
 
-def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> None:
+def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(InputError, match=r"accelerate's FSDP is not used here: write policy\.shard"):
-        make_accelerator(RunSection(device="cpu"), group=True)
+        run_device(RunSection(device="cpu"), group=True)
 
 
 @pytest.mark.parametrize(

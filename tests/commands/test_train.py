@@ -205,7 +205,7 @@ def test_a_reference_of_its_own(train: Train, tmp_path: Path, letters: Any, new_
     assert rows(tmp_path / "run")[0]["kl/token"] > 0.001
 
 
-def test_bfloat16_runs(train: Train, tmp_path: Path, fresh_accelerate: None) -> None:
+def test_bfloat16_runs(train: Train, tmp_path: Path) -> None:
     train(tmp_path / "run", "run.dtype=bfloat16", "ppo.total_episodes=32")
     assert {tensor.dtype for tensor in weights(tmp_path / "run").values()} == {torch.float32}
     assert rows(tmp_path / "run")[0]["kl/token"] == pytest.approx(0.0, abs=1e-3)
