@@ -111,6 +111,7 @@ def joined(section: RunSection) -> Iterator[Ranks]:
     from torch import distributed
 
     backend = "nccl" if run_device(section, group=True).type == "cuda" else "gloo"
-    distributed.init_process_group(backend, timeout=timedelta(minutes=section.wait_minutes))
+    if not distributed.is_initialized():  # by an earlier command of this process
+        distributed.init_process_group(backend, timeout=timedelta(minutes=section.wait_minutes))
     with joined_group(section.wait_minutes) as group:
         yield group
