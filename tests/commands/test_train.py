@@ -238,3 +238,28 @@ def test_a_policy_can_draw_ids_that_the_reward_model_lacks(
     (tmp_path / "padded.yaml").write_text(yaml.safe_dump(settings))
     outcome = rlhf_kl("train", "--config", tmp_path / "padded.yaml", "--output-dir", tmp_path / "run", "--quiet")
     assert outcome.code == 0, outcome.err
+
+
+# ---- advantages from several responses to one prompt
+
+
+@pytest.mark.parametrize(
+    ("advantage", "placement", "estimator"),
+    [
+        pytest.param("rloo", "rao_blackwell", "exact", marks=pytest.mark.quick),
+        ("grpo", "reward", "k1"),
+        ("rloo", "loss", "k2"),
+    ],
+)
+def test_no_critic_is_built_and_neighbours_answer_one_prompt(
+    train: Train, tmp_path: Path, advantage: str, placement: str, estimator: str
+) -> None:
+    penalty = (f"kl.placement={placement}", f"kl.estimator={estimator}")
+    train(tmp_path / "run", f"ppo.advantage={advantage}", "rollout.samples_per_prompt=4", *penalty)
+    found = rows(tmp_path / "run")[:6]
+    assert all(row["value/loss"] is None and row["value/explained_variance"] is None for row in found)
+    assert all(0 <= row["rollout/equal_groups"] <= 4 for row in found)
+    assert found[-1]["kl/token"] > 0.0
+    samples = [row for row in rows(tmp_path / "run", "samples.jsonl") if row["chosen"] == "first"]
+    assert len({(row["step"], row["prompt"]) for row in samples}) == len({row["step"] for row in samples})
+    assert len({row["response"] for row in samples[:4]}) > 1
