@@ -228,7 +228,7 @@ def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
             hidden = policy.states(one, lambda _, hidden: hidden)
             if model.value is not None:
                 model.value(one, hidden)
-        with unsharded(*setup.sharded):
+        with unsharded(*setup.sharded):  # at its end, what the pass gathered is given back
             pass
     if config.reference.shard:
         frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]

@@ -20,12 +20,13 @@ from rlhf_kl.run.signals import ending_on_sigterm
 if TYPE_CHECKING:
     import torch
 
-Work = Callable[[Any, Run], dict[str, Any]]
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
 
-def train_command(work: Work, config: AnyConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+def train_command(
+    work: Callable[[Any, Run], dict[str, Any]], config: AnyConfig, *, resume: bool, overwrite: bool
+) -> dict[str, Any]:
     """Open the run and do its work; a finished run with --resume gives its summary.
 
     Of several processes the first one writes the folder; the others give {}.
