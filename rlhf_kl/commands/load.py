@@ -67,6 +67,7 @@ from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 
 T = TypeVar("T")
+Source = tuple[str, str | None, str]  # config key, file or data set, split
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,8 @@ class Loader:
             limit = data.max_documents if key == "data.texts" else None
             return self.texts(ref, data.column, key, split, limit=limit, template=data.template)
 
-        return self._split(data, "texts", "eval_texts", read, str)
+        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
+        return _split(("data.texts", data.texts, data.split), heldout, read, str)
 
     def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
         """Training prompts with responses, and held-out ones."""
@@ -250,7 +252,8 @@ class Loader:
             chat = data.chat_template
             return self._read(key, ref, split, lambda rows: read_examples(rows[:most], *columns, chat=chat))
 
-        return self._split(data, "texts", "eval_texts", read, prompt_of)
+        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
+        return _split(("data.texts", data.texts, data.split), heldout, read, prompt_of)
 
     def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
         """The preference pairs of one file or data set."""
@@ -259,7 +262,9 @@ class Loader:
 
     def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
         """Preference pairs, and held-out ones."""
-        return self._split(data, "pairs", "eval_pairs", functools.partial(self.all_pairs, data), prompt_of)
+        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
+        read = functools.partial(self.all_pairs, data)
+        return _split(("data.pairs", data.pairs, data.split), heldout, read, prompt_of)
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
         """Labelled training texts and held-out ones."""
@@ -268,20 +273,19 @@ class Loader:
             columns = (data.text_column, data.label_column, ref)
             return self._read(key, ref, split, lambda rows: (read_labels(rows, *columns), 0))
 
-        return self._split(data, "labels", "eval_pairs", read, lambda row: row.text)
+        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
+        return _split(("data.labels", data.labels, data.split), heldout, read, lambda row: row.text)
 
-    def _split(
-        self,
-        data: SFTDataSection | PairsSection,
-        name: str,
-        heldout: str,
-        read: Callable[[str, str, str], list[T]],
-        identity: Callable[[T], Hashable],
-    ) -> tuple[list[T], list[T]]:
-        """Rows under the config keys `name` and `heldout`, as `read(key, ref, split)` gives them, without overlap."""
-        train, ref = read(f"data.{name}", getattr(data, name), data.split), getattr(data, heldout)
-        kept = None if ref is None else read(f"data.{heldout}", ref, data.eval_split)
-        return divided(f"data.{name}", train, kept, identity)
+
+def _split(
+    train: Source, heldout: Source, read: Callable[[str, str, str], list[T]], identity: Callable[[T], Hashable]
+) -> tuple[list[T], list[T]]:
+    """Training rows and held-out rows, as `read(key, ref, split)` gives them, without overlap."""
+    key, ref, split = train
+    assert ref is not None
+    rows = read(key, ref, split)
+    key_of_heldout, ref, split = heldout
+    return divided(key, rows, None if ref is None else read(key_of_heldout, ref, split), identity)
 
 
 def divided(
