@@ -74,29 +74,12 @@ class TextSums(NamedTuple):
     documents: int
 
 
-def perplexity(
-    lm: LM,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    window: int | None = None,
-    rows: int = ROWS,
-    advance: Callable[[int], None] | None = None,
-) -> Perplexity:
-    """exp(total nll / total scored tokens) at temperature 1; see `text_sums`.
-
-    Errors: InputError if no token can be scored; MemoryFull.
-    """
-    return perplexity_of([text_sums(lm, tokenizer, texts, window=window, rows=rows, advance=advance)])
-
-
 @torch.no_grad()
 def text_sums(
     lm: LM,
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    window: int | None = None,
     rows: int = ROWS,
     advance: Callable[[int], None] | None = None,
 ) -> TextSums:
@@ -104,10 +87,9 @@ def text_sums(
 
     Without a bos a document's first token has no context: neither its nats nor its bytes count.
 
-    `window`: most tokens in one row (default: the model's context); `rows` in one pass, fewer where memory is full;
-    `advance(n)` is called after every n windows. Errors: MemoryFull.
+    `rows` in one pass, fewer where memory is full; `advance(n)` is called after every n windows. Errors: MemoryFull.
     """
-    limit = window or context_length(lm.model) or DEFAULT_WINDOW
+    limit = context_length(lm.model) or DEFAULT_WINDOW
     pieces = [piece for ids in encode_all(tokenizer, texts, bos=True) for piece in windows(ids, limit)]
     pieces.sort(key=lambda piece: len(piece.ids))
 
@@ -126,7 +108,7 @@ def text_sums(
 
 
 def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
-    """The perplexity of all documents together. Errors: InputError if no token was scored."""
+    """exp(total nll / total scored tokens) of all documents together. Errors: InputError if no token was scored."""
     total, count, size, documents = (sum(column) for column in zip(*parts, strict=True))
     if not count:
         raise InputError("eval.texts: no document has a token to score")
@@ -177,29 +159,6 @@ class PolicySamples:
     failures: list[str] = field(default_factory=list)  # of the gold scorer
 
 
-def policy_figures(
-    policy: LM,
-    reference: LM,
-    prompts: PromptBatch,
-    seed: int,
-    sampling: Sampling,
-    tokenizer: Any,
-    scorers: Scorers = NO_SCORERS,
-    batch_size: int = ROWS,
-    facts: dict[str, Any] | None = None,
-    advance: Callable[[int], None] = lambda _: None,
-) -> PolicyFigures:
-    """Sample one response to each prompt, at most `batch_size` at a time, and measure; `seed` fixes the samples.
-
-    A figure is None if a reward model's score is not finite, or gold failed: `facts` gets what happened, for
-    `monitors.worded`. Errors: InputError from a reward function.
-    `advance(n)` is called after every n responses, of the reference and then of the policy.
-    """
-    every = range(len(prompts))
-    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, scorers, batch_size, advance)
-    return figures_of([samples], {} if facts is None else facts)
-
-
 def policy_samples(
     policy: LM,
     reference: LM,
@@ -213,10 +172,12 @@ def policy_samples(
     advance: Callable[[int], None] = lambda _: None,
     cached: CachedSamples | None = None,
 ) -> PolicySamples:
-    """One response to each prompt of `part`; it does not depend on the parts. Errors: as `policy_figures`.
+    """One response to each prompt of `part`, at most `batch_size` at a time; it does not depend on the parts.
 
     The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
     al. 2025, RL's Razor, 2509.04259). `cached` keeps these samples, which are the same every time, for the next call.
+    `advance(n)` is called after every n responses, of the reference and then of the policy.
+    Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part.start : part.stop]
     prompts = prompts.part(part.start, part.stop)
@@ -257,7 +218,7 @@ def policy_samples(
 
 
 def figures_of(parts: Sequence[PolicySamples], facts: dict[str, Any]) -> PolicyFigures:
-    """The figures of all samples together; `facts` gets what is left out, and why."""
+    """The figures of all samples together; `facts` gets what is left out, and why, for `monitors.worded`."""
     kl, forward, forward_lengths, lengths, ended, texts, scores, gold, failures = (
         [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
     )

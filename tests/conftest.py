@@ -30,7 +30,7 @@ LETTERS = "abcd"  # with pad, bos and eos a vocabulary of seven
 
 # Tests with these fixtures train, build a world, start processes or a browser. The mathematics is tested without them.
 SLOW_FIXTURES = {
-    *("train", "supervised", "train_groups", "compared", "doctor", "small_world"),
+    *("train", "supervised", "compared", "doctor", "small_world"),
     *("launch", "together", "browser"),
 }
 SLOW_FILES = (

@@ -11,7 +11,16 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.errors import InputError, MemoryFull
-from rlhf_kl.evaluate import distinct_n, perplexity, policy_figures, policy_samples, windows
+from rlhf_kl.evaluate import (
+    Perplexity,
+    PolicySamples,
+    distinct_n,
+    figures_of,
+    perplexity_of,
+    policy_samples,
+    text_sums,
+    windows,
+)
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.text import decode_responses, encode
@@ -23,6 +32,17 @@ from rlhf_kl.types import PromptBatch, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ["abcd", "a", "ddddcccc", "badc" * 6]
+
+
+def perplexity(*arguments: Any, **options: Any) -> Perplexity:
+    return perplexity_of([text_sums(*arguments, **options)])
+
+
+def policy_figures(
+    policy: LM, reference: LM, prompts: PromptBatch, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
+) -> Any:
+    every = range(len(prompts))
+    return figures_of([policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)], {})
 
 
 @torch.no_grad()
@@ -119,7 +139,6 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
     by_hand = nll(model, ids[0:8]) + nll(model, ids[4:11], first=4)
     assert result.tokens == 10
     assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
-    assert perplexity(LM(new_model()), letters, [text], window=8).tokens == 10
 
 
 def test_less_memory_changes_no_figure(
@@ -130,7 +149,7 @@ def test_less_memory_changes_no_figure(
     sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_ids=[letters.eos_token_id], pad_id=letters.pad_token_id)
 
     def figures() -> tuple[Any, Any]:
-        on_prompts = policy_figures(policy, reference, prompts, 0, sampling, letters, WITH_GOLD, 16)
+        on_prompts = policy_figures(policy, reference, prompts, 0, sampling, letters, scorers=WITH_GOLD, batch_size=16)
         return perplexity(policy, letters, TEXTS * 4), on_prompts
 
     before = figures()
@@ -167,7 +186,7 @@ def test_empty_documents_count_for_nothing(new_model: Make, letters: Any) -> Non
 
 def test_progress_tells_of_every_window(new_model: Make, letters: Any) -> None:
     told: list[int] = []
-    perplexity(LM(new_model()), letters, TEXTS, window=8, rows=2, advance=told.append)
+    perplexity(LM(new_model(context=8)), letters, TEXTS, rows=2, advance=told.append)
     assert sum(told) == sum(len(list(windows(encode(letters, text), 8))) for text in TEXTS)
 
 
@@ -268,6 +287,13 @@ def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make
     assert same.kl_token == same.forward_kl_token == pytest.approx(0.0, abs=1e-6)
     assert same.scores is None
     assert same.gold is None
+
+
+def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
+    samples = PolicySamples([0.1] * 3, [0.1], [1], [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
+    facts: dict[str, Any] = {}
+    figures = figures_of([samples], facts)
+    assert (figures.scores, figures.unscored, facts) == (None, 1, {"eval-scores": {}})
 
 
 def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:

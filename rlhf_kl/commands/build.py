@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +11,14 @@ import torch
 from torch import nn
 
 from rlhf_kl import ui
-from rlhf_kl.commands.load import Loaded, Loader
+from rlhf_kl.commands.load import Loaded, Loader, divided
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.plugins import configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
-from rlhf_kl.distributed import Ranks, is_sharded, shard, unsharded
+from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.evaluate import (
-    CachedSamples,
-)
+from rlhf_kl.evaluate import CachedSamples
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
     check_vocabulary,
@@ -47,9 +46,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
-from rlhf_kl.rollout.reference_scores import (
-    ReferenceScores,
-)
+from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import derive_seed
@@ -78,10 +75,10 @@ class Setup:
     cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
 
 
-def build_setup(config: TrainConfig, accelerator: Any) -> Setup:
+def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     """Load everything that the config names, and refuse what cannot work."""
     config = with_files(config)
-    device, dtype = accelerator.device, compute_dtype(config.run.dtype)
+    dtype = compute_dtype(config.run.dtype)
     loader, section = Loader.for_run(config.run, device), config.policy
     seed, recompute = derive_seed(config.run.seed, "adapter"), section.gradient_checkpointing
     loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=recompute)
@@ -140,29 +137,25 @@ def build_prompts(config: TrainConfig, loader: Loader, policy: Any, tokenizer: A
     room = None if context is None else context - config.rollout.max_new_tokens
     form = prompt_format(config.data)
     train_texts, kept_texts = loader.prompts(config.data, config.eval)
-    prepared = []
-    for key, texts in (("data.prompts", train_texts), ("eval.prompts", kept_texts)):
-        with blame(key):
-            prompts = prepare_prompts(texts, tokenizer, room, form)
-            check_vocabulary(policy, tokenizer, prompts.rows)
-        if prompts.note:
-            log.info(f"{key}: {prompts.note}")
-        prepared.append(prompts)
-    train, kept = prepared
-    # Prompts that were cut short may have become the same.
-    return (train if kept_texts is train_texts else without_rows(train, kept)), kept
+    train = usable_prompts("data.prompts", train_texts, policy, tokenizer, room, form)
+    kept = usable_prompts("eval.prompts", kept_texts, policy, tokenizer, room, form)
+    if kept_texts is not train_texts:  # prompts that were cut short may have become the same
+        pairs, held = (list(zip(prompts.texts, prompts.rows, strict=True)) for prompts in (train, kept))
+        rest, _ = divided("data.prompts", pairs, held, lambda pair: tuple(pair[1]))
+        train = Prompts([text for text, _ in rest], [row for _, row in rest])
+    return train, kept
 
 
-def without_rows(train: Prompts, kept: Prompts) -> Prompts:
-    """The prompts that differ from every held-out prompt in their tokens. Errors: InputError if none is left."""
-    apart = {tuple(row) for row in kept.rows}
-    rest = [i for i, row in enumerate(train.rows) if tuple(row) not in apart]
-    if not rest:
-        raise InputError("data.prompts: every prompt is among the held-out ones too; name others as eval.prompts")
-    if len(rest) < len(train.rows):
-        dropped = len(train.rows) - len(rest)
-        log.info(f"data.prompts: {dropped} of {len(train.rows)} prompts left out: they are among the held-out ones")
-    return Prompts([train.texts[i] for i in rest], [train.rows[i] for i in rest])
+def usable_prompts(
+    key: str, texts: Sequence[str], policy: Any, tokenizer: Any, room: int | None, form: PromptFormat
+) -> Prompts:
+    """The prompts under `key` that have at most `room` tokens. Errors: InputError if there is none."""
+    with blame(key):
+        prompts = prepare_prompts(texts, tokenizer, room, form)
+        check_vocabulary(policy, tokenizer, prompts.rows)
+    if prompts.note:
+        log.info(f"{key}: {prompts.note}")
+    return prompts
 
 
 def prompt_format(data: PromptsSection) -> PromptFormat:
@@ -238,10 +231,8 @@ def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
             hidden = policy.states(one, lambda _, hidden: hidden)
             if model.value is not None:
                 model.value(one, hidden)
-        with unsharded(*setup.sharded):
+        with unsharded(*setup.sharded):  # at its end, what the pass gathered is given back
             pass
-        if held := [name for name, p in policy.named_parameters() if p.requires_grad and not is_sharded(p)]:
-            raise RuntimeError(f"policy.shard: these tensors are not sharded: {held[:3]}")
     if config.reference.shard:
         frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
         apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy

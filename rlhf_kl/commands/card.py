@@ -65,13 +65,13 @@ def model_card(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any], *, adapter: bool
 ) -> str:
     """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
-    name, (base, revision) = config.run.name, _name(config.policy.model)
+    name, base = config.run.name, _name(config.policy.model)
     on_hub = "/" in base
     front: dict[str, Any] = {"tags": ["rlhf", "ppo", "rlhf-kl"], "library_name": "peft" if adapter else "transformers"}
     if on_hub:
-        front |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
+        front |= {"base_model": base.partition("@")[0], "base_model_relation": "adapter" if adapter else "finetune"}
     last = end(rows)
-    loaded = f"{base},revision={revision}" if revision else base
+    loaded = base.replace("@", ",revision=") if on_hub else "FOLDER-OF-THE-BASE"
     return CARD.format(
         front=yaml.safe_dump(front, sort_keys=True),
         name=name,
@@ -85,7 +85,7 @@ def model_card(
         auto=f"Auto{'Peft' * adapter}ModelForCausalLM",
         local_base=LOCAL_BASE.format(base=base) if adapter and not on_hub else "",
         slug=re.sub(r"[^\w.-]+", "-", name),
-        lm_eval=f"pretrained={loaded if on_hub else 'FOLDER-OF-THE-BASE'},peft=." if adapter else "pretrained=.",
+        lm_eval=f"pretrained={loaded},peft=." if adapter else "pretrained=.",
     )
 
 
@@ -107,11 +107,11 @@ def _table(config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapp
         target += ", held" if kept else ", missed"
     coef = read_number(rows[-1], "kl/coef_next") if rows else None
     terms = config.reward.terms
-    reward = ", ".join(terms) if terms else _name(config.reward.model or config.reward.kind)[0]
+    reward = ", ".join(terms) if terms else _name(config.reward.model or config.reward.kind)
     return {
-        "base model": "@".join(part for part in _name(config.policy.model) if part),
-        "reference": _name(config.reference.model)[0] if config.reference.model else "the policy at the start",
-        "prompts": _name(config.data.prompts)[0],
+        "base model": _name(config.policy.model),
+        "reference": _name(config.reference.model) if config.reference.model else "the policy at the start",
+        "prompts": _name(config.data.prompts),
         "reward": reward,
         "advantages": config.ppo.advantage,
         **({"KL target": target} if adjusts(kl.controller.kind) else {}),
@@ -125,13 +125,12 @@ def _table(config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapp
     }
 
 
-def _name(source: str | None) -> tuple[str, str]:
-    """A name to be shared and the revision of a hub id; of a local path no folder but that of a run."""
+def _name(source: str | None) -> str:
+    """A name to be shared: a hub id, or of a local path no folder but that of a run."""
     path = Path(source or "")
     if not path.is_absolute():
-        name, _, revision = (source or "").partition("@")
-        return name, revision
-    return (path.parent.name if path.name in ("final", "merged") else path.name), ""
+        return source or ""
+    return path.parent.name if path.name in ("final", "merged") else path.name
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

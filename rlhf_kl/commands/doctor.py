@@ -18,8 +18,8 @@ import torch
 from rlhf_kl import ui
 from rlhf_kl.commands.build import Setup, build_setup, learning_rate
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, largest_microbatch, microbatch_rows
-from rlhf_kl.commands.session import make_accelerator, on_this_machine
+from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, microbatch_rows
+from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.train import evaluate_policy
 from rlhf_kl.commands.world import with_files
@@ -34,6 +34,7 @@ from rlhf_kl.monitors import worded
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.run.run import LESS_MEMORY
+from rlhf_kl.status import duration
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.optim import usual_learning_rate
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
@@ -49,17 +50,6 @@ ADVICE = {
     "controller-too-slow": "kl.controller.kind=adaptive, a smaller horizon, or more updates",
     "kl-gradient": "kl.placement=reward with kl.estimator=k1",
     "out-of-memory": "a smaller ppo.microbatch_size",
-}
-# Settings of a generation config that change the sampling distribution, with the values that do not change it.
-FILTERS = {
-    "top_k": (None, 0),
-    "top_p": (None, 1.0),
-    "min_p": (None, 0.0),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "temperature": (None, 1.0),
-    "repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
 }
 
 
@@ -92,13 +82,13 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
     try:
         findings += check_config(config, processes)
         config = with_files(on_this_machine(config))
-        accelerator = make_accelerator(config.run)
-        setup = build_setup(config, accelerator)
-        loader = Loader.for_run(config.run, accelerator.device)
-        findings += [check_dtype(config, accelerator.device), check_rate(config, setup.policy.module)]
-        findings += [check_filters(setup), *check_tokenizers(config, setup, loader), *check_context(config, setup)]
+        device = run_device(config.run)
+        setup = build_setup(config, device)
+        loader = Loader.for_run(config.run, device)
+        findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
+        findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, loader, pairs)
-        findings.append(check_memory(config, setup, accelerator.device, processes))
+        findings.append(check_memory(config, setup, device, processes))
         findings += check_update(unsharded(config), setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
@@ -149,7 +139,7 @@ def check_rate(config: TrainConfig, policy: Any) -> Finding:
     """Whether the learning rate is near the usual one for a policy of this size."""
     rate, adapter, size = learning_rate(config, policy), has_adapter(policy), parameter_count(policy)
     usual = usual_learning_rate(size, adapter=adapter)
-    message = f"learning rate {rate:.2g} for {'an adapter on ' if adapter else ''}{short(size)} parameters"
+    message = f"learning rate {rate:.2g} for {'an adapter on ' if adapter else ''}{size:,} parameters"
     if config.ppo.learning_rate == "auto":
         return judged("rate", True, f"{message}, chosen by size (auto)")
     ratio = rate / usual
@@ -159,48 +149,22 @@ def check_rate(config: TrainConfig, policy: Any) -> Finding:
     return judged("rate", False, f"{message}: {side} the usual {usual:.2g}", f"ppo.learning_rate={usual:g}, or auto")
 
 
-def check_filters(setup: Setup) -> Finding:
-    """Whether other programs sample from the policy as rollouts do."""
-    settings = setup.policy.model.generation_config
-    written = {name: getattr(settings, name, None) for name in FILTERS}
-    odd = [f"{name} {value}" for name, value in written.items() if value not in FILTERS[name]]
-    if not odd:
-        return judged("sampling", True, "rollouts and generation config draw from the whole distribution")
-    message = (
-        f"the policy's generation config sets {', '.join(odd)}: rollouts ignore it (the KL would be wrong), "
-        "but `generate` of other programs uses it"
-    )
-    return judged("sampling", False, message, "remove it from generation_config.json")
-
-
 def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader) -> Iterator[Finding]:
-    """Whether policy, reference and reward model read the prompts alike, and nothing of them is lost."""
-    tokenizer, texts = setup.tokenizer, setup.prompts.texts[:PROBES]
-    if config.reference.model is not None:
-        other = loader.tokenizer(config.reference.model, "reference.model")
-        if encode_all(other, texts) == encode_all(tokenizer, texts):
-            yield judged("tokenizer", True, "policy and reference tokenize the prompts alike")
-        else:
-            yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
-    rows = encode_all(tokenizer, texts, bos=False)
-    back: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    lost = [(text, again) for text, again in zip(texts, back, strict=True) if again != text]
-    message = f"{len(texts)} prompts are the same after encoding and decoding"
-    if lost:
-        sample = f"{lost[0][0][:40]!r} comes back as {lost[0][1][:40]!r}"
-        message = f"{len(lost)} of {len(texts)} prompts change when they are encoded and decoded: {sample}"
-    yield judged("tokenizer", not lost, message, "clean these prompts, or use another tokenizer")
-    if setup.scorers.model is not None:
-        same = setup.scorers.model.tokenizer.get_vocab() == tokenizer.get_vocab()
-        message = "the policy's" if same else "another one: responses are decoded and encoded again"
-        yield judged("tokenizer", True, f"the reward model uses {message}")
+    """Whether policy and reference read the prompts alike."""
+    if config.reference.model is None:
+        return
+    texts = setup.prompts.texts[:PROBES]
+    other = loader.tokenizer(config.reference.model, "reference.model")
+    if encode_all(other, texts) == encode_all(setup.tokenizer, texts):
+        yield judged("tokenizer", True, "policy and reference tokenize the prompts alike")
+    else:
+        yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
 
 
 def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     """Whether prompt and response fit into what policy and reward model read."""
-    longest = max(len(row) for row in setup.prompts.rows)
     new, limit = config.rollout.max_new_tokens, context_length(setup.policy.model)
-    message = f"longest prompt {longest} tokens and {new} new ones"
+    message = f"longest prompt {setup.prompts.longest} tokens and {new} new ones"
     message += "; the model's config names no limit" if limit is None else f" fit into {limit}"
     yield judged("context", limit is not None, message, "make sure that the model was trained on texts of this length")
     reward = setup.scorers.model
@@ -244,11 +208,11 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
 
 def check_memory(config: TrainConfig, setup: Setup, device: torch.device, processes: int) -> Finding:
     """Whether an update fits, by the estimate."""
-    tokens = max(len(row) for row in setup.prompts.rows) + config.rollout.max_new_tokens
+    tokens = setup.prompts.longest + config.rollout.max_new_tokens
     estimate, room = estimate_memory(config, setup, tokens, processes), int(SHARE * free_memory(device))
     minibatch = config.minibatch_size // processes
     rows = min(microbatch_rows(config, setup.policy.model, device, tokens), minibatch)
-    need, most = estimate.total(rows), largest_microbatch(estimate, minibatch, room)
+    need, most = estimate.total(rows), estimate.largest_microbatch(minibatch, room)
     message = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
     message = message if processes == 1 else f"in each of {processes} processes {message}"
     if need <= room:
@@ -350,30 +314,11 @@ def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Fin
 
 def check_perplexity(perplexity: float, texts: Sequence[str], tokenizer: Any) -> Finding:
     """Whether the policy predicts the held-out texts better than their token frequencies do."""
-    frequencies = frequency_perplexity(encode_all(tokenizer, texts, bos=False))
+    counts = Counter(token for row in encode_all(tokenizer, texts, bos=False) for token in row)
+    total = sum(counts.values())
+    frequencies = math.exp(-sum(n / total * math.log(n / total) for n in counts.values()))  # exp of their entropy
     message = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
     if perplexity < frequencies:
         return judged("eval", True, f"{message}; token frequencies alone give {frequencies:.0f}")
     message += f", no better than token frequencies alone ({frequencies:.0f}): the policy does not write such texts"
     return judged("eval", False, message, "eval.texts: texts like those that the policy was trained on")
-
-
-def frequency_perplexity(rows: Sequence[Sequence[int]]) -> float:
-    """exp(entropy) of the token frequencies: the perplexity of a model that knows only these."""
-    counts = Counter(token for row in rows for token in row)
-    total = sum(counts.values())
-    return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 1.0
-
-
-def duration(seconds: float) -> str:
-    """5400 seconds as 90 min."""
-    minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-
-
-def short(count: int) -> str:
-    """1234567 as 1.2M."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g}{letter}"
-    return str(count)

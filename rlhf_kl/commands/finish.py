@@ -37,15 +37,19 @@ def train_closing(summary: dict[str, Any], folder: str) -> Closing:
     kl, control, share = summary["config"]["kl"], summary["control"], summary.get("tilt_share")
     same = collapsed(final)  # which a gain in score does not make good
     verdict = _verdict(kl["controller"]["kind"], final["kl/target"], control)
+
+    def number(key: str, form: str) -> str | None:
+        return None if final.get(key) is None else format(final[key], form)
+
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
-        "score": _number(final.get("objective/scores"), ".2f"),
+        "score": number("objective/scores", ".2f"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
-        "gold": _number(final.get("objective/gold"), ".2f"),
+        "gold": number("objective/gold", ".2f"),
         f"KL per {kl['unit']}": None if control["kl"] is None else f"{control['kl']:.3f}, {verdict}",
-        "beta": _number(final.get("kl/coef_next"), ".4g"),
-        "held-out perplexity": _number(final.get("eval/perplexity"), ".2f"),
+        "beta": number("kl/coef_next", ".4g"),
+        "held-out perplexity": number("eval/perplexity", ".2f"),
     }
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",
@@ -54,10 +58,6 @@ def train_closing(summary: dict[str, Any], folder: str) -> Closing:
         f"{place}/samples.jsonl  responses, token by token",
         f"{place}/final          the policy",
     ]
-
-
-def _number(value: float | None, form: str) -> str | None:
-    return None if value is None else format(value, form)
 
 
 def _verdict(kind: str, target: float, control: Mapping[str, Any]) -> str:
@@ -86,9 +86,6 @@ def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
             figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
     place = short_path(folder)
     return figures, [f"{shell_command('tensorboard')} --logdir {place}", f"{place}/final  the model"]
-
-
-MERGED = "merged"
 
 
 def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, keep: bool) -> None:
@@ -125,28 +122,22 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
         raise InputError("--merge: the run trains no adapter, so final/ is already the whole model: leave --merge out")
 
 
-def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig) -> Path:
-    """Write `merged/` from `final/`; returns the folder."""
-    folder = Path(config.run.output_dir)
-    loader = Loader.for_run(config.run, "cpu")
-    final = str(folder / "final")
+def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig) -> None:
+    """Write `merged/` from `final/`."""
+    folder = RunFolder(Path(config.run.output_dir))
+    loader, final = Loader.for_run(config.run, "cpu"), str(folder.final)
     if isinstance(config, RewardModelConfig):
         reward = loader.reward_model(final, "--merge", ScorerSection())
-        write_folder(folder / MERGED, lambda place: save_reward_model(reward, place))
+        write_folder(folder.merged, lambda place: save_reward_model(reward, place))
     else:
         loaded = loader.language_model(final, "--merge")
-        card = _card(config, folder) if isinstance(config, TrainConfig) else None
 
         def write(place: Path) -> None:
             save_model(loaded.model, loaded.tokenizer, place)
-            if card is not None:
+            if isinstance(config, TrainConfig):
+                rows = list(read_jsonl(folder.metrics))
+                card = model_card(config, [row for row in rows if is_update(row)], rows[-1], adapter=False)
                 (place / "README.md").write_text(card, encoding="utf-8")
 
-        write_folder(folder / MERGED, write)
-    log.info(f"{folder / MERGED} holds the merged model")
-    return folder / MERGED
-
-
-def _card(config: TrainConfig, folder: Path) -> str:
-    rows = list(read_jsonl(RunFolder(folder).metrics))
-    return model_card(config, [row for row in rows if is_update(row)], rows[-1], adapter=False)
+        write_folder(folder.merged, write)
+    log.info(f"{folder.merged} holds the merged model")

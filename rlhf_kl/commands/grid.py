@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from rlhf_kl import ui
 from rlhf_kl.commands.session import on_this_machine
@@ -24,13 +23,6 @@ from rlhf_kl.ui import Advance, log
 
 POLL_S = 0.3
 GUARD = 3  # exit code of a run that a guard stopped: its rows count
-
-
-class Failure(NamedTuple):
-    """A run that failed, and the reason."""
-
-    name: str
-    reason: str
 
 
 @dataclass
@@ -52,8 +44,11 @@ class Job:
         return self.updates - before
 
 
-def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[Failure]:
-    """Train the missing runs; returns those that failed. Errors: InputError if a folder holds another run."""
+def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
+    """Train the missing runs; returns the names of those that failed.
+
+    Errors: InputError if a folder holds another run.
+    """
     if not overwrite:
         check_folders(plan)
     try:
@@ -86,10 +81,10 @@ class Grid:
         self.plan, self.jobs, self.overwrite = plan, jobs, overwrite
         self.waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
         self.running: list[Job] = []
-        self.failures: list[Failure] = []
+        self.failures: list[str] = []
 
-    def work(self) -> list[Failure]:
-        """Train until all runs have ended; return those that failed."""
+    def work(self) -> list[str]:
+        """Train until all runs have ended; return the names of those that failed."""
         total = len(self.plan.runs)
         log.info(f"{total} runs: {total - len(self.waiting)} finished, {len(self.waiting)} to train")
         if not self.waiting:
@@ -149,7 +144,7 @@ class Grid:
         if code == GUARD:
             log.warning(f"{text}stopped by a guard: {last}")
             return
-        self.failures.append(Failure(job.run.name, last or f"exit code {code}"))
+        self.failures.append(job.run.name)
         log.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
 
     def _stop(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -12,7 +13,6 @@ import torch
 from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema import (
-    ArchitectureSection,
     EvalSection,
     LoraSection,
     PairsSection,
@@ -56,18 +56,18 @@ from rlhf_kl.models.lora import (
     merge,
     require_classifier_adapter,
 )
-from rlhf_kl.models.scratch import classifier_from_lm, new_gpt2, train_tokenizer
+from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.models.value import freeze
 from rlhf_kl.plugins import is_reference
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
 from rlhf_kl.rewards.trl import TRLReward
-from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 
 T = TypeVar("T")
+Source = tuple[str, str | None, str]  # config key, file or data set, split
 
 
 @dataclass(frozen=True)
@@ -235,29 +235,25 @@ class Loader:
         return train, list(dict.fromkeys(kept)) or train
 
     def documents(self, data: SFTDataSection) -> tuple[list[str], list[str]]:
-        """Training texts and held-out texts, without overlap."""
-        train = self.texts(
-            data.texts, data.column, "data.texts", data.split, limit=data.max_documents, template=data.template
-        )
-        kept = None
-        if data.eval_texts is not None:
-            kept = self.texts(data.eval_texts, data.column, "data.eval_texts", data.eval_split, template=data.template)
-        return divided("data.texts", train, kept, str)
+        """Training texts and held-out texts."""
+
+        def read(key: str, ref: str, split: str) -> list[str]:
+            limit = data.max_documents if key == "data.texts" else None
+            return self.texts(ref, data.column, key, split, limit=limit, template=data.template)
+
+        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
+        return _split(("data.texts", data.texts, data.split), heldout, read, str)
 
     def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
-        """Training prompts with responses, and held-out ones with other prompts."""
+        """Training prompts with responses, and held-out ones."""
 
-        def all_examples(key: str, ref: str, split: str) -> list[Example]:
+        def read(key: str, ref: str, split: str) -> list[Example]:
             columns, most = (data.prompt_column, data.response_column or "", data.template, ref), data.max_documents
-            return self._read(
-                key, ref, split, lambda rows: read_examples(rows[:most], *columns, chat=data.chat_template)
-            )
+            chat = data.chat_template
+            return self._read(key, ref, split, lambda rows: read_examples(rows[:most], *columns, chat=chat))
 
-        train = all_examples("data.texts", data.texts, data.split)
-        kept = (
-            all_examples("data.eval_texts", data.eval_texts, data.eval_split) if data.eval_texts is not None else None
-        )
-        return divided("data.texts", train, kept, _prompt)
+        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
+        return _split(("data.texts", data.texts, data.split), heldout, read, prompt_of)
 
     def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
         """The preference pairs of one file or data set."""
@@ -265,25 +261,31 @@ class Loader:
         return self._read(key, ref, split, lambda rows: read_pairs(rows, *columns, chat=data.chat_template))
 
     def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
-        """Preference pairs, and held-out ones with other prompts."""
-        assert data.pairs is not None
-        train, kept = self.all_pairs(data, "data.pairs", data.pairs, data.split), None
-        if data.eval_pairs is not None:
-            kept = self.all_pairs(data, "data.eval_pairs", data.eval_pairs, data.eval_split)
-        return divided("data.pairs", train, kept, _prompt)
+        """Preference pairs, and held-out ones."""
+        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
+        read = functools.partial(self.all_pairs, data)
+        return _split(("data.pairs", data.pairs, data.split), heldout, read, prompt_of)
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
-        """Labelled training texts and held-out ones, without overlap."""
+        """Labelled training texts and held-out ones."""
 
-        def all_labels(key: str, ref: str, split: str) -> list[Labelled]:
+        def read(key: str, ref: str, split: str) -> list[Labelled]:
             columns = (data.text_column, data.label_column, ref)
             return self._read(key, ref, split, lambda rows: (read_labels(rows, *columns), 0))
 
-        assert data.labels is not None
-        train, kept = all_labels("data.labels", data.labels, data.split), None
-        if data.eval_pairs is not None:
-            kept = all_labels("data.eval_pairs", data.eval_pairs, data.eval_split)
-        return divided("data.labels", train, kept, lambda row: row.text)
+        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
+        return _split(("data.labels", data.labels, data.split), heldout, read, lambda row: row.text)
+
+
+def _split(
+    train: Source, heldout: Source, read: Callable[[str, str, str], list[T]], identity: Callable[[T], Hashable]
+) -> tuple[list[T], list[T]]:
+    """Training rows and held-out rows, as `read(key, ref, split)` gives them, without overlap."""
+    key, ref, split = train
+    assert ref is not None
+    rows = read(key, ref, split)
+    key_of_heldout, ref, split = heldout
+    return divided(key, rows, None if ref is None else read(key_of_heldout, ref, split), identity)
 
 
 def divided(
@@ -300,7 +302,8 @@ def divided(
     return rest, kept
 
 
-def _prompt(row: Example | Pair) -> Hashable:
+def prompt_of(row: Example | Pair) -> Hashable:
+    """What rows that stay together share."""
     return str(row.prompt)
 
 
@@ -331,18 +334,3 @@ def recompute(model: Any) -> None:
     """Gradient checkpointing, for `policy.gradient_checkpointing`."""
     with blame("policy.gradient_checkpointing"):
         enable_recompute(model)
-
-
-def new_language_model(shape: ArchitectureSection, texts: Sequence[str], seed: int) -> tuple[Any, Any]:
-    """A GPT-2 with random weights, and a tokenizer trained on `texts`; `seed` is the run's."""
-    tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
-    model = new_gpt2(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        context=shape.context,
-        tokenizer=tokenizer,
-        seed=derive_seed(seed, "weights"),
-    )
-    return model, tokenizer

@@ -20,19 +20,6 @@ SHARE = 0.85  # usable share of the free memory
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Numbers in the models of a run."""
-
-    policy: int
-    trained: int  # of the policy and of a separate value function
-    frozen: int  # the reference and reward models
-    value: int = 0  # a separate value function
-    outside: int = 0  # of the policy, outside of its layers: embeddings and head
-    frozen_outside: int = 0
-    layer: int = 0  # the largest layer
-
-
-@dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of an update in one process."""
 
@@ -50,81 +37,62 @@ class MemoryEstimate:
         training = self.training + rows * self.per_row + min(rows * self.logits, self.chunk)
         return self.kept + self.states + max(training, self.gathered + self.cache)
 
-
-def weight_bytes(
-    weights: Weights, processes: int, *, shard: bool, shard_frozen: bool, copies: int, cast: float = 0.0
-) -> tuple[int, int, int]:
-    """`kept`, `training` and `gathered` of `MemoryEstimate`.
-
-    Of a sharded policy each process holds one part in `processes`: weights, gradient, moments and the `copies` of the
-    ceiling. A pass gathers two layers and the weights outside of layers, and has the gradients of one layer; a rollout
-    gathers all. Of sharded frozen models only the layers are divided. `cast`: size of autocast's copy over that of the
-    weight; a pass keeps the copies of all layers for its backward pass, a rollout those of the trained layers.
-    """
-    part = 1 / processes if shard else 1.0
-    layers = weights.frozen - weights.frozen_outside
-    frozen = weights.frozen_outside + layers / processes if shard_frozen else weights.frozen
-    full = weights.policy + weights.value
-    learns = weights.trained / full
-    kept = full * part + frozen + 2 * weights.trained * part
-    training = (1 + copies) * weights.trained * part
-    if shard:
-        training += 2 * weights.layer + weights.outside + learns * (weights.layer + weights.outside)
-    training += cast * (full - weights.outside)
-    gathered = full * (1 - part) + (weights.frozen - frozen) + cast * max(0, weights.trained - weights.outside)
-    return int(FLOAT * kept), int(FLOAT * training), int(FLOAT * gathered)
+    def largest_microbatch(self, minibatch: int, room: int) -> int | None:
+        """The largest divisor of the minibatch that fits into `room` bytes; None if 1 does not fit."""
+        fitting = [n for n in range(1, minibatch + 1) if minibatch % n == 0 and self.total(n) <= room]
+        return max(fitting, default=None)
 
 
 def estimate_memory(config: TrainConfig, setup: Setup, tokens: int, processes: int = 1) -> MemoryEstimate:
-    """For responses of `tokens` tokens, their prompts included."""
+    """For responses of `tokens` tokens, their prompts included.
+
+    Of a sharded policy each process holds one part in `processes`: weights, gradients, Adam's moments and the copy for
+    the ceiling. A training pass gathers two layers and the weights outside of layers, and has the gradients of one
+    layer; a rollout gathers all. Of sharded frozen models only the layers are divided.
+    """
     policy: Any = setup.policy.model
     shape = policy.config.get_text_config()
     size = 2 if config.run.dtype == "bfloat16" else FLOAT
-    weights = _weights(config, setup)
-    kept, training, gathered = weight_bytes(
-        weights,
-        processes,
-        shard=config.policy.shard,
-        shard_frozen=config.reference.shard,
-        copies=int(config.kl.ceiling is not None),
-        cast=0.5 if size < FLOAT and not config.policy.gradient_checkpointing else 0.0,
-    )
-    layers, hidden = int(shape.num_hidden_layers), int(shape.hidden_size)
+    adapted, shard = has_adapter(policy), config.policy.shard
+
+    # Numbers of the models.
+    value = parameter_count(policy) if config.critic == "separate" else 0
+    full = parameter_count(policy) + value
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) + value
+    layer_sizes = [parameter_count(layer) for layer in layers_of(policy.get_base_model() if adapted else policy)]
+    layer, outside = max(layer_sizes, default=0), parameter_count(policy) - sum(layer_sizes)
+    frozen_models = [*([] if adapted else [setup.reference.module]), *(r.model for r in setup.scorers.models.values())]
+    all_frozen = frozen = sum(map(parameter_count, frozen_models))
+    if config.reference.shard:
+        in_layers = sum(parameter_count(layer) for model in frozen_models for layer in layers_of(model))
+        frozen = all_frozen - in_layers + in_layers // processes
+
+    part = 1 / processes if shard else 1.0
+    training = (2 if config.kl.ceiling is not None else 1) * trained * part
+    if shard:
+        training += 2 * layer + outside + trained / full * (layer + outside)
+    gathered = full * (1 - part) + all_frozen - frozen
+    if size < FLOAT and not config.policy.gradient_checkpointing:
+        # Autocast's copies, half as large: of all layers for the backward pass, in a rollout of the trained ones.
+        training += 0.5 * (full - outside)
+        gathered += 0.5 * max(0, trained - outside)
+
     response = min(config.rollout.max_new_tokens, tokens)
-    per_token = _models(config) * kept_per_token(policy)
-    copies_of_logits = LOGIT_COPIES * FLOAT
-    elements = LOGIT_ELEMENTS.get(setup.policy.device.type, LOGIT_ELEMENTS["cpu"])
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     rows = -(-config.rollout.batch_size // processes)
     features = feature_count(setup) if config.critic == "features" else 0
+    hidden = int(shape.hidden_size)
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
+    elements = LOGIT_ELEMENTS.get(setup.policy.device.type, LOGIT_ELEMENTS["cpu"])
     return MemoryEstimate(
-        kept=kept,
-        training=training,
-        gathered=gathered,
+        kept=int(FLOAT * (full * part + frozen + 2 * trained * part)),
+        training=int(FLOAT * training),
+        gathered=int(FLOAT * gathered),
         states=rows * response * (hidden + features) * FLOAT,
-        per_row=tokens * per_token * size,
-        logits=response * int(shape.vocab_size) * copies_of_logits,
-        chunk=elements * copies_of_logits,
-        cache=rows * tokens * layers * 2 * width * size,
-    )
-
-
-def _weights(config: TrainConfig, setup: Setup) -> Weights:
-    policy: Any = setup.policy.model
-    adapted = has_adapter(policy)
-    value = parameter_count(policy) if config.critic == "separate" else 0
-    rewards = [reward.model for reward in setup.scorers.models.values()]
-    frozen = [*([] if adapted else [setup.reference.module]), *rewards]
-    layers = layers_of(policy.get_base_model() if adapted else policy)
-    return Weights(
-        policy=parameter_count(policy),
-        trained=sum(p.numel() for p in policy.parameters() if p.requires_grad) + value,
-        value=value,
-        frozen=sum(map(parameter_count, frozen)),
-        outside=parameter_count(policy) - sum(map(parameter_count, layers)),
-        frozen_outside=sum(parameter_count(m) - sum(map(parameter_count, layers_of(m))) for m in frozen),
-        layer=max(map(parameter_count, layers), default=0),
+        per_row=tokens * _models(config) * kept_per_token(policy) * size,
+        logits=response * int(shape.vocab_size) * LOGIT_COPIES * FLOAT,
+        chunk=elements * LOGIT_COPIES * FLOAT,
+        cache=rows * tokens * int(shape.num_hidden_layers) * 2 * width * size,
     )
 
 
@@ -149,9 +117,3 @@ def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, toke
 def _models(config: TrainConfig) -> int:
     """Models that a training pass goes through; a separate value function is about as large as the policy."""
     return 2 if config.critic == "separate" else 1
-
-
-def largest_microbatch(estimate: MemoryEstimate, minibatch: int, room: int) -> int | None:
-    """The largest divisor of the minibatch that fits into `room` bytes; None if 1 does not fit."""
-    fitting = [n for n in range(1, minibatch + 1) if minibatch % n == 0 and estimate.total(n) <= room]
-    return max(fitting, default=None)

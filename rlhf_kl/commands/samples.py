@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from rlhf_kl.rewards.scorer import GOLD, REWARD
 from rlhf_kl.types import RolloutBatch
 
@@ -37,7 +39,7 @@ def sample_rows(
     `columns`: data columns that scorers read; `extra`: values that scorers logged for each response.
     """
     rollout = result.rollout
-    scores = {name: rollout.scores.get(name, rollout.shaped_scores * math.nan).tolist() for name in (REWARD, GOLD)}
+    of_tokens = (rollout.response_ids, rollout.logprobs, rollout.ref_logprobs, rollout.exact_kl)
     first = list(range(min(IN_ORDER, len(rollout))))
     ranked = rollout.exact_kl.sum(1).argsort(descending=True, stable=True).tolist()
     for chosen, rows in (("first", first), ("largest kl", [i for i in ranked if i not in first][:BY_KL])):
@@ -48,10 +50,10 @@ def sample_rows(
                 **_columns(rollout.prompts[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
-                "score": None if math.isnan(scores[REWARD][i]) else scores[REWARD][i],
-                "gold": None if math.isnan(scores[GOLD][i]) else scores[GOLD][i],
+                "score": _score(rollout, REWARD, i),
+                "gold": _score(rollout, GOLD, i),
                 "kl": float(rollout.exact_kl[i].sum()),
-                "tokens": _tokens(rollout, i, tokenizer),
+                "tokens": token_rows(tokenizer, *(column[i][rollout.mask[i]] for column in of_tokens)),
             }
 
 
@@ -62,17 +64,15 @@ def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
     """
     width = rollout.mask.shape[1]
     furthest = rollout.exact_kl.flatten().topk(min(TOP_TOKENS, int(rollout.mask.sum()))).indices
-    return [
-        {
-            "sample": at // width,
-            "position": at % width,
-            "text": tokenizer.decode([int(rollout.response_ids[at // width, at % width])]),
-            "logprob": float(rollout.logprobs[at // width, at % width]),
-            "ref_logprob": float(rollout.ref_logprobs[at // width, at % width]),
-            "kl": float(rollout.exact_kl[at // width, at % width]),
-        }
-        for at in furthest.tolist()
-    ]
+    columns = (rollout.response_ids, rollout.logprobs, rollout.ref_logprobs, rollout.exact_kl)
+    tokens = token_rows(tokenizer, *(column.flatten()[furthest] for column in columns))
+    places = furthest.tolist()
+    return [{"sample": at // width, "position": at % width, **token} for at, token in zip(places, tokens, strict=True)]
+
+
+def _score(rollout: RolloutBatch, name: str, row: int) -> float | None:
+    score = float(rollout.scores[name][row]) if name in rollout.scores else math.nan
+    return None if math.isnan(score) else score
 
 
 def _columns(prompt: str, names: Sequence[str], logged: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -81,12 +81,7 @@ def _columns(prompt: str, names: Sequence[str], logged: Mapping[str, Any]) -> di
     return {"columns": {name: str(value) for name, value in shown.items()}} if shown else {}
 
 
-def _tokens(rollout: RolloutBatch, row: int, tokenizer: Any) -> list[dict[str, Any]]:
-    length = int(rollout.mask[row].sum())
-    columns = (rollout.logprobs, rollout.ref_logprobs, rollout.exact_kl)
-    return [
-        {"text": tokenizer.decode([int(token)]), "logprob": p, "ref_logprob": q, "kl": kl}
-        for token, p, q, kl in zip(
-            rollout.response_ids[row, :length], *(column[row, :length].tolist() for column in columns), strict=True
-        )
-    ]
+def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
+    """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
+    columns = zip(ids.tolist(), logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
+    return [{"text": tokenizer.decode([i]), "logprob": p, "ref_logprob": q, "kl": nats} for i, p, q, nats in columns]

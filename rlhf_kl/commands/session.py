@@ -20,18 +20,13 @@ from rlhf_kl.run.signals import ending_on_sigterm
 if TYPE_CHECKING:
     import torch
 
-NOT_OURS = {  # features of accelerate, by the variable that requests them
-    "DEEPSPEED": "DeepSpeed is not supported",
-    "FSDP": "accelerate's FSDP is not used here: set policy.shard and reference.shard in the config",
-    "MEGATRON_LM": "Megatron-LM is not supported",
-    "PARALLELISM_CONFIG": "accelerate's parallelism is not used here: set policy.shard and reference.shard",
-}
-Work = Callable[[Any, Run], dict[str, Any]]
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
 
-def train_command(work: Work, config: AnyConfig, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+def train_command(
+    work: Callable[[Any, Run], dict[str, Any]], config: AnyConfig, *, resume: bool, overwrite: bool
+) -> dict[str, Any]:
     """Open the run and do its work; a finished run with --resume gives its summary.
 
     Of several processes the first one writes the folder; the others give {}.
@@ -81,53 +76,31 @@ def pick_device(section: RunSection) -> torch.device:
     return torch.device(name)
 
 
-def make_accelerator(section: RunSection, *, group: bool = False) -> Any:
-    """The accelerator of a run, one a command; `group` says that several processes may run it together.
+def run_device(section: RunSection, *, group: bool = False) -> torch.device:
+    """The device of this process, made the current one; `group` says that several processes may run the command.
 
-    Errors: InputError for a missing device, for several processes of a command that runs in one, and for several
-    processes that do not form a group.
+    Errors: InputError for a missing device, and for several processes that cannot work together.
     """
     import torch
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import InitProcessGroupKwargs
 
     device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and not group:
         raise InputError("several processes: this command runs in one; train, sft and reward-model can run in several")
-    if group and launched_alone():
-        raise InputError(f"the launcher should start several processes, but this one is alone: {LAUNCH}")
-    if device.type == "cuda" and device.index is not None:
-        if count > 1:
-            raise InputError(f"run.device: {section.device}: with several processes write cuda; each takes one of them")
-        torch.cuda.set_device(device)
+    if count > 1 and (device.index is not None or device.type == "mps"):
+        raise InputError(f"run.device: {section.device}: with several processes write cuda or cpu; each takes its own")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda" and here > torch.cuda.device_count():
         raise InputError(f"{here} processes share {torch.cuda.device_count()} CUDA devices here: start one for each")
-    for name, words in NOT_OURS.items():
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
-            raise InputError(f"{words}: {LAUNCH}")
-    options = [InitProcessGroupKwargs(timeout=timedelta(minutes=section.wait_minutes))]
-    try:
-        accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=options)
-    except ValueError:  # accelerate keeps one state a process and refuses another device in it
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=options)
-    if accelerator.num_processes != count:
-        raise InputError(f"{count} processes were started, but accelerate counts {accelerator.num_processes}: {LAUNCH}")
-    return accelerator
-
-
-def launched_alone() -> bool:
-    """Whether a launcher should start several processes, but each of them would run alone.
-
-    So does an MPI launcher without torch's variables, or `accelerate launch` on CPUs: it starts one and sets a port.
-    """
-    if "WORLD_SIZE" in os.environ:
-        return False
-    sizes = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
-    return by_accelerate or any(size.isdigit() and int(size) > 1 for size in sizes)
+            raise InputError(
+                f"accelerate's {name} is not used here: write policy.shard and reference.shard in the config; {LAUNCH}"
+            )
+    if count > 1 and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 @contextlib.contextmanager
@@ -136,6 +109,10 @@ def joined(section: RunSection) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
-    make_accelerator(section, group=True)
+    from torch import distributed
+
+    backend = "nccl" if run_device(section, group=True).type == "cuda" else "gloo"
+    if not distributed.is_initialized():  # by an earlier command of this process
+        distributed.init_process_group(backend, timeout=timedelta(minutes=section.wait_minutes))
     with joined_group(section.wait_minutes) as group:
         yield group

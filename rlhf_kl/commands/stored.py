@@ -10,16 +10,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rlhf_kl.commands.load import Loaded, Loader
+from rlhf_kl.commands.world import world_file
 from rlhf_kl.config.load import load_run_config
 from rlhf_kl.config.plugins import plugins_of
-from rlhf_kl.config.schema import (
-    TrainConfig,
-)
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import load_tensors
-from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.models.lora import (
-    checkpointed,
-)
+from rlhf_kl.errors import InputError, blame, suggestion
+from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.seeding import derive_seed
@@ -74,24 +71,17 @@ def load_run_policy(
     seed = derive_seed(config.run.seed, "adapter")
     loaded = loader.trained_model(section.model, section.lora, seed)
     if folder is not None:
-        load_policy(_checkpoint(folder, step), loaded.model)
+        checkpoint, holder = _checkpoint(folder, step), nn.Module()
+        holder.policy = loaded.model  # as in a checkpoint, beside the value function
+        with blame(str(checkpoint.path)):
+            load_tensors(checkpointed(holder), load_file(checkpoint.path / "model.safetensors"))
     return loaded.model, loaded.tokenizer
 
 
 def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
     """The reference of a run, or another model in its place."""
-    ref = located(other or config.reference.model or config.policy.model)
-    return loader.language_model(ref, "reference")
-
-
-def load_policy(checkpoint: Checkpoint, policy: Any) -> None:
-    """The policy's weights out of a checkpoint of policy and value function."""
-    holder = nn.Module()
-    holder.policy = policy
-    try:
-        load_tensors(checkpointed(holder), load_file(checkpoint.path / "model.safetensors"))
-    except InputError as error:
-        raise InputError(f"{checkpoint.path}: does not fit the policy: {error}") from error
+    ref = other or config.reference.model or config.policy.model
+    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:

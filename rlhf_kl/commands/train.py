@@ -12,7 +12,7 @@ from rlhf_kl.commands.build import Setup, build_setup, fingerprints
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
-from rlhf_kl.commands.session import make_accelerator
+from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
@@ -40,9 +40,9 @@ ROLLBACK_RAISE = 2.0  # of beta
 def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """Train a policy; returns the summary."""
     check_sizes(config, run.ranks.count)
-    accelerator = make_accelerator(config.run, group=True)
-    setup = run.ranks.first_before_others(lambda: build_setup(config, accelerator))
-    run.check(accelerator.device, fingerprints(setup))
+    device = run_device(config.run, group=True)
+    setup = run.ranks.first_before_others(lambda: build_setup(config, device))
+    run.check(device, fingerprints(setup))
     training = prepare_training(config, setup, run.ranks, run.saved("start"))
     trainer = training.trainer
     run.track(

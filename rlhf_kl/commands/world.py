@@ -9,27 +9,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from rlhf_kl import ui
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.world import cache_folder, is_builtin, part_key, world_spec
-from rlhf_kl.commands.load import new_language_model
+from rlhf_kl.commands.load import Loader
+from rlhf_kl.commands.tasks import build_task
 from rlhf_kl.config.load import flat, load_config
-from rlhf_kl.config.schema import EpochsSection, RewardModelConfig, Section, SFTConfig
-from rlhf_kl.data.texts import Pair
+from rlhf_kl.config.schema import RewardModelConfig, Section, SFTConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
-from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer, parameter_count
-from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
+from rlhf_kl.models.load import parameter_count
 from rlhf_kl.monitors import worded
-from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.folder import FULL, room_words, sweep, write_folder
-from rlhf_kl.run.log import read_jsonl, write_json
-from rlhf_kl.seeding import derive_seed, seed_libraries
-from rlhf_kl.trainers.supervised import SupervisedTrainer, Task
-from rlhf_kl.trainers.tasks import PairTask, TextTask
+from rlhf_kl.run.log import write_json
+from rlhf_kl.seeding import seed_libraries
+from rlhf_kl.trainers.supervised import SupervisedTrainer
 from rlhf_kl.ui import log
 
 C = TypeVar("C", bound=Section)
@@ -96,7 +92,7 @@ class World:
     """
 
     def __init__(self, ref: str) -> None:
-        self.spec = world_spec(ref)
+        self.ref, self.spec = ref, world_spec(ref)
         self.folder = cache_folder() / self.spec.name
 
     # ------------------------------------------------------------------ parts
@@ -107,63 +103,47 @@ class World:
 
     def policy(self) -> Path:
         """Folder of the pre-trained policy with its tokenizer."""
-        settings = self._sft().model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
-        return self._part(f"policy-{part_key(self.spec, _versions(), [settings])}", self._train_policy)
+        config = load_config("sft", "sft_reviews.yaml", [f"data.texts={self.ref}", *self.spec.sft])
+        settings = config.model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
+        key = part_key(self.spec, _versions(), [settings])
+        return self._part(f"policy-{key}", lambda folder: self._train(config, "policy", folder))
 
     def reward_model(self) -> Path:
         """Folder of the reward model."""
-        settings = self._reward().model_dump_json(include={"policy": {"model"}, "reward_model": True})
+        places = [f"policy.model={self.ref}", f"data.pairs={self.ref}"]
+        config = load_config("reward-model", "reward_reviews.yaml", [*places, *self.spec.reward_model])
+        settings = config.model_dump_json(include={"policy": {"model"}, "reward_model": True})
         key = part_key(self.spec, _versions(), [self.policy().name, settings])
-        return self._part(f"reward-{key}", self._train_reward_model)
+        return self._part(f"reward-{key}", lambda folder: self._train(config, "reward model", folder))
 
     def file(self, name: str) -> Path:
         """One file of the corpus: train, heldout, prompts, heldout_prompts, pairs, heldout_pairs."""
         return self.corpus() / f"{name}.jsonl"
 
-    def _sft(self) -> SFTConfig:
-        return load_config("sft", "sft_reviews.yaml", list(self.spec.sft))
-
-    def _reward(self) -> RewardModelConfig:
-        return load_config("reward-model", "reward_reviews.yaml", list(self.spec.reward_model))
-
     # ------------------------------------------------------------------ building
 
     def _write_corpus(self, folder: Path) -> None:
         corpus = write_corpus(self.spec.seed, self.spec.sizes)
-        _write_jsonl(folder / "train.jsonl", ({"text": text} for text in corpus.train_texts))
-        _write_jsonl(folder / "heldout.jsonl", ({"text": text} for text in corpus.heldout_texts))
+
+        def write(name: str, rows: Iterable[dict[str, str]]) -> None:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+        for kind in ("train", "heldout"):
+            write(kind, ({"text": text} for text in getattr(corpus, f"{kind}_texts")))
         for name in ("prompts", "heldout_prompts"):
-            rows = ({"prompt": text, "known_for": known_for(text)} for text in getattr(corpus, name))
-            _write_jsonl(folder / f"{name}.jsonl", rows)
+            write(name, ({"prompt": text, "known_for": known_for(text)} for text in getattr(corpus, name)))
         for name in ("pairs", "heldout_pairs"):
-            rows = (
-                # A response starts with the space after its prompt.
-                {"prompt": pair.prompt, "chosen": f" {pair.chosen}", "rejected": f" {pair.rejected}"}
-                for pair in getattr(corpus, name)
-            )
-            _write_jsonl(folder / f"{name}.jsonl", rows)
+            # A response starts with the space after its prompt.
+            fields = ((pair.prompt, f" {pair.chosen}", f" {pair.rejected}") for pair in getattr(corpus, name))
+            write(name, (dict(zip(("prompt", "chosen", "rejected"), values, strict=True)) for values in fields))
 
-    def _train_policy(self, folder: Path) -> None:
-        config = self._sft()
-        texts, heldout = ([row["text"] for row in read_jsonl(self.file(name))] for name in ("train", "heldout"))
-        model, tokenizer = new_language_model(config.policy.architecture, texts, config.run.seed)
-        task = TextTask(LM(model), tokenizer, texts, heldout[: config.eval.max_documents])
-        self._fit(task, config.sft, config.run.seed, "policy", folder)
-
-    def _train_reward_model(self, folder: Path) -> None:
-        config, path = self._reward(), str(self.policy())
-        seed = config.run.seed
-        pairs, heldout = ([Pair(**row) for row in read_jsonl(self.file(name))] for name in ("pairs", "heldout_pairs"))
-        tokenizer = load_tokenizer(path)
-        model = classifier_from_lm(load_causal_lm(path), tokenizer)
-        initialise_head(model.score, derive_seed(seed, "head"))
-        task = PairTask(RewardModel(model, tokenizer), pairs, heldout[: config.eval.max_pairs])
-        self._fit(task, config.reward_model, seed, "reward model", folder)
-
-    def _fit(self, task: Task, settings: EpochsSection, seed: int, part: str, folder: Path) -> None:
+    def _train(self, config: SFTConfig | RewardModelConfig, part: str, folder: Path) -> None:
         """Train to the end, and write the model. An interrupted build starts over, so there are no checkpoints."""
-        seed_libraries(seed)
-        trainer = SupervisedTrainer(task, settings, seed)
+        task = build_task(with_files(config), Loader())
+        settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
+        seed_libraries(config.run.seed)
+        trainer = SupervisedTrainer(task, settings, config.run.seed)
         title = f"building {self.spec.name}: {part}"
         log.info(f"{len(task)} rows, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
         with ui.progress(title, trainer.steps) as advance:
@@ -174,7 +154,7 @@ class World:
                 if trainer.stuck:
                     raise GuardStop(f"{title}: {trainer.skipped} steps in a row had gradients that were not finite")
         task.save(folder)
-        _write_summary(folder, task.evaluate())
+        write_json(folder / "summary.json", {"final": task.evaluate(), "versions": _versions()})
 
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
         """The folder of a part, written under another name and renamed: where it is there, it is complete."""
@@ -182,24 +162,16 @@ class World:
         with _cache_failures():
             if not target.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with self._lock(name):
+                lock = FileLock(self.folder / f".{name}.lock")
+                with ui.waiting(f"waiting for another process that builds {name}"):
+                    lock.acquire()
+                try:
                     sweep(self.folder, name)
                     if not target.is_dir():  # else another process has built it
                         write_folder(target, build)
+                finally:
+                    lock.release()
         return target
-
-    @contextlib.contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        lock = FileLock(self.folder / f".{name}.lock")
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            log.info(f"another process is building {name}: waiting")
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
 
 
 @contextlib.contextmanager
@@ -220,12 +192,3 @@ def _cache_failures() -> Iterator[None]:
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-
-
-def _write_summary(folder: Path, figures: dict[str, float]) -> None:
-    """Write a part's figures on held-out data, and the versions of its libraries."""
-    write_json(folder / "summary.json", {"final": figures, "versions": _versions()})
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

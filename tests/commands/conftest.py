@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 
 @pytest.fixture(scope="session")
@@ -20,11 +19,9 @@ def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))
 
-    def run(
-        folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False, console: Console | None = None
-    ) -> dict[str, Any]:
+    def run(folder: Path, *overrides: str, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         config = load_config("train", file, [*overrides, f"run.output_dir='{folder}'"])
-        ui.start(quiet=console is None, console=console)
+        ui.start(quiet=True)
         return train_command(run_train, config, resume=resume, overwrite=overwrite)
 
     return run
@@ -36,13 +33,3 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., dict
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     train(folder)
     return folder
-
-
-@pytest.fixture
-def fresh_accelerate() -> Iterator[None]:
-    """As in a new process: accelerate keeps one state for all of its objects."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)

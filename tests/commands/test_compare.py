@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,17 +70,15 @@ def test_seeds_are_paired(compared: tuple[Path, Any]) -> None:
     assert len(first[0]) == 6
 
 
-def test_finished_runs_are_used_again(compared: tuple[Path, Any], compare_file: Path, rlhf_kl: Cli) -> None:
+def test_finished_runs_are_used_again_and_can_be_read(
+    compared: tuple[Path, Any], compare_file: Path, tmp_path: Path, rlhf_kl: Cli
+) -> None:
     out, before = compared
     stamp = (out / "runs" / "static-s3" / "metrics.jsonl").stat().st_mtime_ns
     done = rlhf_kl("compare", "--config", compare_file, "--output-dir", out, "--resume")
     assert (done.code, done.out) == (0, before.out)
     assert "2 runs: 2 finished, 0 to train" in done.err
     assert (out / "runs" / "static-s3" / "metrics.jsonl").stat().st_mtime_ns == stamp
-
-
-def test_reading_gives_the_same_figures(compared: tuple[Path, Any], tmp_path: Path, rlhf_kl: Cli) -> None:
-    out, before = compared
     done = rlhf_kl("compare", out / "runs" / "adaptive-s3", out / "runs" / "static-s3", "--output-dir", tmp_path / "x")
     assert done.code == 0
     assert done.out.replace(str(tmp_path / "x"), str(out)) == before.out
@@ -109,36 +108,25 @@ def test_a_run_that_fails_does_not_hold_up_the_others(
     assert "adaptive" in done.out
 
 
-@pytest.mark.parametrize(("jobs", "own", "threads"), [(1, None, None), (2, None, "3"), (9, None, "1"), (2, "5", "5")])
+@pytest.mark.parametrize(("jobs", "own", "threads"), [(1, None, None), (2, None, "3"), (2, "5", "5")])
 def test_each_run_gets_its_share_of_the_cores(
-    compare_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    jobs: int,
-    own: str | None,
-    threads: str | None,
+    compare_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, own: str | None, threads: str | None
 ) -> None:
     """Of 6 cores, unless the user has set a number."""
-    started: list[dict[str, str]] = []
+    started: list[str | None] = []
 
-    class Ended:
-        returncode = 0
-
-        def __init__(self, command: list[str], *, env: dict[str, str], **options: Any) -> None:
-            started.append(env)
-
-        def poll(self) -> int:
-            return 0
+    def popen(command: list[str], *, env: dict[str, str], **options: Any) -> SimpleNamespace:
+        started.append(env.get("OMP_NUM_THREADS"))
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
 
     monkeypatch.setattr("rlhf_kl.commands.grid.cores", lambda: 6)
-    monkeypatch.setattr("rlhf_kl.commands.grid.subprocess.Popen", Ended)
+    monkeypatch.setattr("rlhf_kl.commands.grid.subprocess.Popen", popen)
     monkeypatch.setattr("rlhf_kl.commands.grid.POLL_S", 0.0)
     monkeypatch.delenv("OMP_NUM_THREADS")
     if own:
         monkeypatch.setenv("OMP_NUM_THREADS", own)
-    plan = load_compare(str(compare_file), [], tmp_path, None)
-    assert not Grid(plan, jobs, False).work()
-    assert [environment.get("OMP_NUM_THREADS") for environment in started] == [threads, threads]
+    assert not Grid(load_compare(str(compare_file), [], tmp_path, None), jobs, False).work()
+    assert started == [threads, threads]
 
 
 @pytest.mark.slow
@@ -172,24 +160,3 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
     assert steps == list(range(1, 41))
     assert 3 <= before < 41
     assert "error" not in log
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "compare takes --config FILE to train, or RUN folders to read"),
-        (["run", "--config", "x.yaml"], "compare takes --config FILE"),
-        (["run", "--seed", "1"], "need --config"),
-        (["--config", "x.yaml", "--resume", "--overwrite"], "exclude each other"),
-        (["--config", "x.yaml", "--jobs", "0"], "--jobs"),
-        (["--config", "nothing.yaml"], "no config 'nothing.yaml'"),
-        (["nowhere"], "nowhere: holds no run"),
-        (["--config", "ppo_adaptive.yaml"], "is a config for `rlhf-kl train`, not for `rlhf-kl compare`"),
-    ],
-)
-def test_a_bad_command_line_is_exit_2(words: list[str], message: str, rlhf_kl: Cli) -> None:
-    done = rlhf_kl("compare", *words)
-    assert done.code == 2
-    assert done.out == ""
-    assert message in done.err
-    assert all(line.startswith("error: ") for line in done.err.splitlines())

@@ -14,7 +14,6 @@ import torch
 import yaml
 
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.rollout.collect import Sampler
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -88,76 +87,30 @@ def test_memory_that_is_full_with_one_row_ends_the_run_in_words(
     assert "batch_size" not in str(caught.value)  # which would change nothing
 
 
-def test_a_rollout_that_does_not_fit_names_its_own_keys(
-    train: Train, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, calls, sample = unfinished(tiny_run, tmp_path, 4), [], Sampler.__call__
-
-    def full(self: Sampler, step: int) -> Any:
-        calls.append(step)
-        return sample(self, step) if len(calls) < 2 else torch.empty(1 << 60)
-
-    monkeypatch.setattr(Sampler, "__call__", full)
-    with pytest.raises(RunFailed, match=r"a rollout does not fit: lower rollout\.batch_size.*step 4 is complete"):
-        train(run, resume=True)
-    assert calls == [5, 6]
-
-
-def test_evaluation_goes_on_with_less_memory_and_the_run_stays_what_it_is(
-    train: Train, tiny_run: Path, tmp_path: Path, small_device: Callable[..., list[int]]
-) -> None:
-    """32 texts do not fit at once; the 16 rows of a rollout do."""
-    passes = small_device(16)
-    train(tmp_path / "run")
-    assert max(passes) > 16
-    for row, usual in zip(figures(tmp_path / "run"), figures(tiny_run), strict=True):
-        assert row["step"] == usual["step"]
-        assert row.get("kl/token") == usual.get("kl/token")
-        if "eval/perplexity" in usual:
-            assert row["eval/perplexity"] == pytest.approx(usual["eval/perplexity"], rel=1e-5)
-
-
-def test_a_reward_function_is_not_blamed_for_full_memory(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("import torch\ndef score(prompts, responses):\n    torch.empty(1 << 60)\n")
-    with pytest.raises(RunFailed, match="memory is full"):
-        train(tmp_path / "run", f"reward.kind={tmp_path}/own.py:score")
-
-
 # ---- reward functions ----
 
 BREAKING = """
-import pathlib, time
+import pathlib
 place = pathlib.Path(__file__).parent / "calls"
 
 def score(prompts, responses):
     calls = int(place.read_text()) + 1 if place.exists() else 1
     place.write_text(str(calls))
     if calls >= 8 and {broken}:
-        {deed}
+        if any('b' in r for r in responses): raise ValueError('no b please')
     return [response.count("a") / 8 for response in responses]
 """
-DEEDS = {
-    "raises": (
-        "if any('b' in r for r in responses): raise ValueError('no b please')",
-        "ValueError: no b please (own.py:9)",
-    ),
-    "hangs": ("time.sleep(60)", "took longer than 2 s (reward.time_limit) on"),
-}
 
 
-@pytest.mark.parametrize("name", DEEDS)
 def test_a_reward_function_that_breaks_in_the_middle_is_told_and_the_run_goes_on(
-    train: Train, tiny_run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    train: Train, tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deed, message = DEEDS[name]
     own = tmp_path / "own.py"
-    own.write_text(BREAKING.format(broken=True, deed=deed))
-    settings = (f"reward.kind={own}:score", f"reward.time_limit={2 if name == 'hangs' else 600}")
-    with pytest.raises(InputError) as caught:
-        train(tmp_path / "run", *settings)
-    assert message in str(caught.value)
+    own.write_text(BREAKING.format(broken=True))
+    with pytest.raises(InputError, match=r"ValueError: no b please \(own.py:9\)") as caught:
+        train(tmp_path / "run", f"reward.kind={own}:score")
     assert len(caught.value.problems) == 1
     assert "--resume goes on" in " ".join(capsys.readouterr().err.split())
-    own.write_text(BREAKING.format(broken=False, deed="pass"))
-    train(tmp_path / "run", *settings, resume=True)
+    own.write_text(BREAKING.format(broken=False))
+    train(tmp_path / "run", f"reward.kind={own}:score", resume=True)
     assert figures(tmp_path / "run") == figures(tiny_run)

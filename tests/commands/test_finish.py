@@ -1,13 +1,88 @@
-"""What the end of a run shows."""
+"""The end of a run: the model card in `final/`, and the figures shown."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import train_closing
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.report.control import closing_figures
+from rlhf_kl.run.log import read_jsonl
+
+
+def test_a_run_has_one_with_its_figures(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = (tiny_run / "final" / "README.md").read_text()
+    closing = read_jsonl(tiny_run / "metrics.jsonl")[-1]
+    cells = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", card, flags=re.MULTILINE))
+    assert float(cells["held-out perplexity"]) == pytest.approx(closing["eval/perplexity"], rel=0.01)
+    assert float(cells["forgetting"].split()[0]) == pytest.approx(closing["eval/forward_kl_token"], abs=5e-4)
+    assert str(tiny_run.parent) not in card  # cards are made to be shared
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    monkeypatch.chdir(tiny_run / "final")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["model"].config.vocab_size == len(names["tokenizer"])
+
+
+def card_of(kls: list[float], *, adapter: bool = False, **sections: Any) -> str:
+    """The card of a run with these KLs per token."""
+    config = TrainConfig.model_validate(
+        {"policy": {"model": "owner/base@v2"}, "reward": {"model": "owner/score"}}
+        | {"data": {"prompts": "owner/prompts"}, "eval": {"texts": "owner/texts"}}
+        | sections
+    )
+    rows = [{"kl/token": kl, "kl/coef_next": 2.0, "kl/error": kl / config.kl.target_value - 1} for kl in kls]
+    return model_card(config, rows, {"eval/perplexity": 3.0}, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "library", "kind"), [(False, "transformers", "finetune"), (True, "peft", "adapter")]
+)
+def test_what_the_hub_reads_of_it(adapter: bool, library: str, kind: str) -> None:
+    card = card_of([0.5] * 3, adapter=adapter)
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["base_model"], front["base_model_relation"], front["library_name"]) == ("owner/base", kind, library)
+    assert "| base model | owner/base@v2 |" in card
+    assert "at sampling temperature 0.700" in card_of([0.5] * 3, rollout={"temperature": 0.7})
+    assert "| KL reached | 0.500 nats per token |" in card
+    assert ("pretrained=owner/base,revision=v2,peft=." in card) == adapter
+
+
+def test_an_adapter_on_a_local_base_needs_the_base_too() -> None:
+    card = card_of([0.1] * 40, adapter=True, policy={"model": "/home/me/runs/my_sft/final"})
+    assert "my_sft, trained with PPO" in card
+    assert "/home/me" not in card
+    assert "base_model" not in yaml.safe_load(card.split("---")[1])
+    assert "upload the base too" in card
+    assert "pretrained=FOLDER-OF-THE-BASE,peft=." in card
+
+
+@pytest.mark.parametrize(
+    ("kls", "kl", "sentence", "row"),
+    [
+        ([0.1] * 40, {}, "was held at a target of 0.100 nats per token", "| KL target | 0.100 nats per token, held |"),
+        ([0.1] * 20 + [0.2] * 20, {}, "with a target of 0.100 nats", "| KL target | 0.100 nats per token, missed |"),
+        ([0.1] * 5, {}, "with a target of 0.100 nats", "| KL target | 0.100 nats per token |"),
+        ([0.3] * 40, {"controller": {"kind": "fixed", "coef": 0.0}}, "without a KL penalty", None),
+        ([0.1] * 40, {"controller": {"kind": "fixed", "coef": 0.2}}, "with a KL penalty whose weight ignores", None),
+    ],
+)
+def test_it_claims_no_control_that_was_not_there(
+    kls: list[float], kl: dict[str, Any], sentence: str, row: str | None
+) -> None:
+    card = card_of(kls, kl={"target": 0.1} | kl)
+    assert sentence in card
+    assert (row in card) if row else "KL target" not in card
+    assert f"means over the last {min(10, (len(kls) + 1) // 2)} updates" in card
+
+
+# ---- what the end of a run shows
 
 
 def summary(kind: str, kls: list[float], target: float = 0.1) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from rlhf_kl.commands.train import TrainLoop
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
@@ -73,33 +72,6 @@ def weights(folder: Path, step: int) -> dict[str, Any]:
 
 def alerts(row: dict[str, Any], name: str) -> list[str]:
     return [alert for alert in row["alerts"] if alert.startswith(name)]
-
-
-def test_a_reward_model_in_a_sum_whose_scores_are_not_finite(
-    train: Train, tmp_path: Path, tiny_reward_folder: Path, tiny_data: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its NaNs of updates 3 and 4: two updates are skipped, and the evaluation between them has no score."""
-    roll_out, score, now = Rollouts.__call__, RewardModel.__call__, [0]
-
-    def noting(self: Rollouts, step: int) -> Any:
-        now[0] = step
-        return roll_out(self, step)
-
-    def spoilt(self: RewardModel, *arguments: Any) -> Any:
-        scores = score(self, *arguments)
-        scores[-1] = torch.inf if now[0] in (3, 4) else scores[-1]
-        return scores
-
-    monkeypatch.setattr(Rollouts, "__call__", noting)
-    monkeypatch.setattr(RewardModel, "__call__", spoilt)
-    terms = f"{{rm: {{kind: model, model: '{tiny_reward_folder}'}}, a: {{kind: '{tiny_data.reward}', weight: 0.5}}}}"
-    train(tmp_path / "run", f"reward={{kind: sum, terms: {terms}}}", "eval.every=2")
-    found = rows(tmp_path / "run")
-    assert [bool(alerts(row, "update-skipped")) for row in found[:6]] == [False, False, True, True, False, False]
-    assert "a score was not finite" in alerts(found[2], "update-skipped")[0]
-    assert [row["eval/scores"] is None for row in found if "eval/scores" in row] == [False, False, True, False]
-    assert [bool(alerts(row, "eval-scores")) for row in found[:6]] == [False, False, False, False, True, False]
-    assert found[4]["eval/perplexity"] is not None
 
 
 def test_a_gold_scorer_that_fails_is_reported_once_and_ends_nothing(

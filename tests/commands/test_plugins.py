@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 
@@ -145,96 +146,86 @@ def gold(prompts, responses, answer):
 """
 
 
+WORDS = [a + b + c for a in "abcd" for b in "abcd" for c in "abcd"]
+Rows = list[dict[str, Any]]
+
+
 @pytest.fixture
-def checked(tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config whose prompts have answers; some prompts are empty, too long, or there twice."""
-    words = [a + b + c for a in "abcd" for b in "abcd" for c in "abcd"]
-    texts = [*words, "", "ab" * 40, *words[:5]]
+def checked(train: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[Rows, Rows]]:
+    """`checked(code, "reward={{kind: '{mine}:f'}}")`: the updates and samples of a run whose prompts have answers.
+
+    `code` is what the file {mine} holds. Some prompts are empty, too long, or there twice.
+    """
+    texts = [*WORDS, "", "ab" * 40, *WORDS[:5]]
     rows = [{"q": text, "answer": text[::-1], "points": {"n": len(text)}} for text in texts]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "mine.py").write_text(CHECKER)
-    settings = tiny_settings | {
-        "reward": {"kind": "mine.py:right", "missing_eos_penalty": 0.0, "gold": "mine.py:gold"},
-        "data": {"prompts": str(tmp_path / "rows.jsonl"), "column": "q"},
-    }
-    file = tmp_path / "checked.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    monkeypatch.chdir(tmp_path)
-    return file
+
+    def run(code: str, *changes: str, folder: str = "run", resume: bool = False) -> tuple[Rows, Rows]:
+        (tmp_path / "mine.py").write_text(code)
+        data = f"data={{prompts: '{tmp_path}/rows.jsonl', column: q}}"
+        settings = [change.format(mine=tmp_path / "mine.py") for change in changes]
+        train(tmp_path / folder, data, "reward.missing_eos_penalty=0", *settings, resume=resume)
+        updates = [row for row in read_jsonl(tmp_path / folder / "metrics.jsonl") if "kl/token" in row]
+        return updates, read_jsonl(tmp_path / folder / "samples.jsonl")
+
+    return run
 
 
-@pytest.mark.slow
-def test_every_response_is_checked_by_the_row_of_its_prompt(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
-    settings = yaml.safe_load(checked.read_text())
-    terms = {"one": {"kind": "mine.py:right", "weight": 2.0}, "two": {"kind": "mine.py:Right", "bonus": 0.5}}
-    settings["reward"] = {"kind": "sum", "terms": terms, "missing_eos_penalty": 0.0, "gold": "mine.py:gold"}
-    checked.write_text(yaml.safe_dump(settings))
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run")
-    assert outcome.code == 0, outcome.err
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+def test_every_response_is_checked_by_the_row_of_its_prompt(
+    checked: Callable[..., tuple[Rows, Rows]], rlhf_kl: Cli, tmp_path: Path
+) -> None:
+    terms = "{{one: {{kind: '{mine}:right', weight: 2.0}}, two: {{kind: '{mine}:Right', bonus: 0.5}}}}"
+    rows, samples = checked(CHECKER, f"reward={{{{kind: sum, terms: {terms}, gold: '{{mine}}:gold'}}}}")
     assert [row["objective/gold"] for row in rows] == [1.0] * 6
-    samples = list(read_jsonl(tmp_path / "run" / "samples.jsonl"))
     assert all(sample["columns"]["answer"] == sample["prompt"][::-1] for sample in samples)
     assert rlhf_kl("report", tmp_path / "run").code == 0
     assert f"answer: {samples[0]['columns']['answer']}" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_resumed_run_reads_the_same_columns_and_refuses_others(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
-    assert rlhf_kl("train", "--config", checked, "--output-dir", whole, "--quiet").code == 0
-    crash(whole, crashed, kept=4)
-    resume = ("train", "--config", checked, "--output-dir", crashed, "--quiet", "--resume")
+def test_a_resumed_run_reads_the_same_columns_and_refuses_others(
+    checked: Callable[..., tuple[Rows, Rows]], tmp_path: Path
+) -> None:
+    reward = "reward={{kind: '{mine}:right', gold: '{mine}:gold'}}"
+    checked(CHECKER, reward)
+    crash(tmp_path / "run", tmp_path / "crashed", kept=4)
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace('"answer": "aba"', '"answer": "abb"'))
-    outcome = rlhf_kl(*resume)
-    assert outcome.code == 2
-    assert "data.prompts" in outcome.err
+    with pytest.raises(InputError, match=r"data\.prompts"):
+        checked(CHECKER, reward, folder="crashed", resume=True)
     (tmp_path / "rows.jsonl").write_text(rows)
-    assert rlhf_kl(*resume).code == 0
-    assert figures(crashed) == figures(whole)
+    checked(CHECKER, reward, folder="crashed", resume=True)
+    assert figures(tmp_path / "crashed") == figures(tmp_path / "run")
 
 
-def test_a_column_that_is_missing_is_named_before_anything_is_trained(
-    rlhf_kl: Cli, checked: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.py").write_text("def f(prompts, responses, anwser):\n    return [0.0] * len(responses)\n")
-    changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=null")
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
-    assert outcome.code == 2
-    assert "reward: needs 'anwser', neither an option in the config nor a column of the prompt" in outcome.err
-    assert "did you mean answer?" in outcome.err
-    assert "Traceback" not in outcome.err
-    assert rlhf_kl("train", "--config", checked, *changes, "--set", "reward.anwsr=1").code == 2
-
-
-def test_responses_without_a_score_are_left_out(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
+def test_responses_without_a_score_are_left_out(checked: Callable[..., tuple[Rows, Rows]]) -> None:
     """Half of the prompts have no score. Were they counted as 0, scores and returns would lie between."""
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses):\n"
-        "    return [None if p[0] in 'ab' else 3.0 + r.count('c') for p, r in zip(prompts, responses)]\n"
-    )
-    changes = [
-        "reward.kind=mine.py:f",
-        "reward.gold=null",
-        "reward.normalize=false",
-        "rollout.reference_samples=256",
-    ]
-    settings = [word for change in changes for word in ("--set", change)]
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *settings)
-    assert outcome.code == 0, outcome.err
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    code = """
+def f(prompts, responses):
+    return [None if p[0] in 'ab' else 3.0 + r.count('c') for p, r in zip(prompts, responses)]
+"""
+    rows, samples = checked(code, "reward={{kind: '{mine}:f', normalize: false}}", "rollout.reference_samples=256")
     assert all(0 < row["rollout/unscored"] < 16 and row["objective/scores"] >= 3.0 for row in rows)
     assert all(row["eval/scores"] >= 3.0 for row in rows if "eval/scores" in row)
-    samples = list(read_jsonl(tmp_path / "run" / "samples.jsonl"))
     assert all((sample["score"] is None) == (sample["prompt"][0] in "ab") for sample in samples)
 
 
-def test_a_reward_that_scores_nothing_is_told_at_the_start(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def f(prompts, responses):\n    return [None] * len(responses)\n")
-    changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=null")
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
-    assert outcome.code == 2
-    assert "returned None for all reference samples" in outcome.err
+def test_updates_without_any_score_are_skipped_and_break_nothing(
+    checked: Callable[..., tuple[Rows, Rows]], rlhf_kl: Cli, tmp_path: Path
+) -> None:
+    """Four in a row: numbers that are not finite would have turned the policy back."""
+    code = """
+class Scorer:
+    calls = 0
+    def __call__(self, prompts, responses):
+        self.calls += 1
+        return [None if self.calls in (7, 8, 9, 10) else float(len(r)) for r in responses]
+"""
+    rows, _ = checked(code, "reward={{kind: '{mine}:Scorer'}}", "eval.every=100")
+    alerts = [alert for row in rows for alert in row["alerts"]]
+    assert any(alert.startswith("update-skipped: the reward returned None for all responses: ") for alert in alerts)
+    assert not any(alert.startswith("rolled-back") for alert in alerts)
+    assert sorted({row["rollout/unscored"] for row in rows}) == [0, 16]
+    assert rlhf_kl("report", tmp_path / "run").code == 0
 
 
 TRL_CHECKER = """
@@ -267,91 +258,23 @@ def said(prompts, completions, **kwargs):
 """
 
 
-def test_a_function_for_trl_works_as_it_is(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(TRL_CHECKER)
-    settings = yaml.safe_load(checked.read_text())
-    terms = {
-        "right": {"kind": "theirs.py:right", "interface": "trl", "weight": 2.0},
-        "late": {"kind": "theirs.py:late", "interface": "trl"},
-    }
-    settings["reward"] = {"kind": "sum", "terms": terms, "missing_eos_penalty": 0.0}
-    checked.write_text(yaml.safe_dump(settings))
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run")
-    assert outcome.code == 0, outcome.err
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+def test_a_function_for_trl_works_as_it_is(checked: Callable[..., tuple[Rows, Rows]]) -> None:
+    right = "{{kind: '{mine}:right', interface: trl, weight: 2.0}}"
+    late = "{{kind: '{mine}:late', interface: trl}}"
+    rows, samples = checked(TRL_CHECKER, f"reward={{{{kind: sum, terms: {{{{right: {right}, late: {late}}}}}}}}}")
     assert [row["log/step"] for row in rows] == [(step + 6) / 2 for step in range(6)]
     assert all(row["rollout/unscored"] == 0 for row in rows)  # the other term scores them
-    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
+    for sample in samples:
         length = len(sample["tokens"]) if sample["prompt"][-1] != "d" else 0
         assert sample["score"] == 2.0 * length + len(sample["response"])
         assert sample["columns"]["first"] == sample["response"][:1]
 
 
 def test_a_function_for_trl_gets_messages_where_the_data_are_messages(
-    rlhf_kl: Cli, checked: Path, tmp_path: Path
+    checked: Callable[..., tuple[Rows, Rows]], tmp_path: Path
 ) -> None:
-    (tmp_path / "theirs.py").write_text(TRL_CHECKER)
-    prompts = [a + b + c for a in "abcd" for b in "abcd" for c in "abcd"]
-    rows = [{"q": [{"role": "user", "content": text}]} for text in prompts]
+    rows = [{"q": [{"role": "user", "content": text}]} for text in WORDS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = ("reward.kind=theirs.py:said", "reward.interface=trl", "reward.gold=null")
-    words = [word for change in changes for word in ("--set", change)]
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *words)
-    assert outcome.code == 0, outcome.err
-    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
+    _, samples = checked(TRL_CHECKER, "reward={{kind: '{mine}:said', interface: trl}}")
+    for sample in samples:
         assert sample["score"] == len(sample["response"]) + sample["prompt"].count("a")
-
-
-def test_a_function_for_trl_without_its_interface_is_told(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text("def f(prompts, completions):\n    return [0.0] * len(completions)\n")
-    changes = ("--set", "reward.kind=theirs.py:f", "--set", "reward.gold=null")
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
-    assert outcome.code == 2
-    assert "if it is written for TRL, set interface: trl" in outcome.err
-    outcome = rlhf_kl("train", "--config", checked, "--set", "reward.kind=model", "--set", "reward.interface=trl")
-    assert outcome.code == 2
-    assert "reward.interface is only read where reward.kind is a function" in outcome.err
-
-
-def test_updates_without_any_score_are_skipped_and_break_nothing(rlhf_kl: Cli, checked: Path, tmp_path: Path) -> None:
-    """Four in a row: numbers that are not finite would have turned the policy back."""
-    (tmp_path / "mine.py").write_text(
-        "class Scorer:\n"
-        "    calls = 0\n"
-        "    def __call__(self, prompts, responses):\n"
-        "        self.calls += 1\n"
-        "        return [None if self.calls in (7, 8, 9, 10) else float(len(r)) for r in responses]\n"
-    )
-    changes = ("--set", "reward.kind=mine.py:Scorer", "--set", "reward.gold=null", "--set", "eval.every=100")
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
-    assert outcome.code == 0, outcome.err
-    assert "update-skipped: the reward returned None for all responses: " in outcome.err
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
-    assert sorted({row["rollout/unscored"] for row in rows}) == [0, 16]
-    assert "rolled-back" not in outcome.err
-    assert rlhf_kl("report", tmp_path / "run").code == 0
-
-
-def test_what_is_not_scored_is_shown_as_such_and_gold_is_the_mean_of_the_rest(
-    rlhf_kl: Cli, checked: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses):\n"
-        "    return [None if 'a' in r else float(len(r)) for r in responses]\n"
-        "def gold(prompts, responses):\n"
-        "    return [None if 'b' in r else 2.0 for r in responses]\n"
-    )
-    changes = ("--set", "reward.kind=mine.py:f", "--set", "reward.gold=mine.py:gold")
-    outcome = rlhf_kl("train", "--config", checked, "--output-dir", tmp_path / "run", *changes)
-    assert outcome.code == 0, outcome.err
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
-    assert {row["objective/gold"] for row in rows} == {2.0}
-    assert any(row.get("eval/unscored") for row in rows)
-    words = ("generate", "--run", tmp_path / "run", "--prompt", "ab", "--samples", "40", "--scores", "--plugins")
-    outcome = rlhf_kl(*words)
-    assert outcome.code == 0, outcome.err
-    assert "not scored" in outcome.out
-    assert "score " in outcome.out
-    outcome = rlhf_kl("eval", "--run", tmp_path / "run", "--plugins", "--json")
-    assert "the reward returned None for" in outcome.err
-    assert json.loads(outcome.out)["gold"] == 2.0

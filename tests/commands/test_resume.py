@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.errors import InputError
@@ -19,7 +17,6 @@ from rlhf_kl.rollout.collect import Sampler
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.run.run import Run
-from rlhf_kl.text import format_number
 from rlhf_kl.trainers.ppo import PPOTrainer
 
 Train = Callable[..., dict[str, Any]]
@@ -118,16 +115,6 @@ def crash(whole: Path, place: Path, kept: int) -> Path:
         if checkpoint.step > kept:
             shutil.rmtree(checkpoint.path)
     return crashed
-
-
-def test_the_display_of_a_resumed_run_starts_where_the_run_did(train: Train, tiny_run: Path, tmp_path: Path) -> None:
-    crashed = crash(tiny_run, tmp_path, 4)
-    terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
-    train(crashed, resume=True, console=terminal)
-    assert_same_run(tiny_run, crashed)
-    first, *_, last = [row["eval/perplexity"] for row in rows(tiny_run)[:-1] if "eval/perplexity" in row]
-    assert last != first
-    assert f"{format_number(last)} held-out, {format_number(first)} at the start" in terminal.file.getvalue()
 
 
 @pytest.mark.quick

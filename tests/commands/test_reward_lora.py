@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,30 +95,6 @@ def test_train_takes_it_as_its_reward_model(run: Path, tiny_settings: dict[str, 
     outcome = rlhf_kl("train", "--config", file, "--output-dir", run.parent / "ppo", "--quiet")
     assert outcome.code == 0, outcome.err
     assert rows(run.parent / "ppo")[-2]["objective/scores"] > rows(run.parent / "ppo")[0]["objective/scores"]
-
-
-def test_a_crashed_run_goes_on_as_if_nothing_had_been(run: Path, config: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
-    crashed = Path(shutil.copytree(run, tmp_path / "crashed"))
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for checkpoint in (crashed / "checkpoints").iterdir():
-        if checkpoint.name != "step-000040":
-            shutil.rmtree(checkpoint)
-    assert rlhf_kl("reward-model", "--config", config, "--output-dir", crashed, "--quiet", "--resume").code == 0
-    assert rows(crashed) == rows(run)
-    first, second = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (run, crashed))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_the_folder_remembers_its_text_format(run: Path, tmp_path: Path) -> None:
-    silent = Path(shutil.copytree(run / "final", tmp_path / "final"))
-    file = silent / "rlhf_kl_format.json"
-    assert json.loads(file.read_text()) == {"chat": False, "append_eos": True}
-    file.write_text('{"chat": false, "append_eos": false}')
-    assert not torch.allclose(scores(silent), scores(run / "final"), atol=1e-3)
-    file.write_text("{")
-    with pytest.raises(InputError, match="rlhf_kl_format"):
-        scores(silent)
 
 
 def test_an_adapter_on_an_adapter_is_found_down_to_the_base(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.builtin.world import WORLDS, WorldSpec
 from rlhf_kl.commands.world import GOLD, World, with_files
 from rlhf_kl.config.schema import SFTConfig, TrainConfig
-from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.errors import InputError
 from rlhf_kl.run.log import read_jsonl
 
 SIZES = CorpusSizes(train_texts=300, heldout_texts=20, prompts=20, heldout_prompts=10, pairs=40, heldout_pairs=20)
@@ -57,7 +56,7 @@ def test_a_world_is_whole_deterministic_and_built_once(
     left = [path.name for path in world.folder.iterdir() if path.name.endswith(".tmp")]
     assert left == []
     again = tiny()
-    monkeypatch.setattr(World, "_fit", _never)
+    monkeypatch.setattr(World, "_train", _never)
     assert [again.corpus(), again.policy(), again.reward_model()] == parts
     monkeypatch.undo()
     monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "other"))
@@ -72,20 +71,6 @@ def _never(*_: Any, **__: Any) -> None:
     raise AssertionError("built twice")
 
 
-def test_the_corpus_has_its_sizes_and_leaks_nothing(own_cache: Path) -> None:
-    world = tiny()
-    files = {
-        name: read_jsonl(world.file(name))
-        for name in ("train", "heldout", "prompts", "heldout_prompts", "pairs", "heldout_pairs")
-    }
-    assert [len(rows) for rows in files.values()] == [300, 20, 20, 10, 40, 20]
-    texts = [{row["text"] for row in files[name]} for name in ("train", "heldout")]
-    assert not texts[0] & texts[1]
-    prompts = [{row["prompt"] for row in files[name]} for name in ("prompts", "heldout_prompts")]
-    assert not prompts[0] & prompts[1]
-    assert all(row["chosen"].startswith(" ") and row["chosen"] != row["rejected"] for row in files["pairs"])
-
-
 def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +82,7 @@ def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlhf_kl.commands.world.TextTask.save", breaks)
+        patch.setattr("rlhf_kl.commands.tasks.TextTask.save", breaks)
         with pytest.raises(KeyboardInterrupt):
             world.policy()
     assert not [path for path in world.folder.iterdir() if path.name.startswith("policy-")]
@@ -113,16 +98,6 @@ def test_a_cache_that_cannot_be_written_is_one_line(
         tiny().corpus()
     assert len(caught.value.problems) == 1
     assert str(caught.value).startswith(f"{tmp_path / 'file'}: ")
-
-
-def test_a_full_disk_is_the_cache_s_and_not_the_run_s(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")  # a failed write names no file
-
-    monkeypatch.setattr("rlhf_kl.commands.world.write_corpus", full)
-    with pytest.raises(RunFailed, match=rf"^{own_cache}: .*No space left on device: .* MB are free.*RLHF_KL_CACHE"):
-        tiny().corpus()
-    assert [path.name for path in own_cache.rglob("*") if path.name.endswith(".tmp")] == []
 
 
 def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

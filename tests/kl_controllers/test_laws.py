@@ -229,3 +229,12 @@ def test_adaptive_counts_a_cut_update_with_its_full_length():
 def test_options_that_make_no_sense_are_refused(cls, options, word):
     with pytest.raises(ValueError, match=word):
         cls(**options)
+
+
+def test_a_cut_update_counts_with_its_full_length() -> None:
+    law = AdaptiveKL(target=0.1)
+    for before, after, uncut in [(0.0, 0.03, 0.03), (0.03, 0.05, 0.09)]:
+        law.observe_update(before, after, uncut)
+        law.update(before, 64)
+    assert law.step == pytest.approx(math.sqrt(0.9) - math.sqrt(0.3))
+    assert law.distance == pytest.approx(math.sqrt(0.5), abs=0.05)

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_kl.commands.build import build_setup
 from rlhf_kl.commands.memory import estimate_memory
-from rlhf_kl.commands.session import joined, make_accelerator
+from rlhf_kl.commands.session import joined, run_device
 from rlhf_kl.commands.start import prepare_training
 from rlhf_kl.config.load import load_config
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     config = load_config("train", sys.argv[1])
     with joined(config.run) as processes:
         before = bytes_of_tensors()
-        setup = build_setup(config, make_accelerator(config.run, group=True))
+        setup = build_setup(config, run_device(config.run, group=True))
         tokens = max(map(len, setup.prompts.rows)) + config.rollout.max_new_tokens
         estimate = estimate_memory(config, setup, tokens, processes.count)
         training = prepare_training(config, setup, ranks=processes)

@@ -3,12 +3,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import compare_charts
+from rlhf_kl.report.charts import Style, _total_reward, compare_charts
 from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
@@ -112,3 +113,11 @@ def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metric
     ) in judge(comparison)
     assert "targets" in [chart.slug for chart in compare_charts(comparison)]
     assert read_comparison(paths[2:6]).best_target is None  # two targets are no sweep
+
+
+def test_the_total_reward_pays_for_the_kl() -> None:
+    variant: Any = SimpleNamespace(name="a", runs={}, mean={"score_gain": 2.0, "kl_sequence": 0.5}.get)
+    chart = _total_reward([variant], {"a": Style("c1", "solid", "o")})
+    assert chart is not None
+    line = chart.lines[0]
+    assert (line.x[0], line.y[0], line.x[-1], line.y[-1]) == pytest.approx((0.0, 2.0, 1.0, 1.5))

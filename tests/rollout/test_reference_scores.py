@@ -15,6 +15,7 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
+from rlhf_kl.rollout.collect import Responses
 from rlhf_kl.rollout.reference_scores import (
     ReferenceSamples,
     ReferenceScores,
@@ -22,7 +23,7 @@ from rlhf_kl.rollout.reference_scores import (
     sample_prompts,
     score_samples,
 )
-from rlhf_kl.types import Sampling
+from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 PROMPTS = ["a", "bc", "dddd", "ab", "cd"]
 
@@ -135,3 +136,14 @@ def test_the_error_of_the_mean_is_that_of_its_prompts() -> None:
     assert ReferenceScores(scores, groups, 30.0).mean_stderr == pytest.approx(1 / 20, rel=0.1)
     assert ReferenceScores(scores, list(range(12800)), 30.0).mean_stderr == pytest.approx(1 / math.sqrt(12800), rel=0.1)
     assert ReferenceScores([0.0, 2.0, 4.0, 6.0], [7] * 4, 30.0).mean_stderr == pytest.approx(math.sqrt(20 / 3) / 2)
+
+
+def test_a_reference_sample_keeps_its_prompt_where_another_has_no_score() -> None:
+    ids, mask = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2, dtype=torch.bool)
+    sampled = Sampled(ids, mask, mask[:, 0], torch.zeros(3, 2))
+    responses = Responses(PromptBatch(["a", "b", "c"], ids, mask), sampled, ["x", "y", "z"])
+
+    def scorers(*_: Any) -> Any:
+        return {"reward": torch.tensor([1.0, math.nan, 3.0])}, []
+
+    assert score_samples(iter([responses]), [7, 8, 9], scorers).groups == [7, 9]  # type: ignore[arg-type]

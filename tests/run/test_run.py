@@ -359,3 +359,24 @@ def test_a_run_that_cannot_start_removes_nothing(work: Work, crashed: Path) -> N
     assert sorted(crashed.rglob("*")) == before
     work("crashed", overwrite=True)
     assert read_jsonl(crashed / "metrics.jsonl")[0]["step"] == 1
+
+
+def test_a_resumed_run_keeps_what_was_spared(tmp_path: Path) -> None:
+    settings = ["checkpoint={every: 1, keep: 1}", "tracking.tensorboard=false", f"run.output_dir='{tmp_path / 'run'}'"]
+    config = load_config("train", "smoke.yaml", settings)
+
+    def part(first: int, last: int) -> list[int]:
+        with open_run(config, Ranks(), resume=first > 1, overwrite=False) as run:
+            run.check(torch.device("cpu"), {})
+            net = torch.nn.Linear(3, 2)
+            run.track(model=net, optimizer=adamw(net, 0.01, 0.1))
+            run.begin()
+            if first == 1:
+                run.spared = [1]
+            for step in range(first, last + 1):
+                run.log({"step": step})
+                run.save(step)
+            return [each.step for each in checkpoints(run.folder.checkpoints)]
+
+    assert part(1, 3) == [1, 3]
+    assert part(4, 4) == [1, 4]

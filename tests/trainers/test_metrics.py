@@ -183,3 +183,11 @@ def test_the_shift_at_another_temperature_is_that_of_the_closed_form(temperature
         assert gap == pytest.approx(float((drawn * x).sum()) - own, abs=4 * error)
         squares = float((drawn * (x - own) ** 2).sum() + 2 * (p * (x - own) ** 2).sum()) / 3
         assert error == pytest.approx(math.sqrt(squares / 40_000), rel=0.02)
+
+
+def test_the_mean_shaped_score_leaves_out_what_has_none() -> None:
+    scores = {"reward": torch.tensor([1.0, math.nan]), "terms.length": torch.tensor([0.25, math.nan])}
+    batch = replace(BATCH, scores=scores, shaped_scores=torch.tensor([4.0, 0.0]))
+    row = rollout_metrics(batch, 0.5, config())
+    assert row["objective/scores"] == 1.0
+    assert row["objective/scores_shaped"] == 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,3 +176,16 @@ def test_the_value_loss_is_clipped_around_the_rollouts_values() -> None:
     """Returns are 2, values were 0 and move by 0.2 at most: 1 and 2 both count as 0.2."""
     made = losses([0.0, 0.0], values=torch.tensor([1.0, 2.0]))
     assert float(made.value) == pytest.approx(0.5 * (1.8**2 + 1.8**2), rel=1e-5)
+
+
+def test_a_token_without_weight_has_no_kl_in_the_loss() -> None:
+    config = TrainConfig.model_validate({"kl": {"placement": "loss", "estimator": "k2"}})
+    zeros = torch.zeros(2)
+    logits = torch.zeros(2, 2)
+    ref = torch.tensor([math.log(0.25)] * 2)
+    old = torch.tensor([math.log(0.5)] * 2)
+    weights = torch.tensor([1.0, 0.0])
+    tokens = Tokens(3.0, torch.zeros(2, dtype=torch.long), old, ref, zeros, zeros, zeros, weights)
+    rows: Any = SimpleNamespace(places=torch.arange(2), numbers=torch.arange(2))
+    made = ppo_losses(tokens, rows, Logits(lambda h: h, logits, 2), None, config, lambda n: logits[n])
+    assert float(made.policy) == pytest.approx(3.0 * math.log(2) ** 2 / 2, rel=1e-5)

@@ -1,0 +1,86 @@
+"""From a config of `sft` or `reward-model` to what is trained: a model with its data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_kl.commands.load import Loader, base_name, recompute, with_adapter
+from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.errors import blame
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.load import compute_dtype
+from rlhf_kl.models.lora import CLASSIFIER
+from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2, train_tokenizer
+from rlhf_kl.rewards.model import RewardModel, TextFormat
+from rlhf_kl.seeding import derive_seed
+from rlhf_kl.trainers.supervised import Task
+from rlhf_kl.trainers.tasks import LabelTask, PairTask, ResponseTask, TextTask
+
+
+def build_task(config: SFTConfig | RewardModelConfig, loader: Loader) -> Task:
+    """The model and the data of a config. Errors: InputError for what cannot be used."""
+    if isinstance(config, RewardModelConfig):
+        return build_reward_task(config, loader)
+    data, most = config.data, config.eval.max_documents
+    dtype = compute_dtype(config.run.dtype)
+    if data.response_column is None:
+        texts, heldout = loader.documents(data)
+        model, tokenizer = build_model(config, loader, [text for text in texts if text.strip()])
+        return TextTask(LM(model, dtype), tokenizer, texts, heldout[:most])
+    examples, kept = loader.examples(data)
+    model, tokenizer = build_model(config, loader, [example.prompt + example.response for example in examples])
+    return ResponseTask(
+        LM(model, dtype),
+        tokenizer,
+        examples,
+        kept[:most],
+        chat=data.chat_template,
+        system=data.system,
+        options=data.chat_options,
+        rows_of_a_pass=config.sft.microbatch_size,
+    )
+
+
+def build_model(config: SFTConfig, loader: Loader, texts: list[str]) -> tuple[Any, Any]:
+    """The model to train and its tokenizer: a loaded one, or a new one whose tokenizer is made from `texts`."""
+    section, seed = config.policy, config.run.seed
+    if section.model is not None:
+        seed = derive_seed(seed, "adapter")
+        checkpointing = section.gradient_checkpointing
+        loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=checkpointing)
+        return loaded.model.to(loader.device), loaded.tokenizer
+    shape = section.architecture
+    tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
+    model = new_gpt2(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        context=shape.context,
+        tokenizer=tokenizer,
+        seed=derive_seed(seed, "weights"),
+    )
+    if section.gradient_checkpointing:
+        recompute(model)
+    return model.to(loader.device), tokenizer
+
+
+def build_reward_task(config: RewardModelConfig, loader: Loader) -> Task:
+    """A classifier on the trunk of the config's language model, and what it learns from."""
+    section, data, most = config.policy, config.data, config.eval.max_pairs
+    loaded = loader.language_model(section.model, "policy.model")
+    with blame("policy.model"):
+        model = classifier_from_lm(loaded.model, loaded.tokenizer, loader.access)
+    initialise_head(model.score, derive_seed(config.run.seed, "head"))
+    if section.lora is not None:
+        seed = derive_seed(config.run.seed, "adapter")
+        model = with_adapter(model, section.lora, base_name(section.model, loaded), seed, CLASSIFIER)
+    if section.gradient_checkpointing:
+        recompute(model)
+    form = TextFormat(chat=data.chat_template)
+    reward = RewardModel(model.to(loader.device), loaded.tokenizer, form=form, dtype=loader.dtype)
+    if data.labels is not None:
+        rows, labelled = loader.labelled(data)
+        return LabelTask(reward, rows, labelled[:most])
+    pairs, heldout = loader.pairs(data)
+    return PairTask(reward, pairs, heldout[:most])
