@@ -139,7 +139,8 @@ def store_frozen(model: Any, dtype: torch.dtype) -> None:
 
     Autocast would cast them in every pass. Embeddings, norms, heads and what is trained stay float32.
     """
-    for layer in model.base_model.modules():
+    whole = model.get_base_model() if hasattr(model, "peft_config") else model
+    for layer in whole.base_model.modules():
         own = list(layer.parameters(recurse=False))
         if isinstance(layer, nn.Linear | Conv1D) and not any(p.requires_grad for p in own):
             for parameter in own:

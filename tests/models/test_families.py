@@ -22,6 +22,7 @@ from rlhf_kl.models.load import load_causal_lm, load_reward_model, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.models.text import encode, pad
+from rlhf_kl.models.value import freeze, store_frozen
 from rlhf_kl.ops import packing
 from rlhf_kl.ops.packing import Layout, Packed, text_layout
 from rlhf_kl.rewards.model import RewardModel
@@ -369,3 +370,57 @@ def test_what_all_prompts_begin_with_is_read_once(folder: Path, monkeypatch: pyt
     again = lm.sample(prompts, noise, sampling)
     assert torch.equal(again.ids, sampled.ids)
     torch.testing.assert_close(again.logprobs, sampled.logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral", "gemma2", "phi", "granite"])
+def test_frozen_layers_stored_in_bfloat16_give_the_same_bits(folders: Folders, letters: Any, name: str) -> None:
+    """Autocast would cast them in each pass; the head, embeddings and norms stay float32. With an adapter too."""
+    noise, sampling = uniforms(6, 8, 0, "noise"), Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2], pad_id=0)
+    for adapted in (False, True):
+        found = []
+        for stored in (False, True):
+            model = load_causal_lm(str(folders[name]))
+            if adapted:
+                model = add_adapter(model, r=2, alpha=4.0, target_modules=None, ref=name, seed=0)
+                with torch.no_grad():
+                    for key, parameter in model.named_parameters():
+                        if "lora_B" in key:
+                            parameter.normal_(generator=torch.Generator().manual_seed(len(key)))
+            else:
+                freeze(model)
+            if stored:
+                store_frozen(model, torch.bfloat16)
+                assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
+            lm = LM(model, torch.bfloat16)
+            drawn = lm.sample(batch_of(letters, TEXTS * 2), noise, sampling)
+            logits = lm.states(
+                text_layout([(1, 3, 4, 5, 6)], [1], torch.device("cpu")).pack([0]), lambda x, _: x(slice(None))
+            )
+            if adapted:
+                logits.square().mean().backward()
+                drawn = (*drawn[:4], *(p.grad for p in model.parameters() if p.requires_grad))
+            found.append((logits.detach(), *(x for x in drawn if x is not None)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_step_reads_no_weight_in_another_type_and_waits_for_no_number(
+    folders: Folders, letters: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen, in bfloat16: between two tests for finished rows, nothing is read back, and no weight or key is cast."""
+    monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", 8)
+    model = freeze(load_causal_lm(str(folders[name])))
+    store_frozen(model, torch.bfloat16)
+    counts = []
+    for steps in (9, 16):  # both make one test, after 8 tokens
+        sampling = Sampling(max_new_tokens=steps, temperature=0.9, eos_ids=[99], pad_id=0)
+        with torch.profiler.profile(record_shapes=True) as profile:
+            LM(model, torch.bfloat16).sample(batch_of(letters, TEXTS), uniforms(3, steps, 0, "noise"), sampling)
+        events = [event for event in profile.events() if event.name in ("aten::_local_scalar_dense", "aten::_to_copy")]
+        weights = {tuple(p.shape) for p in model.parameters() if p.dtype == torch.bfloat16}
+        weights |= {shape[::-1] for shape in weights}
+        casts = [e for e in events if e.name == "aten::_to_copy" and tuple((e.input_shapes or [()])[0]) in weights]
+        reads = [event for event in events if event.name == "aten::_local_scalar_dense"]
+        assert not casts
+        counts.append(len(reads))
+    assert counts[1] == counts[0] + 1  # the test after 16 tokens

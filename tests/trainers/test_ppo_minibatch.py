@@ -145,3 +145,17 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
         for name, number in whole.items():
             if isinstance(number, float) and not name.startswith("policy/logratio"):
                 assert chunked[name] == pytest.approx(number, rel=1e-3, abs=1e-5, nan_ok=True), name
+
+
+def test_responses_to_a_prompt_stay_in_one_minibatch(make_trainer: Make) -> None:
+    """Where it has room for whole groups; each minibatch has one group of every few neighbours."""
+    sizes: dict[str, Any] = {"rollout": {"batch_size": 16, "samples_per_prompt": 2}}
+    trainer = make_trainer(ppo={"epochs": 2, "minibatch_size": 8}, **sizes)
+    rows = torch.stack(list(trainer.minibatches(1)))
+    for epoch in rows.view(2, 16):
+        assert sorted(epoch.tolist()) == list(range(16))
+    assert (rows[:, ::2] % 2 == 0).all()
+    assert torch.equal(rows[:, 1::2], rows[:, ::2] + 1)
+    assert torch.equal(rows[:, ::2] // 4, torch.arange(4).expand(4, 4))  # one of each two neighbouring groups
+    cut = make_trainer(ppo={"minibatch_size": 2, "microbatch_size": None}, rollout={"batch_size": 16, "samples_per_prompt": 4})
+    assert sorted(torch.cat(list(cut.minibatches(1))).tolist()) == list(range(16))
