@@ -157,5 +157,8 @@ def test_responses_to_a_prompt_stay_in_one_minibatch(make_trainer: Make) -> None
     assert (rows[:, ::2] % 2 == 0).all()
     assert torch.equal(rows[:, 1::2], rows[:, ::2] + 1)
     assert torch.equal(rows[:, ::2] // 4, torch.arange(4).expand(4, 4))  # one of each two neighbouring groups
-    cut = make_trainer(ppo={"minibatch_size": 2, "microbatch_size": None}, rollout={"batch_size": 16, "samples_per_prompt": 4})
+    cut = make_trainer(
+        ppo={"epochs": 1, "minibatch_size": 2, "microbatch_size": None},
+        rollout={"batch_size": 16, "samples_per_prompt": 4},
+    )
     assert sorted(torch.cat(list(cut.minibatches(1))).tolist()) == list(range(16))
