@@ -30,26 +30,26 @@ Action = Literal["warn", "rollback", "stop"]
 WINDOW = 100  # rows that are kept
 START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
-CLIMBS = (12, 30, 90)  # updates
-TRENDS = (10, 25, 60)  # updates
-STUCK = 5  # updates in a row: beta at its bound, or responses that are one text
-FEW, MANY = 0.2, 0.4  # share of different texts: nearly all are equal, or not any more
-BOUGHT = 8  # updates
-SURE = 2.0  # standard errors of the score
+CLIMBS = (12, 30, 90)  # windows of `kl-climbing`, in updates
+TRENDS = (10, 25, 60)  # windows of `overoptimised-gold`, in updates
+STUCK = 5  # updates in a row: beta at its bound, or all responses nearly equal
+FEW, MANY = 0.2, 0.4  # share of different responses at which `alike` begins, and at which it clears
+BOUGHT = 8  # updates of `kl-not-bought`
+SURE = 2.0  # standard errors of the score that a KL must exceed
 ROLLBACKS = 5  # at most in a run
 PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One line of the table. An alarm that acts is not told itself: its text is the reason."""
+    """One line of the table. An alarm that stops or rolls back gives its text as the reason; it makes no alert."""
 
     name: str  # the fixed word that an alert begins with
     text: str | Mapping[str, str]  # with places for figures and for the advice; several by the figure `case`
     measure: Callable[[Monitors], Figures | None] | None = None  # None: not known; no function: an event
     begins: Callable[[Figures], bool] = lambda _: True
     clears: Callable[[Figures], bool] = lambda _: False
-    hold: int = 1  # updates in a row that it has to be clear
+    hold: int = 1  # updates in a row that it has to be clear before it ends
     unless: str = ""  # a worse alarm that covers it
     part: str = ""  # one of several conditions with this name
     action: Action = "warn"
@@ -106,7 +106,7 @@ class Monitors:
         self.lowest: dict[str, float] = {}  # perplexity, and the score at that evaluation
         self.skipped = self.rollbacks = 0  # skipped updates are counted in a row
         self.turned_back = False  # and no update has gone well since
-        self.raised: dict[str, int] = {}  # updates in a row that it has been clear
+        self.active: dict[str, int] = {}  # updates in a row that it has been clear
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
 
@@ -201,16 +201,16 @@ class Monitors:
         if figures is None or alarm.measure is None:
             return figures
         key = alarm.name + alarm.part
-        if key in self.raised:
-            self.raised[key] = self.raised[key] + 1 if alarm.clears(figures) else 0
-            if self.raised[key] == alarm.hold:
-                del self.raised[key]
+        if key in self.active:
+            self.active[key] = self.active[key] + 1 if alarm.clears(figures) else 0
+            if self.active[key] == alarm.hold:
+                del self.active[key]
             return None
         if not alarm.begins(figures):
             return None
         if alarm.action == "warn":
-            self.raised[key] = 0
-        return None if alarm.unless in self.raised else figures
+            self.active[key] = 0
+        return None if alarm.unless in self.active else figures
 
     def has(self, *names: str) -> bool:
         """Whether this row has these figures."""
@@ -256,7 +256,7 @@ _BEST = (
     *("kl/token", "kl/sequence", "kl/error"),
 )
 _STATE = (
-    *("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "raised"),
+    *("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active"),
     *("best", "best_checkpoint"),
 )
 

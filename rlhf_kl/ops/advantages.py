@@ -1,4 +1,7 @@
-"""Advantage estimators: from values (`gae`), or from several responses to one prompt (`rloo`, `grpo`)."""
+"""Advantage estimators: from values (`gae`), or from several responses to one prompt (`rloo`, `grpo`).
+
+To add one of the second kind: a function called as `rloo` is, a line in `ADVANTAGES`, its name at `ppo.advantage`.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +89,8 @@ def _others(x: Tensor, known: Tensor, group: int) -> tuple[Tensor, Tensor]:
 class Advantage(NamedTuple):
     """A kind of `ppo.advantage`, and what the starting beta has to know of it."""
 
-    function: Callable[..., tuple[Tensor, Tensor]]  # of a group: called as `rloo`
-    weight: Callable[[int], float] = lambda _size: 1.0  # of a score in groups of `size`, where the KL penalty has 1
+    function: Callable[..., tuple[Tensor, Tensor]]
+    weight: Callable[[int], float] = lambda _size: 1.0  # factor of the score, not of the KL penalty, in such a group
     options: Callable[[Any], dict[str, Any]] = lambda _ppo: {}  # what it takes of a config's `ppo`
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.ops.advantages import gae, grpo, rloo
+from rlhf_kl.config.schema import PPOSection
+from rlhf_kl.ops.advantages import ADVANTAGES, gae, grpo, rloo
 
 
 def left_run(*lengths: int, width: int) -> Tensor:
@@ -128,3 +130,7 @@ def test_scores_that_are_all_equal_teach_nothing() -> None:
     """The mean of three times 1000.1 is not 1000.1 in float32."""
     scores, mask = torch.full((3,), 1000.1), torch.ones(3, 1, dtype=torch.bool)
     assert not grpo(scores, torch.zeros(3, 1), mask, EVERY[:3], 3)[0].any()
+
+
+def test_the_config_names_every_advantage() -> None:
+    assert get_args(PPOSection.model_fields["advantage"].annotation) == tuple(ADVANTAGES)
