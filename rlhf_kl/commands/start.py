@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,12 @@ from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import measure, respond, response_layout
 from rlhf_kl.rollout.reference_scores import (
-    ROUNDS,
+    PLANS,
     ReferenceSamples,
     ReferenceScores,
     reference_responses,
     sample_prompts,
+    sample_rounds,
     score_samples,
 )
 from rlhf_kl.rollout.states import ReferenceStates
@@ -103,35 +106,51 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
         repetition_penalty=section.repetition_penalty,
     )
     ranks.run(lambda: check_policy(config, setup))
-    rounds: list[ReferenceSamples] = []
-    for number in range(ROUNDS):
-        rounds.append(sample_reference(config, setup, ranks, number))
-        samples = ReferenceSamples.concat(rounds)
-        if not len(samples.scores):
+
+    def are_enough(samples: ReferenceSamples) -> bool:
+        with contextlib.suppress(InputError):  # which is raised below if more samples do not help
+            scores, _ = samples.shaped(shaping, normalize=section.normalize)
+            return scores.are_enough(lambda some: starting_coef(config, some)[0])
+        return False
+
+    for samples, complete in sample_references(config, setup, ranks):
+        if complete and not len(samples.scores):
             raise InputError("reward: returned None for all reference samples")
-        if samples.spread:
+        if samples.spread and (complete or are_enough(samples)):
             break
     for failure in samples.failures[:1]:
         log.warning(f"{failure}: the reference has no gold score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
-def sample_reference(config: TrainConfig, setup: Setup, ranks: Ranks, number: int) -> ReferenceSamples:
-    """Round `number` of scored reference samples, of all processes."""
-    seed = config.run.seed
-    groups = sample_prompts(len(setup.prompts), config.reference_samples, seed, number)
-    mine = ranks.mine(range(len(groups)))
+def sample_references(config: TrainConfig, setup: Setup, ranks: Ranks) -> Iterator[tuple[ReferenceSamples, bool]]:
+    """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
+    drawn: list[ReferenceSamples] = []
+    for number in range(PLANS):
+        groups = sample_prompts(len(setup.prompts), config.reference_samples, config.run.seed, number)
+        rounds = sample_rounds(groups)
+        for rows in rounds:
+            drawn.append(sample_reference(config, setup, ranks, groups, rows, number))
+            yield ReferenceSamples.concat(drawn), rows is rounds[-1]
+
+
+def sample_reference(
+    config: TrainConfig, setup: Setup, ranks: Ranks, groups: list[int], rows: list[int], number: int
+) -> ReferenceSamples:
+    """Scored reference samples of all processes: these `rows` of plan `number`, whose prompts are `groups`."""
+    mine, size = ranks.mine(rows), max(1, config.rollout.batch_size // ranks.count)
     with ui.progress("sampling the reference", len(mine)) as advance:
 
         def batches() -> Any:
             for batch in reference_responses(
-                setup.reference, setup.prompts, groups, setup.sampling, setup.tokenizer, seed, mine, number
+                *(setup.reference, setup.prompts, groups, setup.sampling, setup.tokenizer, config.run.seed),
+                *(mine, size, number),
             ):
                 yield batch
                 advance(len(batch.prompts))
 
         def sample() -> ReferenceSamples:
-            return score_samples(batches(), groups[mine.start : mine.stop], setup.scorers)
+            return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
 
         return ReferenceSamples.concat(ranks.all(ranks.run(sample, scores=True)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -36,7 +36,10 @@ MIN_ESS = 10.0
 CURVE_POINTS = 24
 PER_PROMPT = 8  # reference responses to one prompt: the spread that a policy can use is within prompts
 LEAST_PROMPTS = 60  # where one prompt in twenty can be solved, one of sixty is among them in 95 of 100 runs
-ROUNDS = 4  # of reference samples, as long as all scores are equal
+PLANS = 4  # times that all reference samples are drawn, as long as their scores are equal
+ROUND = 120  # samples that are drawn before the next look at whether more are needed, at least
+ENOUGH = 0.1  # standard error of log beta, and of the mean score over its spread, that needs no more samples
+BLOCKS = 5  # of prompts, for the standard error of log beta
 OTHERWISE = 0.1  # the starting beta where no scores tell
 MUCH_CLIPPED = 0.02  # a clip of 5 cuts off less than one in a million of normalised Gaussian scores
 LEAST_KL = 1e-3  # nats per sequence, where the curve of the tilt begins
@@ -132,6 +135,23 @@ class ReferenceScores:
             "best_of_n": [point._asdict() for point in best_of_n(self.shaped, self.groups, self.gold)],
         }
 
+    def are_enough(self, coef: Callable[[ReferenceScores], float]) -> bool:
+        """Whether the mean score, and beta as `coef` computes it, would hardly change with more samples.
+
+        The standard error of log beta is a jackknife's, over blocks of prompts. Scores with few values need all samples
+        of each prompt.
+        """
+        numbers = {group: i % BLOCKS for i, group in enumerate(dict.fromkeys(self.groups))}
+        known = len(numbers) >= 2 * BLOCKS and self.mean_stderr < ENOUGH * self.spread
+        if not known or has_few_values(self.shaped, self.groups):
+            return False
+        logs = []
+        for block in range(BLOCKS):
+            left = [(x, group) for x, group in zip(self.shaped, self.groups, strict=True) if numbers[group] != block]
+            shaped, groups = map(list, zip(*left, strict=True))
+            logs.append(math.log(coef(ReferenceScores(shaped, groups, self.length))))
+        return math.sqrt(BLOCKS - 1) * pstdev(logs) < ENOUGH
+
     def tilt_curve(self) -> list[dict[str, float]]:
         """Beta, sequence KL and gain of the tilt, as far as the samples are reliable; may be empty."""
         scores, groups = self.to_tilt()
@@ -164,7 +184,7 @@ class ReferenceSamples:
     @property
     def spread(self) -> bool:
         """Whether two scores differ."""
-        return bool(self.scores.max() > self.scores.min())
+        return len(self.scores) > 0 and bool(self.scores.max() > self.scores.min())
 
     @classmethod
     def concat(cls, parts: Sequence[ReferenceSamples]) -> ReferenceSamples:
@@ -196,7 +216,7 @@ class ReferenceSamples:
 
 
 def sample_prompts(prompts: int, samples: int, seed: int, number: int = 0) -> list[int]:
-    """Prompt numbers for `samples` reference samples of round `number`, drawn without repetition as far as they reach.
+    """Prompt numbers for `samples` reference samples of plan `number`, drawn without repetition as far as they reach.
 
     8 samples for a prompt and at least 60 prompts, with few samples 2 for a prompt. If there are too few prompts for
     that, each gets more samples, so that the total is always `samples`.
@@ -208,26 +228,34 @@ def sample_prompts(prompts: int, samples: int, seed: int, number: int = 0) -> li
     return [prompt for i, prompt in enumerate(chosen) for _ in range(each + (i < more))]
 
 
+def sample_rounds(groups: Sequence[int]) -> list[list[int]]:
+    """The samples of a plan (the prompt of each) in rounds, by number: each round has two or more of every prompt."""
+    seen: Counter[int] = Counter()
+    places = [(seen.update([group]), seen[group] - 1)[1] for group in groups]  # 0, 1, ... among those of a prompt
+    count = max(1, min(len(groups) // ROUND, min(seen.values()) // 2))
+    return [[i for i, place in enumerate(places) if place % count == number] for number in range(count)]
+
+
 def reference_responses(
     reference: LM,
     prompts: PromptStream,
-    groups: list[int],
+    groups: Sequence[int],
     sampling: Sampling,
     tokenizer: Any,
     seed: int,
-    part: range | None = None,
+    samples: Sequence[int] | None = None,
+    size: int | None = None,
     number: int = 0,
 ) -> Iterator[Responses]:
-    """One response of the reference to each of these prompts, or to a part of them; `number` of the round.
+    """One response of the reference to the prompt of each of these `samples` (default: all) of plan `number`.
 
-    A batch has as many rows as this process has in a rollout's batch.
+    `size`: of a batch.
     """
-    part = part or range(len(groups))
-    size = max(1, prompts.batch_size * len(part) // len(groups))
+    samples, size = range(len(groups)) if samples is None else samples, size or prompts.batch_size
     noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples", *[number] * bool(number))
-    for start in range(part.start, part.stop, size):
-        rows = slice(start, min(start + size, part.stop))
-        yield respond(reference, prompts.pick(groups[rows]), noise[rows], sampling, tokenizer)
+    for start in range(0, len(samples), size):
+        rows = list(samples[start : start + size])
+        yield respond(reference, prompts.pick([groups[i] for i in rows]), noise[rows], sampling, tokenizer)
 
 
 def score_samples(batches: Iterator[Responses], groups: list[int], scorers: Scorers) -> ReferenceSamples:

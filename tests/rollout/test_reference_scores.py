@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from statistics import pstdev
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from rlhf_kl.rollout.reference_scores import (
     ReferenceScores,
     reference_responses,
     sample_prompts,
+    sample_rounds,
     score_samples,
 )
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
@@ -147,3 +149,38 @@ def test_a_reference_sample_keeps_its_prompt_where_another_has_no_score() -> Non
         return {"reward": torch.tensor([1.0, math.nan, 3.0])}, []
 
     assert score_samples(iter([responses]), [7, 8, 9], scorers).groups == [7, 9]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prompts", "samples", "count"), [(200, 480, 4), (1000, 1024, 4), (5, 480, 4), (200, 128, 1)])
+def test_rounds_share_out_the_samples_of_each_prompt(prompts: int, samples: int, count: int) -> None:
+    groups = sample_prompts(prompts, samples, seed=0)
+    rounds = sample_rounds(groups)
+    assert len(rounds) == count
+    assert sorted(i for rows in rounds for i in rows) == list(range(samples))
+    for rows in rounds:
+        drawn = Counter(groups[i] for i in rows)
+        assert drawn.keys() == set(groups)
+        assert min(drawn.values()) >= 2
+
+
+def test_samples_are_enough_where_others_like_them_give_the_same_mean_and_beta() -> None:
+    """Against the spread of log beta over many such draws; few values, few prompts or a large spread need more."""
+
+    def draw(prompts: int, each: int, between: float, seed: int, values: int = 0) -> ReferenceScores:
+        dice = random.Random(seed)
+        groups = [prompt for prompt in range(prompts) for _ in range(each)]
+        offsets = [dice.gauss(0.0, between) for _ in range(prompts)]
+        scores = [offsets[prompt] + dice.gauss(0.0, 1.0) for prompt in groups]
+        return ReferenceScores([float(x > 1) for x in scores] if values else scores, groups, 10.0)
+
+    def coef(scores: ReferenceScores) -> float:
+        return scores.solve(0.5)[0]
+
+    for prompts, each, between in ((60, 8, 0.3), (60, 2, 0.3), (120, 2, 0.1), (24, 2, 0.1)):
+        draws = [draw(prompts, each, between, seed) for seed in range(60)]
+        error = pstdev(math.log(coef(scores)) for scores in draws)
+        share = sum(scores.are_enough(coef) for scores in draws) / len(draws)
+        mean_error = pstdev(scores.mean for scores in draws) / draws[0].spread
+        assert share > 0.8 if max(error, mean_error) < 0.07 else share < 0.5 if max(error, mean_error) > 0.13 else True
+    assert not draw(6, 80, 0.0, 0).are_enough(coef)
+    assert not draw(60, 8, 0.0, 0, values=2).are_enough(coef)
