@@ -73,7 +73,7 @@ def final_logits(logits: Tensor, config: Any) -> Tensor:
 def can_round(layer: nn.Linear, config: Any) -> bool:
     """Whether products that round to bfloat16 are fast here, and a shift of the logits changes nothing."""
     fast = layer.weight.device.type == "cpu" and hasattr(torch.backends.mkldnn, "matmul") and _has_bfloat16_units()
-    return fast and not getattr(config, SOFT_CAP, None)
+    return fast and layer.bias is None and not getattr(config, SOFT_CAP, None)
 
 
 def _has_bfloat16_units() -> bool:
@@ -82,14 +82,24 @@ def _has_bfloat16_units() -> bool:
 
 
 def rounded_head(layer: nn.Linear) -> Head:
-    """The head's logits less their mean over the vocabulary, for the weights as they are now."""
-    weight, bias = layer.weight, layer.bias
+    """The head's logits less their mean over the vocabulary, for the weights as they are now.
+
+    The mean state is that of the first call.
+    """
+    weight = layer.weight
     with torch.no_grad():
         centred = weight - weight.mean(0)
+    mean = shift = None
 
     def head(hidden: Tensor) -> Tensor:
-        logits: Tensor = _RoundedProduct.apply(hidden.float(), weight, centred)
-        return logits if bias is None else logits + bias
+        nonlocal mean, shift
+        hidden = hidden.float()
+        if mean is None:
+            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+                mean = hidden.mean(0)
+                shift = centred @ mean
+        logits: Tensor = _RoundedProduct.apply(hidden, weight, centred, mean, shift)
+        return logits
 
     return head
 
@@ -98,25 +108,21 @@ class _RoundedProduct(torch.autograd.Function):
     """`hidden @ centred.T`; a loss that no shift of the logits changes has the same gradient in both weights."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, centred: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, centred: Tensor, mean: Tensor, shift: Tensor) -> Tensor:
+        """`shift`: `centred @ mean`."""
         del weight
         ctx.save_for_backward(hidden, centred)
-        mean = hidden.mean(0)
-        with torch.autocast(hidden.device.type, enabled=False):
-            shift = centred @ mean
-            with _rounding():
-                return torch.addmm(shift, hidden - mean, centred.T)
+        with _rounding(), torch.autocast(hidden.device.type, enabled=False):
+            return torch.addmm(shift, hidden - mean, centred.T)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, centred = ctx.saved_tensors
         with _rounding(), torch.autocast(hidden.device.type, enabled=False):
-            return (
-                grad @ centred if ctx.needs_input_grad[0] else None,
-                grad.T @ hidden if ctx.needs_input_grad[1] else None,
-                None,
-            )
+            to_hidden = grad @ centred if ctx.needs_input_grad[0] else None
+            to_weight = grad.T @ hidden if ctx.needs_input_grad[1] else None
+        return to_hidden, to_weight, None, None, None
 
 
 @contextlib.contextmanager
