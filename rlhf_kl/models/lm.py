@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.decoding import attends_to_everything, decode, keeps_each_token
-from rlhf_kl.models.logits import Head, Logits, can_round, final_logits, rounded_head
+from rlhf_kl.models.logits import (
+    Head,
+    Logits,
+    RoundedHead,
+    can_shift,
+    decoding_head,
+    final_logits,
+    has_rounding_products,
+)
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.logprobs import chosen_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
@@ -139,7 +147,8 @@ class LM(Trunk):
     Calling it runs `states`, as FSDP needs.
     """
 
-    fixed_head: Head | None = None
+    fixed_head: Head | None = None  # while it decodes
+    rounded: RoundedHead | None = None
 
     def forward(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
         """See `states`."""
@@ -159,23 +168,29 @@ class LM(Trunk):
     def head(self) -> Head:
         """Hidden states (n, H) -> what the head makes of them (n, V), for the weights as they are now."""
         layer = self.base.get_output_embeddings()
-        adapted = type(layer) is not nn.Linear
-        if self.dtype == torch.bfloat16 and not adapted and can_round(layer, self.model.config.get_text_config()):
-            return rounded_head(layer)
+        if self._rounds(layer) and has_rounding_products(layer.weight.device):
+            self.rounded = self.rounded or RoundedHead(layer)
+            return self.rounded.now()
 
         def exact(hidden: Tensor) -> Tensor:
             # Switching an adapter takes longer than a head, so only where the head has one.
-            switch = self.active() if adapted else contextlib.nullcontext()
+            switch = contextlib.nullcontext() if type(layer) is nn.Linear else self.active()
             with switch, torch.autocast(hidden.device.type, enabled=False):
                 logits: Tensor = layer(hidden.float())
             return logits.float()
 
         return exact
 
+    def _rounds(self, layer: nn.Module) -> bool:
+        """Whether products of the head may round: sharded weights change without a count."""
+        sharded = hasattr(self, "set_reshard_after_forward")
+        return self.dtype == torch.bfloat16 and not sharded and can_shift(layer, self.model.config.get_text_config())
+
     @contextlib.contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Inside, the weights do not change: the head is prepared once."""
-        self.fixed_head = self.head()
+    def decoding(self) -> Iterator[None]:
+        """Inside, the weights do not change, and logits are only sampled from."""
+        layer = self.base.get_output_embeddings()
+        self.fixed_head = decoding_head(layer) if self._rounds(layer) else self.head()
         try:
             yield
         finally:
@@ -186,7 +201,7 @@ class LM(Trunk):
         """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
         device = self.device
         # One context for all steps: the weights are converted once.
-        with self.active(), self.precision(), self.fixed():
+        with self.active(), self.precision(), self.decoding():
             rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
             # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
             keep = self.dtype == torch.float32

@@ -63,45 +63,75 @@ def final_logits(logits: Tensor, config: Any) -> Tensor:
     return logits
 
 
-# ---- a head whose products round to bfloat16
+# ---- heads of bfloat16 runs
 #
 # Real heads shift all logits by tens of nats, through a hidden unit near 10 whose column is near -7: rounding these two
 # to bfloat16 costs 0.3 nats. A row of logits can be shifted, since no probability changes. So the head's mean over the
 # vocabulary is left out, and what the mean state gives is added in float32: only small numbers are rounded.
 
 
-def can_round(layer: nn.Linear, config: Any) -> bool:
-    """Whether products that round to bfloat16 are fast here, and a shift of the logits changes nothing."""
-    fast = layer.weight.device.type == "cpu" and hasattr(torch.backends.mkldnn, "matmul") and _has_bfloat16_units()
-    return fast and layer.bias is None and not getattr(config, SOFT_CAP, None)
+def can_shift(layer: nn.Module, config: Any) -> bool:
+    """Whether the logits are a plain linear map that may be shifted: no adapter, no bias, no soft cap."""
+    return type(layer) is nn.Linear and layer.bias is None and not getattr(config, SOFT_CAP, None)
 
 
-def _has_bfloat16_units() -> bool:
+def has_rounding_products(device: torch.device) -> bool:
+    """Whether float32 products that round to bfloat16 are fast: on a CPU with units for bfloat16, from torch 2.9 on."""
     tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(test is not None and test() for test in tests)
+    has_units = any(test is not None and test() for test in tests)
+    return device.type == "cpu" and hasattr(torch.backends.mkldnn, "matmul") and has_units
 
 
-def rounded_head(layer: nn.Linear) -> Head:
-    """The head's logits less their mean over the vocabulary, for the weights as they are now.
+def decoding_head(layer: nn.Linear) -> Head:
+    """Logits by products in bfloat16, their results included, for steps that are only sampled from.
 
-    The mean state is that of the first call.
+    The weights are those of now, and the mean state is that of the first call. Errors of about 0.01 nats.
     """
-    weight = layer.weight
-    with torch.no_grad():
-        centred = weight - weight.mean(0)
+    mean_weight = layer.weight.mean(0)
+    centred = (layer.weight - mean_weight).bfloat16()
     mean = shift = None
 
     def head(hidden: Tensor) -> Tensor:
         nonlocal mean, shift
         hidden = hidden.float()
-        if mean is None:
-            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
+            if mean is None:
                 mean = hidden.mean(0)
-                shift = centred @ mean
-        logits: Tensor = _RoundedProduct.apply(hidden, weight, centred, mean, shift)
-        return logits
+                shift = layer.weight @ mean - mean_weight @ mean
+            return shift + (hidden - mean).bfloat16() @ centred.T
 
     return head
+
+
+class RoundedHead:
+    """Logits by products that round to bfloat16 and sum in float32, with gradients."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.centred = torch.empty(0)
+        self.version = -1  # of the weight that `centred` belongs to
+
+    def now(self) -> Head:
+        """For the weights as they are; the mean state is that of the first call."""
+        weight = self.layer.weight
+        if self.version != weight._version:  # each change in place counts
+            if self.centred.shape != weight.shape:
+                self.centred = torch.empty_like(weight, requires_grad=False)
+            torch.sub(weight.detach(), weight.detach().mean(0), out=self.centred)
+            self.version = weight._version
+        centred, mean, shift = self.centred, None, None
+
+        def head(hidden: Tensor) -> Tensor:
+            nonlocal mean, shift
+            hidden = hidden.float()
+            if mean is None:
+                with torch.autocast(hidden.device.type, enabled=False):
+                    mean = hidden.detach().mean(0)
+                    shift = centred @ mean
+            logits: Tensor = _RoundedProduct.apply(hidden, weight, centred, mean, shift)
+            return logits
+
+        return head
 
 
 class _RoundedProduct(torch.autograd.Function):

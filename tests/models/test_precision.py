@@ -13,7 +13,7 @@ from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.logits import can_round, rounded_head
+from rlhf_kl.models.logits import RoundedHead, decoding_head, has_rounding_products
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.rewards.plugin import PluginReward
@@ -168,7 +168,7 @@ def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
         return torch.randn(*shape, generator=noise)
 
     layer = nn.Linear(256, 4096, bias=False)
-    if not can_round(layer, None):
+    if not has_rounding_products(CPU):
         pytest.skip("no products in bfloat16 on this processor")
     with torch.no_grad():
         layer.weight.copy_(0.12 * normal(4096, 256))
@@ -177,16 +177,16 @@ def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
         hidden[:, 3] = 10 + 0.5 * normal(states)
         exact = Categorical(logits=hidden.double() @ layer.weight.double().T)
         assert -80 < float((hidden @ layer.weight.T).mean()) < -60
-        found = rounded_head(layer)(hidden)
-        ids = exact.sample()
-        gap = (Categorical(logits=found.double()).log_prob(ids) - exact.log_prob(ids)).abs()
-        assert float(gap.mean()) < 1e-2
-        assert float(gap.max()) < 0.1
+        found, ids = RoundedHead(layer).now()(hidden), exact.sample()
+        for logits in (found, decoding_head(layer)(hidden)):
+            gap = (Categorical(logits=logits.double()).log_prob(ids) - exact.log_prob(ids)).abs()
+            assert float(gap.mean()) < 1e-2
+            assert float(gap.max()) < 0.1
         for moved in (0.0, 1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 7e-2):
             other, there = nn.Linear(256, 4096, bias=False), hidden + moved * normal(states, 256)
             other.weight.copy_(layer.weight + moved * normal(4096, 256))
             kl = float(kl_divergence(exact, Categorical(logits=there.double() @ other.weight.double().T)).mean())
-            result = float(exact_kl(found, rounded_head(other)(there)).mean())
+            result = float(exact_kl(found, RoundedHead(other).now()(there)).mean())
             assert abs(result - kl) < max(0.03 * kl, 5e-5)
     assert kl > 0.7
 
@@ -195,15 +195,37 @@ def test_gradients_of_a_rounded_head_are_those_of_float64() -> None:
     """Of a loss that no shift of the logits changes, to the rounding of bfloat16."""
     torch.manual_seed(0)
     layer, hidden = nn.Linear(64, 512, bias=False), torch.randn(48, 64, requires_grad=True)
-    if not can_round(layer, None):
+    if not has_rounding_products(CPU):
         pytest.skip("no products in bfloat16 on this processor")
     with torch.no_grad():
         layer.weight[:, 3] -= 7.0
     ids = torch.randint(512, (48,))
-    (3.0 * chosen_logprobs(rounded_head(layer)(hidden), ids)).sum().backward()
+    (3.0 * chosen_logprobs(RoundedHead(layer).now()(hidden), ids)).sum().backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, layer.weight)]
     (3.0 * Categorical(logits=exact[0] @ exact[1].T).log_prob(ids)).sum().backward()
     for mine, theirs in ((hidden.grad, exact[0].grad), (layer.weight.grad, exact[1].grad)):
         assert mine is not None
         assert theirs is not None
         assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.02
+
+
+def test_a_rounded_head_follows_each_change_of_its_weights() -> None:
+    """By the optimizer's one kernel, and by copies, as the ceiling and a checkpoint make them."""
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(64, 512, bias=False), torch.randn(48, 64)
+    head, start = RoundedHead(layer), layer.weight.detach().clone()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
+
+    def agrees() -> bool:
+        with torch.no_grad():
+            exact = torch.log_softmax(layer(hidden), -1)
+            return bool((torch.log_softmax(head.now()(hidden), -1) - exact).abs().max() < 0.1)
+
+    assert agrees()
+    layer(hidden).square().sum().backward()
+    optimizer.step()
+    assert (layer.weight - start).abs().min() > 0.1
+    assert agrees()
+    with torch.no_grad():
+        layer.weight.copy_(start)
+    assert agrees()
