@@ -182,9 +182,8 @@ class LM(Trunk):
         return exact
 
     def _rounds(self, layer: nn.Module) -> bool:
-        """Whether products of the head may round: sharded weights change without a count."""
-        sharded = hasattr(self, "set_reshard_after_forward")
-        return self.dtype == torch.bfloat16 and not sharded and can_shift(layer, self.model.config.get_text_config())
+        """Whether products of the head may round."""
+        return self.dtype == torch.bfloat16 and can_shift(layer, self.model.config.get_text_config())
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:

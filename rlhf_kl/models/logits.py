@@ -108,18 +108,15 @@ class RoundedHead:
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
-        self.centred = torch.empty(0)
-        self.version = -1  # of the weight that `centred` belongs to
+        self.frozen: Tensor | None = None  # the centred weight, where it never changes
 
     def now(self) -> Head:
         """For the weights as they are; the mean state is that of the first call."""
-        weight = self.layer.weight
-        if self.version != weight._version:  # each change in place counts
-            if self.centred.shape != weight.shape:
-                self.centred = torch.empty_like(weight, requires_grad=False)
-            torch.sub(weight.detach(), weight.detach().mean(0), out=self.centred)
-            self.version = weight._version
-        centred, mean, shift = self.centred, None, None
+        weight, mean, shift = self.layer.weight, None, None
+        centred = self.frozen
+        if centred is None:
+            centred = weight.detach() - weight.detach().mean(0)
+            self.frozen = None if weight.requires_grad else centred
 
         def head(hidden: Tensor) -> Tensor:
             nonlocal mean, shift
