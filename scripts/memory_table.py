@@ -1,13 +1,15 @@
 """Memory of each GPU by the estimate of `rlhf-kl doctor`, for Qwen 2.5's shapes: computed, not measured.
 
-64 responses of 256 tokens behind prompts of 256, four responses in a training pass. Weights, gradients and Adam's
-moments are float32, the layers compute in bfloat16; the reward is a function, so a reward model adds its weights. The
+64 responses of 256 tokens behind prompts of 256, four responses in a training pass. What is trained, its gradients and
+Adam's moments are float32, the layers compute in bfloat16, and frozen ones are stored in it where nothing is sharded;
+the reward is a function, so a reward model adds its weights. The
 arithmetic is in rlhf_kl/commands/memory.py, and tests/processes/test_memory.py compares it with the bytes of real
 tensors in one and in two processes.
 """
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from rlhf_kl.commands.memory import estimate_memory
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.models.value import store_frozen
 from rlhf_kl.report.verdict import text_table
 from rlhf_kl.rewards.scorer import Scorers
 
@@ -48,8 +51,13 @@ def estimate(shape: dict[str, Any], gpus: int, *, lora: bool, shard: bool) -> fl
         "eval": {"texts": "x"},
         "rollout": {"batch_size": BATCH, "max_new_tokens": TOKENS // 2},
     })  # fmt: skip
+    reference = model if lora else copy.deepcopy(model).requires_grad_(False)
+    if not shard:
+        store_frozen(reference, torch.bfloat16)
     lm = SimpleNamespace(model=model, module=model, device=torch.device("cuda"))
-    parts: Any = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers())
+    parts: Any = SimpleNamespace(
+        policy=lm, reference=SimpleNamespace(model=reference, module=reference), scorers=Scorers()
+    )
     return estimate_memory(config, parts, TOKENS, gpus).total(ROWS) / 2**30
 
 

@@ -62,19 +62,20 @@ def estimate_memory(config: TrainConfig, setup: Setup, tokens: int, processes: i
     layer_sizes = [parameter_count(layer) for layer in layers_of(policy.get_base_model() if adapted else policy)]
     layer, outside = max(layer_sizes, default=0), parameter_count(policy) - sum(layer_sizes)
     frozen_models = [*([] if adapted else [setup.reference.module]), *(r.model for r in setup.scorers.models.values())]
-    all_frozen = frozen = sum(map(parameter_count, frozen_models))
+    all_frozen = frozen = sum(map(stored_bytes, frozen_models)) / FLOAT  # in numbers of 4 bytes
     if config.reference.shard:
         in_layers = sum(parameter_count(layer) for model in frozen_models for layer in layers_of(model))
-        frozen = all_frozen - in_layers + in_layers // processes
+        frozen = all_frozen - in_layers * (1 - 1 / processes)
 
     part = 1 / processes if shard else 1.0
     training = (2 if config.kl.ceiling is not None else 1) * trained * part
     if shard:
         training += 2 * layer + outside + trained / full * (layer + outside)
     gathered = full * (1 - part) + all_frozen - frozen
+    own = stored_bytes(policy) / FLOAT + value
     if size < FLOAT and not config.policy.gradient_checkpointing:
-        # Autocast's copies, half as large: of all layers for the backward pass, in a rollout of the trained ones.
-        training += 0.5 * (full - outside)
+        # Autocast's copies, half as large: of all float32 layers for the backward pass, in a rollout of trained ones.
+        training += 0.5 * (full - outside - 2 * (full - own))
         gathered += 0.5 * max(0, trained - outside)
 
     response = min(config.rollout.max_new_tokens, tokens)
@@ -85,7 +86,7 @@ def estimate_memory(config: TrainConfig, setup: Setup, tokens: int, processes: i
     width = heads * (getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads)
     elements = LOGIT_ELEMENTS.get(setup.policy.device.type, LOGIT_ELEMENTS["cpu"])
     return MemoryEstimate(
-        kept=int(FLOAT * (full * part + frozen + 2 * trained * part)),
+        kept=int(FLOAT * (own * part + frozen + 2 * trained * part)),
         training=int(FLOAT * training),
         gathered=int(FLOAT * gathered),
         states=rows * response * (hidden + features) * FLOAT,
@@ -94,6 +95,11 @@ def estimate_memory(config: TrainConfig, setup: Setup, tokens: int, processes: i
         chunk=elements * LOGIT_COPIES * FLOAT,
         cache=rows * tokens * int(shape.num_hidden_layers) * 2 * width * size,
     )
+
+
+def stored_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the parameters: frozen layers may be stored in bfloat16."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def free_memory(device: torch.device) -> int:

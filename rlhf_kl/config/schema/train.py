@@ -93,9 +93,9 @@ class RolloutSection(Section):
     samples_per_prompt: Count = 1
     """Responses to each prompt of a batch; must divide batch_size. rloo and grpo compare them."""
     reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
-    """Responses sampled from the reference at the start, to normalise scores and to compute the starting beta.
+    """Most responses sampled from the reference at the start, to normalise scores and to compute the starting beta.
 
-    null = an eighth of ppo.total_episodes, but at least 128 and at most 1024.
+    null = an eighth of ppo.total_episodes, at least 128 and at most 1024. Sampling ends earlier once both are known.
     """
 
     @property
