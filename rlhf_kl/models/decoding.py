@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
 
-if TYPE_CHECKING:
-    from rlhf_kl.models.lm import LM
-
 STOP_TEST_EVERY = {"cpu": 1, "cuda": 8}  # steps; reading the finished rows from a GPU makes it wait
 COMPACT_BELOW = 0.8  # share of unfinished rows below which the finished ones are removed from the batch
 GROWTH = 128  # tokens of space that a cache gets at a time
+
+
+class Decoder(Protocol):
+    """A model that decodes token by token: `rlhf_kl.models.lm.LM`."""
+
+    dtype: torch.dtype
+
+    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]: ...
+
+    def step(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]: ...
+
+    def step_mask(self, mask: Tensor, *, padded: bool) -> Tensor | None: ...
+
+    def logits(self, hidden: Tensor) -> Logits: ...
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -34,7 +46,7 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return ids.squeeze(1), logp.gather(1, ids).squeeze(1)
 
 
-def decode(model: LM, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
+def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
     """Responses to prompts; a response ends with its first end-of-text token.
 
     `noise` (B, max_new_tokens) decides the tokens. Results are trimmed to the longest response. `keep_states`: the
