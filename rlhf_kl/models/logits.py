@@ -108,15 +108,15 @@ class RoundedHead:
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
-        self.frozen: Tensor | None = None  # the centred weight, where it never changes
+        self.frozen: Tensor | None = None  # the centred weight, while it is not trained
 
     def now(self) -> Head:
         """For the weights as they are; the mean state is that of the first call."""
         weight, mean, shift = self.layer.weight, None, None
-        centred = self.frozen
+        centred = None if weight.requires_grad else self.frozen
         if centred is None:
             centred = weight.detach() - weight.detach().mean(0)
-            self.frozen = None if weight.requires_grad else centred
+        self.frozen = None if weight.requires_grad else centred
 
         def head(hidden: Tensor) -> Tensor:
             nonlocal mean, shift

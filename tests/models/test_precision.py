@@ -221,6 +221,9 @@ def test_a_rounded_head_follows_each_change_of_its_weights() -> None:
             exact = torch.log_softmax(layer(hidden), -1)
             return bool((torch.log_softmax(head.now()(hidden), -1) - exact).abs().max() < 0.1)
 
+    layer.weight.requires_grad_(False)  # as the policy in the warm-up of a critic
+    assert agrees()
+    layer.weight.requires_grad_(True)
     assert agrees()
     layer(hidden).square().sum().backward()
     optimizer.step()
