@@ -191,8 +191,9 @@ def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm
 ) -> None:
     own = LM.head
 
-    def drifting(self: LM, hidden: torch.Tensor) -> torch.Tensor:
-        return own(self, hidden) * (1.05 if torch.is_grad_enabled() else 1.0)
+    def drifting(self: LM) -> Callable[[torch.Tensor], torch.Tensor]:
+        head = own(self)
+        return lambda hidden: head(hidden) * (1.05 if torch.is_grad_enabled() else 1.0)
 
     monkeypatch.setattr(LM, "head", drifting)
     with pytest.raises(GuardStop, match=r"step 2: before the policy's first optimizer step a log-prob differs by 0\."):
