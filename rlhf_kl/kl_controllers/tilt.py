@@ -164,13 +164,13 @@ def solve_tilt(
 def gain_at_kl(
     scores: Sequence[float], kl: float, *, groups: Sequence[Hashable] | None = None, min_ess: float = MIN_ESS
 ) -> float | None:
-    """Upper limit of the score gain at `kl` nats per sequence; None if the samples are too few."""
+    """Upper limit of the score gain at `kl` nats per sequence; None if the samples are too few to have that KL."""
     if not math.isfinite(kl) or (groups is None and len(scores) <= min_ess):
         return None
     if kl <= 0.0:
         return 0.0
     solution = solve_tilt(scores, kl, groups=groups, min_ess=min_ess)
-    return None if solution.extrapolated else solution.tilt.gain
+    return None if solution.extrapolated or kl > solution.limit else solution.tilt.gain
 
 
 def _members(scores: Sequence[float], groups: Sequence[Hashable] | None) -> list[list[float]]:
