@@ -14,7 +14,7 @@ import typer
 from rlhf_kl.cli import compare, config, evaluate, generate, guide, simulate, training
 from rlhf_kl.errors import Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.program import shell_command, wait_without_spinning
+from rlhf_kl.program import shell_command, prepare_torch
 from rlhf_kl.text import safe_text
 
 TRAINING = {  # commands that take a config, and one that comes along
@@ -61,7 +61,7 @@ def _root(
 
 def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
-    wait_without_spinning()
+    prepare_torch()
     sys.exit(run(sys.argv[1:]))
 
 
