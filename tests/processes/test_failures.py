@@ -154,8 +154,8 @@ def test_a_disk_that_is_full_while_shards_are_gathered_ends_both(
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings | {"policy": tiny_settings["policy"] | SHARDED}))
     words = ["train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet"]
     process = launch([Path(__file__).with_name("killed_command.py"), "0", "shard", *words])
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)  # else the other one waits for tensors that never come
     assert process.returncode != 0
-    assert output.count("No space left on device: a checkpoint takes") == 1, output
-    assert "the checkpoint of step 4 is complete: --resume goes on from it" in output
-    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")] == [2, 4]
+    assert output.count("No space left on device") == 1, output
+    left = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [(checkpoint.step, checkpoint.damage()) for checkpoint in left] == [(2, None), (4, None)]
