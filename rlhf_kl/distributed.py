@@ -38,6 +38,7 @@ class Batch(Protocol):
     def concat(cls, parts: Sequence[Self]) -> Self: ...
 
 
+NamedTensors = Iterable[tuple[str, Tensor]]
 B = TypeVar("B", bound=Batch)
 Rows = TypeVar("Rows", bound=Sequence[Any] | Tensor)
 
@@ -131,7 +132,9 @@ class Ranks:
         """Errors: RunFailed if a tensor that every rank has differs between them in a bit."""
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         whole = [p.detach().contiguous() for p in parameters if not is_sharded(p)]
-        sums = self.all([int(p.view(integers[p.element_size()]).sum(dtype=torch.int64)) for p in whole])
+        # In pieces: `sum` makes an int64 copy of what it adds.
+        pieces = [p.view(integers[p.element_size()]).flatten().split(1 << 20) for p in whole]
+        sums = self.all([sum(int(piece.sum(dtype=torch.int64)) for piece in each) for each in pieces])
         if any(each != sums[0] for each in sums):
             raise RunFailed("the weights of the processes differ: --resume goes on from the last checkpoint")
 
@@ -323,18 +326,21 @@ def local_like(value: Tensor, like: Any) -> Tensor:
     return value.narrow(axis, begin, local(like).shape[axis])
 
 
-def tensors_of(module: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, unsharded; tied ones by their first name.
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers by name, tied ones by their first; each is unsharded when it is its turn.
 
-    All processes call this together; one without `keep` gets {}.
+    All processes read this together, to its end.
     """
-    saved, found = module.state_dict(), {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if name in saved:
-            gathered = full(tensor.detach())
-            if keep:
-                found[name] = gathered.cpu().contiguous()
-    return found
+    return ((names[0], full(tensor.detach())) for tensor, names in _named_tensors(module))
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Parameters and saved buffers, each with all its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
 
 
 @torch.no_grad()
@@ -343,46 +349,30 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     Errors: InputError, before any change, for tensors that are missing or of another shape.
     """
-    saved = module.state_dict()
-    names: dict[int, tuple[Tensor, list[str]]] = {}
-    for named in (module.named_parameters, module.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            if name in saved:
-                names.setdefault(id(tensor), (tensor, []))[1].append(name)
-    missing, found = [], []
-    for tensor, aliases in names.values():
-        value = next((tensors[name] for name in aliases if name in tensors), None)
-        if value is None or value.shape != tensor.shape:
-            missing.append(aliases[0])
-        else:
-            found.append((tensor, value))
-    if missing:
-        raise InputError(f"tensors are missing or of another shape: {', '.join(sorted(missing)[:3])}")
-    for tensor, value in found:
-        local(tensor).copy_(local_like(value, tensor))
+    named = _named_tensors(module)
+    fitting = [[tensors[n] for n in names if n in tensors and tensors[n].shape == x.shape] for x, names in named]
+    if missing := sorted(names[0] for (_, names), values in zip(named, fitting, strict=True) if not values):
+        raise InputError(f"tensors are missing or of another shape: {', '.join(missing[:3])}")
+    for (tensor, _), values in zip(named, fitting, strict=True):
+        local(tensor).copy_(local_like(values[0], tensor))
 
 
-def slots_of(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Tensor]:
-    """The state of an optimizer, as `{number}.{name}`, unsharded; see `tensors_of`."""
-    found = {}
-    for index, slot in optimizer.state_dict()["state"].items():
-        for name, value in slot.items():
-            gathered = full(torch.as_tensor(value))
-            if keep:
-                found[f"{index}.{name}"] = gathered.cpu().contiguous()
-    return found
+def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The state of an optimizer, as `{number}.{name}`; see `tensors_of`."""
+    slots = sorted(optimizer.state_dict()["state"].items())  # a resumed optimizer has them in another order
+    return ((f"{i}.{name}", full(torch.as_tensor(value))) for i, slot in slots for name, value in sorted(slot.items()))
 
 
+@torch.no_grad()
 def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Load the state of `slots_of`; the parameter groups stay unchanged."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()  # frees its memory
     slots: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         number, name = key.split(".", 1)
-        like: Any = parameters[int(number)]
-        if is_sharded(like) and value.shape == like.shape:
-            from torch.distributed.tensor import distribute_tensor
-
-            value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-        slots.setdefault(int(number), {})[name] = value
+        like = parameters[int(number)]
+        slot = torch.empty_like(like, dtype=value.dtype) if value.shape == like.shape else torch.empty_like(value)
+        local(slot).copy_(local_like(value, slot))  # `value` may be a mapped file
+        slots.setdefault(int(number), {})[name] = slot
     optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from rlhf_kl.commands.build import Setup
 from rlhf_kl.commands.card import model_card
@@ -93,14 +94,13 @@ def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, ke
 
     All processes call it together, since each may hold a part of the weights; the one with `keep` writes.
     """
-    policy: Any = model.policy.module
-    tensors = tensors_of(policy, keep=keep) if setup.sharded else None
-    value = {
-        f"{part}.{name}": tensor
-        for part, module in (("value", model.value), ("critic", model.critic))
-        if module is not None
-        for name, tensor in tensors_of(module, keep=keep).items()
-    }
+
+    def whole(module: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.cpu().contiguous() for name, tensor in tensors_of(module) if keep}
+
+    parts = model.modules
+    policy: Any = parts.pop("policy")
+    tensors, value = whole(policy) if setup.sharded else None, whole(parts)
 
     def write(place: Path) -> None:
         policy.generation_config.eos_token_id = setup.sampling.eos_ids

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import nn
 
 from rlhf_kl.commands.load import Loaded, Loader
@@ -14,7 +13,6 @@ from rlhf_kl.commands.world import world_file
 from rlhf_kl.config.load import load_run_config
 from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import load_tensors
 from rlhf_kl.errors import InputError, blame, suggestion
 from rlhf_kl.models.lora import checkpointed
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
@@ -74,7 +72,7 @@ def load_run_policy(
         checkpoint, holder = _checkpoint(folder, step), nn.Module()
         holder.policy = loaded.model  # as in a checkpoint, beside the value function
         with blame(str(checkpoint.path)):
-            load_tensors(checkpointed(holder), load_file(checkpoint.path / "model.safetensors"))
+            checkpoint.load_model(checkpointed(holder))
     return loaded.model, loaded.tokenizer
 
 
@@ -85,14 +83,12 @@ def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = 
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
-    if not present:
-        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
     if step is None:
-        whole, problems = newest_whole(folder.checkpoints)
-        if whole is None:
-            raise InputError(*(f"{folder.checkpoints}: every checkpoint is damaged: {problem}" for problem in problems))
-        return whole
+        newest, _ = newest_whole(folder.checkpoints)
+        if newest is None:
+            raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+        return newest
+    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
     if step not in present:
         hint = suggestion(str(step), [str(known) for known in present])
         raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")

@@ -162,8 +162,8 @@ class TrainLoop:
         if decision.action == "stop":
             return reason
         # Regular steps only: a checkpoint that a signal made in between would make a resumed run differ.
-        found, every = checkpoints(self.run.folder.checkpoints), self.config.checkpoint.every
-        good = [c for c in found if self.ranks.writes and c.step % every == 0 and c.damage() is None]
+        found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
+        good = [c for c in found if c.step % self.run.every == 0 and c.damage() is None]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
             rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
@@ -227,6 +227,7 @@ class TrainLoop:
                 "learning rate": f"{self.trainer.rate.peak:.3g}",
                 "updates": updates,
                 "episodes": updates * batch,
+                "checkpoint every": f"{self.run.every} updates",
             }
         )
         low, high = control.reach(config.controlled_updates, batch)

@@ -1,9 +1,10 @@
-"""Checkpoints: safetensors and JSON. A folder named step-000010 was complete when it got its name."""
+"""Checkpoints: shards of tensors and JSON. A folder named step-000010 was complete when it got its name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rlhf_kl.distributed import load_slots, load_tensors
+from rlhf_kl.distributed import NamedTensors, load_slots, load_tensors
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import as_filled, as_written
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
@@ -22,6 +23,7 @@ from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
 FORMAT = 7  # of the state; raised when older checkpoints cannot be resumed any more
 CONTENTS = "checksums.json"  # sizes of the files, and checksums of small ones
 HASHED = 1 << 20  # bytes; a larger file has no checksum
+SHARD = 1 << 30  # bytes of tensors in a file; a larger tensor has a file of its own
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,16 @@ class Checkpoint:
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights into a module of the same shape, with tied tensors."""
-        load_tensors(model, load_file(self.path / "model.safetensors"))
+        load_tensors(model, self._mapped("model"))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the optimizer's state; its parameter groups stay unchanged."""
-        load_slots(optimizer, load_file(self.path / "optimizer.safetensors"))
+        load_slots(optimizer, self._mapped("optimizer"))
+
+    def _mapped(self, stem: str) -> dict[str, Tensor]:
+        """Tensors that stay on the disk until they are read."""
+        paths = sorted(self.path.glob(f"{stem}*.safetensors"))  # earlier builds wrote one file
+        return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
     def damage(self) -> str | None:
         """What has changed in its files; None if their sizes, the checksums of small ones, and headers are right."""
@@ -70,22 +77,40 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
+    folder: Path, step: int, model: NamedTensors, optimizer: NamedTensors, state: Mapping[str, Any]
 ) -> Checkpoint:
     """Write checkpoint `step` into `folder`. Errors: OSError if the disk is full or fails.
 
-    `model` and `optimizer`: their tensors, as `tensors_of` and `slots_of` give them.
+    `model` and `optimizer`: of `tensors_of` and `slots_of`. Memory holds at most one shard of them, and one tensor.
     """
 
     def write(place: Path) -> None:
-        save_file(dict(model), place / "model.safetensors")
-        save_file(dict(optimizer), place / "optimizer.safetensors")
+        _write_shards(place / "model", model)
+        _write_shards(place / "optimizer", optimizer)
         (place / "state.json").write_text(json.dumps(as_written({"format": FORMAT, **state})), encoding="utf-8")
         (place / CONTENTS).write_text(json.dumps(_contents(place)), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"
     write_folder(target, write)
     return Checkpoint(target)
+
+
+def _write_shards(stem: Path, tensors: NamedTensors) -> None:
+    """Write stem-00001.safetensors and so on; tensors that lie in this process's memory are not copied."""
+    shard: dict[str, Tensor] = {}
+    size, number = 0, 1
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD:
+            save_file(shard, f"{stem}-{number:05d}.safetensors")
+            shard, size, number = {}, 0, number + 1
+        shard[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    save_file(shard, f"{stem}-{number:05d}.safetensors")
+
+
+def usual_interval(size: int) -> int:
+    """Updates between two checkpoints of `size` bytes: 5 for each 5 GB, so that an update writes at most 1 GB or so."""
+    return 5 * max(1, math.ceil(size / 5e9))
 
 
 def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = ()) -> None:

@@ -7,21 +7,21 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
-from rlhf_kl.distributed import Ranks, slots_of, tensors_of
+from rlhf_kl.distributed import NamedTensors, Ranks, slots_of, tensors_of
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
 from rlhf_kl.memory import memory_for
 from rlhf_kl.program import keep_threads
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune, save_checkpoint
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune, save_checkpoint, usual_interval
 from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, remove_folder, write_atomic
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
@@ -216,12 +216,21 @@ class Run:
         """The first step to do."""
         return 1 if self.checkpoint is None else self.checkpoint.step + 1
 
+    @cached_property
+    def every(self) -> int:
+        """Steps between two checkpoints: the config's, else that of the checkpoint to go on from, else by the size."""
+        if self.config.checkpoint.every != "auto":
+            return self.config.checkpoint.every
+        moments = [p for group in self.tracked["optimizer"].param_groups for p in group["params"]] * 2  # AdamW's
+        size = sum(p.numel() * p.element_size() for p in [*self.tracked["model"].parameters(), *moments])
+        return self._state.get("every") or usual_interval(size) * (1 if self.kind == "train" else 10)
+
     def steps(self, total: int) -> Iterator[int]:
         """The steps that are left; after each the checkpoint that is due. Errors: Interrupted after a signal."""
         due = False
         for step in range(self.next_step, total + 1):
             yield step
-            due = due or step % self.config.checkpoint.every == 0 or step == total
+            due = due or step % self.every == 0 or step == total
             if (due or self._signalled()) and self._sound:
                 self.save(step)
                 due = False
@@ -250,30 +259,36 @@ class Run:
         """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
         first, *others = self.ranks.all(self.ranks.run(self._own_states))
         states = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
-        model, keep = self.tracked["model"], self.ranks.writes
-        self.ranks.check_weights(model.parameters())
-        tensors, slots = tensors_of(model, keep=keep), slots_of(self.tracked["optimizer"], keep=keep)
+        self.ranks.check_weights(self.tracked["model"].parameters())
+        tensors, slots = tensors_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
         self.ranks.run(lambda: self._write(step, tensors, slots, states))  # all wait until it is complete
 
     def _own_states(self) -> dict[str, Any]:
         others = {name: one for name, one in self.tracked.items() if name not in ("model", "optimizer")}
         return {name: one.state_dict() for name, one in others.items()} | {"libraries": library_state()}
 
-    def _write(
-        self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], states: Sequence[Any]
-    ) -> None:
-        if not self.ranks.writes:
-            return
+    def _write(self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any]) -> None:
+        failure = None
+        try:
+            if self.ranks.writes:
+                self._write_checkpoint(step, model, optimizer, states)
+        except Exception as error:
+            failure = error
+        for _ in chain(model, optimizer):  # after a failure too: the other ranks go on gathering
+            pass
+        if failure is not None:
+            raise failure
+
+    def _write_checkpoint(self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any]) -> None:
         for file in self._files():
             file.sync()  # a checkpoint never counts rows that are not on the disk
         lengths = {file.path.name: file.size for file in self._files()}
         state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths, **self._inputs}
-        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state)
+        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state | {"every": self.every})
         self._prune()
 
     def _prune(self) -> None:
-        section = self.config.checkpoint
-        prune(self.folder.checkpoints, section.keep, every=section.every, spared=self.spared)
+        prune(self.folder.checkpoints, self.config.checkpoint.keep, every=self.every, spared=self.spared)
 
     # ---- the end
 

@@ -110,7 +110,7 @@ def test_the_final_model_is_one_of_plain_transformers(smoke: tuple[Path, Any], s
         logits = model(input_ids=inputs["input_ids"]).logits
         before = start(input_ids=inputs["input_ids"]).logits
     assert float((logits - before).abs().max()) > 1e-3  # it is the trained one
-    trained = load_file(folder / "checkpoints" / "step-000003" / "model.safetensors")
+    trained = load_file(folder / "checkpoints" / "step-000003" / "model-00001.safetensors")
     weights = {name.removeprefix("policy."): tensor for name, tensor in trained.items() if name.startswith("policy.")}
     start.load_state_dict(weights, strict=False)
     start.transformer.wte.weight = start.lm_head.weight

@@ -67,7 +67,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path, step: int) -> dict[str, Any]:
-    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model-00001.safetensors")
 
 
 def alerts(row: dict[str, Any], name: str) -> list[str]:
@@ -198,7 +198,7 @@ def test_a_rollback_to_the_start_forgets_what_was_learned_since(train: Train, tm
     first = next(row["step"] for row in rows(tmp_path / "run") if alerts(row, "rolled-back"))
     assert first == 2  # of updates 1 and 2 nothing is left
     start, turned = (tmp_path / "run" / "checkpoints" / f"step-{step:06d}" for step in (0, 2))
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in ("model-00001.safetensors", "optimizer-00001.safetensors"):
         before, after = load_file(start / file), load_file(turned / file)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)

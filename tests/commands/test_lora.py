@@ -45,7 +45,7 @@ def test_final_and_checkpoints_hold_the_adapter_alone(run: Path, tiny_folder: Pa
     assert json.loads((run / "final" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
         tiny_folder
     )
-    stored = load_file(run / "checkpoints" / "step-000006" / "model.safetensors")
+    stored = load_file(run / "checkpoints" / "step-000006" / "model-00001.safetensors")
     assert all("lora" in name or "critic" in name for name in stored)
 
 

@@ -66,7 +66,7 @@ def test_it_learns_and_stores_the_adapter_and_the_head_alone(run: Path) -> None:
     names = list(load_file(run / "final" / "adapter_model.safetensors"))
     assert all("lora" in name or "score" in name for name in names)
     assert any("score" in name for name in names)
-    kept = load_file(next((run / "checkpoints").iterdir()) / "model.safetensors")
+    kept = load_file(next((run / "checkpoints").iterdir()) / "model-00001.safetensors")
     assert all("lora" in name or "score" in name for name in kept)
 
 

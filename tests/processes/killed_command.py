@@ -1,7 +1,8 @@
-"""Runs one command line in every process of a group; some kill or stop themselves at a moment of update 3 or 4."""
+"""Runs one command line in every process of a group; some kill or stop themselves, or find their disk full."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 from rlhf_kl import cli
 from rlhf_kl.rollout.collect import Sampler
+from rlhf_kl.run import checkpoint
 from rlhf_kl.run.run import Run
 from rlhf_kl.trainers.ppo import PPOTrainer
 
@@ -17,17 +19,20 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which cal
     "rollout": (Sampler, "__call__", 3),
     "update": (PPOTrainer, "backward", 6),  # two minibatches in each update
     "checkpoint": (Run, "_write", 2),
+    "shard": (checkpoint, "save_file", 5),  # of the third checkpoint; the optimizer is still to come
 }
 
 
 def dying(work: Callable[..., Any], fatal: int) -> Callable[..., Any]:
-    calls = 0
+    calls, end = 0, os.environ.get("ENDED_BY", "SIGKILL")
 
     def call(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
+        if calls == fatal and end == "ENOSPC":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if calls == fatal:
-            os.kill(os.getpid(), signal.Signals[os.environ.get("ENDED_BY", "SIGKILL")])
+            os.kill(os.getpid(), signal.Signals[end])
         return work(*arguments)
 
     return call

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_kl.distributed import can_shard
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 
 Launch = Callable[..., subprocess.Popen[str]]
+SHARDED = {"shard": True}
 REWARD = """
 import math, os, time
 from pathlib import Path
@@ -142,3 +144,18 @@ def test_a_signal_to_one_process_stops_both_after_the_update(
     steps = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == steps[-1]
     assert json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").read_text())
+
+
+@pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
+def test_a_disk_that_is_full_while_shards_are_gathered_ends_both(
+    launch: Launch, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENDED_BY", "ENOSPC")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings | {"policy": tiny_settings["policy"] | SHARDED}))
+    words = ["train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    process = launch([Path(__file__).with_name("killed_command.py"), "0", "shard", *words])
+    output, _ = process.communicate(timeout=120)  # else the other one waits for tensors that never come
+    assert process.returncode != 0
+    assert output.count("No space left on device") == 1, output
+    left = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [(checkpoint.step, checkpoint.damage()) for checkpoint in left] == [(2, None), (4, None)]

@@ -3,18 +3,22 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rlhf_kl import distributed
 from rlhf_kl.distributed import slots_of, tensors_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue
 from rlhf_kl.plugins import filled
+from rlhf_kl.run import checkpoint
 from rlhf_kl.run.checkpoint import FORMAT, Checkpoint, checkpoints, newest_whole, prune, save_checkpoint
 from rlhf_kl.trainers.optim import adamw
 
@@ -22,7 +26,7 @@ Make = Callable[..., Any]
 
 
 def save(folder: Path, step: int, model: Any) -> Checkpoint:
-    return save_checkpoint(folder, step, tensors_of(model), {}, {"beta": 0.1})
+    return save_checkpoint(folder, step, tensors_of(model), [], {"beta": 0.1})
 
 
 def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
@@ -46,7 +50,7 @@ def test_a_variables_value_is_in_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MY_CODE", "20261123")
     assert filled("key ${MY_CODE}") == "key 20261123"
     state = {"key": ["Bearer 20261123", 0.20261123], "other": "${HOME}"}
-    saved = save_checkpoint(tmp_path, 1, {}, {}, state)
+    saved = save_checkpoint(tmp_path, 1, [], [], state)
     text = (saved.path / "state.json").read_text()
     assert '["Bearer ${MY_CODE}", 0.20261123]' in text
     assert saved.state() == state | {"format": FORMAT}
@@ -90,6 +94,94 @@ def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+# ---- shards
+
+
+def trained(seed: int, new_model: Make) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with a tied head, and its optimizer after a step."""
+    model = ActorCritic(LM(new_model(seed=seed)), HeadValue(16)).modules
+    optimizer = adamw(model, 0.01, 0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_shards_are_small_and_come_back_bit_for_bit(
+    new_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD", 4000)
+    (model, optimizer), (other, again) = trained(1, new_model), trained(2, new_model)
+    saved = save_checkpoint(tmp_path, 5, tensors_of(model), slots_of(optimizer), {})
+    for stem, tensors in (("model", tensors_of(model)), ("optimizer", slots_of(optimizer))):
+        paths = sorted(saved.path.glob(f"{stem}-*.safetensors"))
+        assert [path.name for path in paths] == [f"{stem}-{n + 1:05d}.safetensors" for n in range(len(paths))]
+        assert len(paths) > 3
+        parts = [load_file(path) for path in paths]
+        assert sum(map(len, parts)) == len(dict(tensors))
+        assert all(len(part) == 1 or sum(tensor.nbytes for tensor in part.values()) <= 4000 for part in parts)
+    saved.load_model(other)
+    saved.load_optimizer(again)
+    assert other["policy"].lm_head.weight is other["policy"].transformer.wte.weight
+    for before, after in ((tensors_of(model), tensors_of(other)), (slots_of(optimizer), slots_of(again))):
+        for (name, tensor), (as_name, same) in zip(before, after, strict=True):
+            assert name == as_name
+            assert torch.equal(tensor, same), name
+    assert saved.damage() is None
+    (saved.path / "model-00002.safetensors").unlink()
+    assert saved.damage() == "model-00002.safetensors has changed since it was written"
+
+
+def test_of_gathered_tensors_memory_holds_one_shard(
+    new_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sharded tensor is stood in for by a copy; the next tensor is there while a shard is written."""
+    alive, most = 0, 0
+
+    def release(size: int) -> None:
+        nonlocal alive
+        alive -= size
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal alive, most
+        copy = tensor.clone()
+        weakref.finalize(copy.untyped_storage(), release, copy.nbytes)
+        alive += copy.nbytes
+        most = max(most, alive)
+        return copy
+
+    model, optimizer = trained(1, new_model)
+    sizes = [tensor.nbytes for _, tensor in [*tensors_of(model), *slots_of(optimizer)]]
+    monkeypatch.setattr(checkpoint, "SHARD", 4000)
+    monkeypatch.setattr(distributed, "full", copied)
+    save_checkpoint(tmp_path, 5, tensors_of(model), slots_of(optimizer), {})
+    assert alive == 0
+    assert most <= max(4000, *sizes) + max(sizes) < 0.2 * sum(sizes)
+
+
+def test_what_lies_in_memory_already_is_not_copied(
+    new_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[str, int] = {}
+    monkeypatch.setattr(checkpoint, "save_file", lambda shard, _: written.update(places(shard)))
+
+    def places(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    model, optimizer = trained(1, new_model)
+    save_checkpoint(tmp_path, 5, tensors_of(model), slots_of(optimizer), {})
+    assert written == places({**dict(tensors_of(model)), **dict(slots_of(optimizer))})
+
+
+def test_a_checkpoint_in_one_file_is_read(tmp_path: Path) -> None:
+    """As earlier builds wrote it."""
+    saved = save(tmp_path, 5, torch.nn.Linear(2, 2))
+    (saved.path / "model-00001.safetensors").rename(saved.path / "model.safetensors")
+    other = torch.nn.Linear(2, 2)
+    saved.load_model(other)
+    assert torch.equal(other.weight, load_file(saved.path / "model.safetensors")["weight"])
+
+
 # ---- damage
 
 
@@ -107,7 +199,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"])
+@pytest.mark.parametrize(
+    "name", ["model-00001.safetensors", "optimizer-00001.safetensors", "state.json", "checksums.json"]
+)
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path, name: str, how: str) -> None:
     for step in (5, 10):
@@ -126,7 +220,7 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: 
 @pytest.mark.parametrize(("how", "noticed"), [("torn", True), ("flipped at its start", True), ("flipped", False)])
 def test_of_a_large_file_size_and_header_are_checked(tmp_path: Path, how: str, noticed: bool) -> None:
     saved = save(tmp_path, 5, torch.nn.Linear(1000, 1000))
-    DAMAGES[how](saved.path / "model.safetensors")
+    DAMAGES[how](saved.path / "model-00001.safetensors")
     assert (saved.damage() is not None) == noticed
 
 
@@ -154,12 +248,12 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_checkpoint_before(tmp_path: P
     code = (
         "import pathlib, resource, sys, torch\n"
         "from rlhf_kl.run.checkpoint import save_checkpoint\n"
-        "folder, model = pathlib.Path(sys.argv[1]), torch.nn.Linear(100, 100).state_dict()\n"
-        "save_checkpoint(folder, 5, model, {}, {})\n"
+        "folder, model = pathlib.Path(sys.argv[1]), torch.nn.Linear(100, 100).state_dict().items()\n"
+        "save_checkpoint(folder, 5, model, [], {})\n"
         "for limit in (0, 50, 4096, 40000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
         "    try:\n"
-        "        save_checkpoint(folder, 10, model, {}, {})\n"
+        "        save_checkpoint(folder, 10, model, [], {})\n"
         "    except OSError as error:\n"
         "        print(limit, error.errno)\n"
     )

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhf_kl.config.load import load_config
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
-from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run import run as run_module
+from rlhf_kl.run.checkpoint import checkpoints, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
 from rlhf_kl.run.run import Run, open_run
 from rlhf_kl.trainers.optim import adamw
@@ -113,6 +115,43 @@ def crashed(work: Work, tmp_path: Path) -> Path:
     return tmp_path / "crashed"
 
 
+# ---- checkpoint.every: auto
+
+
+def stored(folder: Path) -> list[int]:
+    return [checkpoint.state()["every"] for checkpoint in checkpoints(folder / "checkpoints")]
+
+
+def test_auto_is_chosen_once_and_kept(
+    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much is saved as makes a larger number, when the run goes on; then as a number of the user's."""
+    work("auto", "checkpoint={every: auto, keep: 10}")
+    assert left(tmp_path / "auto")[2] == [5, 6]  # the last step is always saved
+    with pytest.raises(Killed):
+        work("crashed", "checkpoint={every: auto, keep: 10}", at=die)
+    assert stored(tmp_path / "crashed") == [5]
+    monkeypatch.setattr(run_module, "usual_interval", lambda size: 7)
+    work("crashed", "checkpoint={every: auto, keep: 10}", resume=True)
+    assert stored(tmp_path / "crashed") == [5, 5]
+    assert left(tmp_path / "crashed") == left(tmp_path / "auto")
+    assert left(tmp_path / "auto")[0] == whole[0]
+    work("written", "checkpoint={every: 2, keep: 10}")
+    assert stored(tmp_path / "written") == [2, 2, 2]
+
+
+def test_auto_goes_by_the_bytes_of_a_checkpoint(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [usual_interval(size) for size in (0, 5 * 10**9, 5 * 10**9 + 1, 12 * 10**9)] == [5, 5, 10, 15]
+    sizes: list[int] = []
+    monkeypatch.setattr(run_module, "usual_interval", lambda size: sizes.append(size) or 4)
+    work("auto", "checkpoint={every: auto, keep: 10}")
+    tensors: list[Any] = []
+    for path in (tmp_path / "auto" / "checkpoints" / "step-000006").glob("*.safetensors"):
+        tensors += [tensor for name, tensor in load_file(path).items() if not name.endswith(".step")]
+    assert sizes == [sum(tensor.nbytes for tensor in tensors)]
+    assert left(tmp_path / "auto")[2] == [4, 6]
+
+
 # ---- going on
 
 
@@ -203,17 +242,17 @@ def test_other_content_is_refused_and_another_environment_reported(
 def test_a_damaged_checkpoint_costs_its_updates_and_nothing_else(
     work: Work, crashed: Path, whole: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (crashed / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(b"")
+    (crashed / "checkpoints" / "step-000004" / "model-00001.safetensors").write_bytes(b"")
     work("crashed", resume=True)
     messages = capsys.readouterr().err
-    assert "damaged checkpoint step-000004: model.safetensors has changed" in messages
+    assert "damaged checkpoint step-000004: model-00001.safetensors has changed" in messages
     assert "going on from step-000002" in messages
     assert left(crashed) == whole
 
 
 def test_without_a_whole_checkpoint_nothing_is_overwritten(work: Work, crashed: Path) -> None:
     for checkpoint in checkpoints(crashed / "checkpoints"):
-        (checkpoint.path / "optimizer.safetensors").write_bytes(b"")
+        (checkpoint.path / "optimizer-00001.safetensors").write_bytes(b"")
     before = {path: path.read_bytes() for path in crashed.rglob("*") if path.is_file() and ".lock" not in path.name}
     with pytest.raises(InputError, match="every checkpoint is damaged") as caught:
         work("crashed", resume=True)

@@ -169,8 +169,11 @@ class RunSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Count = 5
-    """Updates between two checkpoints."""
+    every: Count | Literal["auto"] = "auto"
+    """Updates, or steps of sft and reward-model, between two checkpoints.
+
+    auto = 5 updates or 50 steps for each 5 GB of weights and optimizer state, rounded up; a resumed run keeps it.
+    """
     keep: Count = 2
     """Checkpoints that stay on disk."""
     grace: NonNegative = 30.0
