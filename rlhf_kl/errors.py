@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class RlhfKlError(Exception):
@@ -77,15 +78,24 @@ class Interrupted(BaseException):
 
 # ---- the nearest name ----
 
-# What other programs call a key, and its name here.
-FAMILIAR = {
-    "updates": "ppo.total_episodes",
-    "steps": "ppo.total_episodes",
-    "max_steps": "ppo.total_episodes",
-    "lr": "ppo.learning_rate",
-    "beta": "kl.controller.coef",
-    "num_generations": "rollout.samples_per_prompt",
+# Keys, and what other programs and tutorials call them.
+_FAMILIAR = {
+    "ppo.total_episodes": "updates num_updates steps max_steps iterations episodes",
+    "ppo.learning_rate": "lr",
+    "ppo.epochs": "num_train_epochs num_ppo_epochs",
+    "ppo.cliprange": "clip_range clip_eps epsilon",
+    "kl.controller.coef": "beta kl_coef init_kl_coef kl_beta",
+    "kl.target": "kl_target target_kl",
+    "rollout.samples_per_prompt": "num_generations",
+    "rollout.max_new_tokens": "max_tokens max_length response_length max_completion_length",
+    "policy.model": "model_name model_name_or_path",
+    "policy.lora.r": "rank",
+    "reference.model": "ref_model",
+    "data.prompts": "dataset dataset_name",
+    "run.dtype": "bf16 fp16 precision",
+    "tracking.trackers": "wandb report_to",
 }
+FAMILIAR = {name: key for key, names in _FAMILIAR.items() for name in names.split()}
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
@@ -105,3 +115,20 @@ def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
     if close is not None:
         return f"; did you mean {prefix}{close}?"
     return f"; valid: {', '.join(names)}" if names else ""
+
+
+def nearest_file(name: str | Path, *folders: Path) -> str:
+    """ "; did you mean prompts.jsonl?": what lies in one of the folders under a name close to this one; else empty."""
+    for folder in folders:
+        place = folder / Path(name).expanduser().parent
+        close = nearest(Path(name).name, (file.name for file in place.iterdir())) if place.is_dir() else None
+        if close is not None:
+            return f"; did you mean {Path(name).with_name(close)}?"
+    return ""
+
+
+def no_such_file(name: str | Path, *folders: Path) -> InputError:
+    """The error of a file that is in none of the folders (default: the working directory)."""
+    places = list(dict.fromkeys(folders)) or [Path.cwd()]
+    looked = "" if Path(name).is_absolute() else f" (looked in {' and '.join(map(str, places))})"
+    return InputError(f"no such file: {name}{looked}{nearest_file(name, *places)}")

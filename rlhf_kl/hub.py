@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, nearest_file
 
 PROBE_SECONDS = 10.0
 # Enough to load a model and its tokenizer: pickles only on request, other formats of the weights never.
@@ -37,9 +37,9 @@ def model_folder(ref: str, *, pickled: bool = False) -> str:
     """
     if Path(ref).is_dir():
         return ref
-    hub = hub_name(ref)
-    if hub is None or hub.subset is not None:
-        raise InputError(f"{ref} is neither a folder nor a hub id (owner/name, owner/name@revision)")
+    hub, near = hub_name(ref), nearest_file(ref, Path.cwd())
+    if hub is None or hub.subset is not None or ref.startswith("."):
+        raise InputError(f"{ref} is neither a folder nor a hub id (owner/name, owner/name@revision){near}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -54,7 +54,7 @@ def model_folder(ref: str, *, pickled: bool = False) -> str:
         )
     except LocalEntryNotFoundError as error:
         raise InputError(
-            f"{ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
+            f"{ref}: no such folder here, the hub cannot be reached and its cache does not hold it{near}"
         ) from error
     except Exception as error:  # the hub's clients raise many types
         raise InputError(f"{ref}: cannot be downloaded: {first_line(error)}") from error

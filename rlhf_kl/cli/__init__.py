@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, config, evaluate, generate, guide, simulate, training
-from rlhf_kl.errors import Interrupted, RlhfKlError
+from rlhf_kl.cli import compare, config, evaluate, generate, guide, init, simulate, training
+from rlhf_kl.cli.options import Command, Group
+from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import shell_command, wait_without_spinning
 from rlhf_kl.text import safe_text
@@ -24,23 +26,30 @@ TRAINING = {  # commands that take a config, and one that comes along
     "compare": "compare_adaptive_vs_static.yaml",
     "doctor": "ppo_adaptive.yaml",
 }
+TAKES = {"eval": "--run", "generate": "--prompt"}  # what a word without an option was probably meant for
 app = typer.Typer(
     name="rlhf-kl",
     help="Fine-tune a language model with PPO, and hold its KL to the reference at a target.\n\n"
     f"Start with `{shell_command()} train --config smoke.yaml` (seconds) or `ppo_adaptive.yaml` (minutes, CPU).",
     pretty_exceptions_enable=False,
     add_completion=False,
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(training.train)
-app.command("eval")(evaluate.evaluate)
-app.command("sft", help="Train a language model on texts: fine-tuning, or from scratch.")(training.supervised)
-app.command("reward-model", help="Train a reward model from preference pairs (Bradley-Terry).")(training.supervised)
-app.command()(compare.compare)
-app.command()(compare.report)
-app.command()(generate.generate)
-app.command()(training.doctor)
-app.command()(simulate.simulate)
-app.command()(guide.guide)
+for name, function, words in (
+    ("init", init.init, None),
+    ("train", training.train, None),
+    ("eval", evaluate.evaluate, None),
+    ("sft", training.supervised, "Train a language model on texts: fine-tuning, or from scratch."),
+    ("reward-model", training.supervised, "Train a reward model from preference pairs (Bradley-Terry)."),
+    ("compare", compare.compare, None),
+    ("report", compare.report, None),
+    ("generate", generate.generate, None),
+    ("doctor", training.doctor, None),
+    ("simulate", simulate.simulate, None),
+    ("guide", guide.guide, None),
+):
+    app.command(name, help=words, cls=Command)(function)
 app.add_typer(config.app, name="config")
 
 
@@ -67,8 +76,11 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; problems go to stderr, one line each."""
+    arguments = list(arguments) or ["--help"]
+    if arguments[0] in TRAINING and arguments[1:] and not arguments[1].startswith("-") and arguments[0] != "compare":
+        arguments[1:1] = [] if {"--config", "-c"} & {*arguments} else ["--config"]  # `train smoke`
     try:
-        result: Any = app(list(arguments) or ["--help"], prog_name=shell_command(), standalone_mode=False)
+        result: Any = app(arguments, prog_name=shell_command(), standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return result if isinstance(result, int) else 0
     except RlhfKlError as error:
@@ -119,14 +131,39 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> str:
     message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
     path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
     command, kind = arguments[0], type(error).__name__
-    if command in TRAINING and kind == "NoSuchOption":
-        from rlhf_kl.config.errors import all_keys, nearest_keys
-        from rlhf_kl.config.schema import MODELS
+    help_ = f"see {path} --help"
+    if kind == "NoSuchOption":
+        message = f"No such option: {safe_text(error.option_name)}"
+        near = f"did you mean {error.possibilities[0]}?" if error.possibilities else ""
+        hint = _key_option(error.option_name, command, near) if command in TRAINING else near
+        return f"{message}; {hint} ({help_})" if hint else f"{message}; {help_}"
+    if kind == "MissingParameter" and command in TRAINING:
+        return f"{message}; such as {path} --config {TRAINING[command]} ({help_})"
+    if kind == "BadParameter" and (given := [option for option in error.param.opts if option in arguments]):
+        return f"{message}: {safe_text(arguments[arguments.index(given[0]) + 1])!r}; {help_}"
+    extra = re.search(r"extra argument\S* \((\S+?)[ )]", message)
+    word = extra[1] if extra else ""
+    if word and command in TAKES:
+        return f"{message}; did you mean {TAKES[command]} {word}? ({help_})"
+    if word and command in TRAINING:
+        hint = f"did you mean --set {word}?" if "=" in word else "a flag such as --resume takes no value"
+        return f"{message}; {hint} ({help_})"
+    if command in ("show", "validate", "schema"):
+        return f"{message}; did you mean {path} config {command}?"
+    return f"{message}; {help_}"
 
-        key = error.option_name.lstrip("-").replace("-", "_")
-        model = next((model for kind, model in MODELS.items() if kind == command), MODELS["train"])
-        nearest = (nearest_keys(key, all_keys(model)) or ["KEY"])[0]
-        return f"{message}; config keys are changed with --set: --set {nearest}=VALUE (see {path} --help)"
-    if command in TRAINING and kind == "MissingParameter":
-        return f"{message}; such as {path} --config {TRAINING[command]} (see {path} --help)"
-    return f"{message}; see {path} --help"
+
+def _key_option(option: str, command: str, near: str) -> str:
+    """What to write in place of an option that a training command does not have: another one, or a config key."""
+    from rlhf_kl.config.errors import all_keys, nearest_keys
+    from rlhf_kl.config.schema import MODELS
+
+    key = option.lstrip("-").replace("-", "_")
+    known = all_keys(next((model for kind, model in MODELS.items() if kind == command), MODELS["train"]))
+    if FAMILIAR.get(key) == "ppo.total_episodes" and command == "train":
+        return "did you mean --updates N?"
+    named = key in (*FAMILIAR, *known, *(dotted.rpartition(".")[2] for dotted in known))
+    if near and not named:
+        return near
+    nearest = (nearest_keys(key, known) or ["KEY"])[0]
+    return f"config keys are changed with --set: --set {nearest}=VALUE"

@@ -5,13 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+from rlhf_kl.errors import InputError
+
+
+class _PlainFlags:
+    """A command whose help shows no `<bool>` beside a flag, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
+        return params
+
+
+class Command(_PlainFlags, TyperCommand):
+    """One command."""
+
+
+class Group(_PlainFlags, TyperGroup):
+    """A command that has others."""
+
 
 Config: TypeAlias = Annotated[
     str,
-    typer.Option("--config", metavar="FILE", help="YAML file: a path, a name in configs/, or a shipped config."),
+    typer.Option("--config", "-c", metavar="FILE", help="YAML file: a path, a name in configs/, or a shipped config."),
 ]
 Set: TypeAlias = Annotated[
     list[str] | None,
@@ -35,6 +57,7 @@ Merge: TypeAlias = Annotated[
     bool, typer.Option("--merge", help="With policy.lora: write merged/ too, the whole model beside the adapter.")
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
 # A run folder may come from anybody: the command line decides what it may run, not the folder's config.
 Plugins: TypeAlias = Annotated[
@@ -48,8 +71,12 @@ Pickle: TypeAlias = Annotated[
 ]
 
 
-def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
+def overrides(
+    sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None, updates: int | None = None
+) -> list[str]:
     """All changes of the command line in the form of `--set`; --output-dir and --seed win."""
+    if updates is not None and any(change.startswith("ppo.total_episodes") for change in sets or []):
+        raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
     changes = list(sets or [])
     if output_dir is not None:
         changes.append(f"run.output_dir={json.dumps(str(output_dir))}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
+from rlhf_kl.cli.options import Config, Json, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
+from rlhf_kl.program import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
 if TYPE_CHECKING:
@@ -26,11 +29,12 @@ def train(
     resume: Resume = False,
     overwrite: Overwrite = False,
     merge: Merge = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    changes = overrides(set_, output_dir, seed)
-    _run("train", config, changes, updates, resume=resume, overwrite=overwrite, merge=merge, quiet=quiet)
+    changes = overrides(set_, output_dir, seed, updates)
+    _run("train", config, changes, updates, resume, overwrite, merge, as_json, quiet)
 
 
 def supervised(
@@ -42,11 +46,11 @@ def supervised(
     resume: Resume = False,
     overwrite: Overwrite = False,
     merge: Merge = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     kind: Any = context.info_name
-    changes = overrides(set_, output_dir, seed)
-    _run(kind, config, changes, None, resume=resume, overwrite=overwrite, merge=merge, quiet=quiet)
+    _run(kind, config, overrides(set_, output_dir, seed), None, resume, overwrite, merge, as_json, quiet)
 
 
 def _run(
@@ -54,10 +58,10 @@ def _run(
     config: str,
     changes: list[str],
     updates: int | None,
-    *,
     resume: bool,
     overwrite: bool,
     merge: bool,
+    as_json: bool,
     quiet: bool,
 ) -> None:
     from rlhf_kl.config.load import load_config
@@ -77,6 +81,7 @@ def _run(
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
+        from rlhf_kl.run.log import encode_json
 
     if merge:
         require_adapter(settings)
@@ -87,7 +92,10 @@ def _run(
     if merge:
         merge_final(settings)
     closing = train_closing if kind == "train" else supervised_closing
-    ui.print_summary(*closing(summary, settings.run.output_dir))
+    if as_json:
+        print(encode_json(summary, indent=2).decode())
+    else:
+        ui.print_summary(*closing(summary, settings.run.output_dir))
 
 
 def doctor(
@@ -100,7 +108,7 @@ def doctor(
     processes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of processes of the training, for the memory estimate.")
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
     """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
@@ -125,4 +133,13 @@ def doctor(
             head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
             words = text + (f"; advice: {change}" if change else "")
             console.print(head + hanging(words, stdout_width(), len(head)))
+        print(_closing(Counter(finding.level for finding in findings), config))
     return 2 if any(finding.level == "fatal" for finding in findings) else 0
+
+
+def _closing(counts: Counter[str], config: str) -> str:
+    """ "ready: 11 fine, 1 doubtful; next: rlhf-kl train --config mine.yaml"."""
+    told = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
+    if counts["fatal"]:
+        return f"not ready: {told}; change what is fatal, and call doctor again"
+    return f"ready: {told}; next: {shell_command()} train --config {shlex.quote(config)}"

@@ -92,7 +92,7 @@ def _load(
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
     known, config, wrong = check_mapping(MODELS[kind], raw)
-    problems += wrong + missing_sources(kind, known)
+    problems += wrong + missing_sources(kind, known, [path.parent, Path.cwd()])
     if kind == "train" and plugins:
         problems += plugin_problems(known)
     if problems or config is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_kl.builtin.world import BUILTIN, WORLDS, is_builtin
 from rlhf_kl.config.schema import MODELS, Kind, Location, Section, subsections
-from rlhf_kl.errors import InputError, nearest, suggestion
+from rlhf_kl.errors import InputError, nearest, no_such_file, suggestion
 from rlhf_kl.plugins import is_reference, reference_file
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -54,8 +54,8 @@ def with_absolute_paths(raw: dict[str, Any], folders: Sequence[Path]) -> dict[st
     return raw
 
 
-def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
-    """Problems of values that name neither a file nor a built-in world."""
+def missing_sources(kind: Kind, raw: dict[str, Any], folders: Sequence[Path]) -> list[str]:
+    """Problems of values that name neither a file in the folders nor a built-in world."""
     problems = []
     for key, mapping, name, location in _located_values(MODELS[kind], raw):
         value = mapping[name]
@@ -66,7 +66,7 @@ def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
                 hint = suggestion(value.removeprefix(BUILTIN), WORLDS, prefix=BUILTIN)
                 problems.append(f"{key}: no built-in {value!r}{hint}")
         elif looks_like_path(value) and not os.path.exists(os.path.expanduser(value)):
-            problems.append(f"{key}: no such file: {value}")
+            problems.append(f"{key}: {no_such_file(value, *folders)}")
     return problems
 
 

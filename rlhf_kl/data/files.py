@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
-from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.errors import InputError, nearest_file, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def read_rows(path: Path) -> list[Row]:
     Errors: InputError with file and line.
     """
     if not path.is_file():
-        raise InputError(f"no such file: {path}")
+        raise no_such_file(path)
     suffix = path.suffix.lower()
     if suffix not in DATA_SUFFIXES:
         raise InputError(f"{path}: unknown file type, use one of {' '.join(DATA_SUFFIXES)}")
@@ -141,7 +141,8 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     try:
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
     except Exception as error:  # the library raises a dozen kinds
-        raise InputError(f"{ref}: {_reason(error, split, reachable)}") from error
+        near = "" if reachable else nearest_file(ref, Path.cwd())
+        raise InputError(f"{ref}: {_reason(error, split, reachable)}{near}") from error
     return [dict(row) for row in data]
 
 

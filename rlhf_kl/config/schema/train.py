@@ -13,7 +13,6 @@ from rlhf_kl.config.schema.base import (
     LARGEST,
     CheckpointSection,
     Count,
-    Episodes,
     Name,
     NonNegative,
     OptimiserSection,
@@ -110,7 +109,7 @@ class RolloutSection(Section):
 
 
 class PPOSection(OptimiserSection):
-    total_episodes: Episodes = 3840
+    total_episodes: Count = 3840
     """Responses in the whole run, rounded up to whole batches."""
     epochs: Count = 1
     """Passes over each batch."""
