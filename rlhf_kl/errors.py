@@ -80,19 +80,11 @@ class Interrupted(BaseException):
 
 # Keys, and what other programs and tutorials call them.
 _FAMILIAR = {
-    "ppo.total_episodes": "updates num_updates steps max_steps iterations episodes",
+    "ppo.total_episodes": "updates steps max_steps iterations episodes",
     "ppo.learning_rate": "lr",
-    "ppo.epochs": "num_train_epochs num_ppo_epochs",
-    "ppo.cliprange": "clip_range clip_eps epsilon",
-    "kl.controller.coef": "beta kl_coef init_kl_coef kl_beta",
-    "kl.target": "kl_target target_kl",
+    "kl.controller.coef": "beta kl_coef init_kl_coef",
     "rollout.samples_per_prompt": "num_generations",
-    "rollout.max_new_tokens": "max_tokens max_length response_length max_completion_length",
-    "policy.model": "model_name model_name_or_path",
-    "policy.lora.r": "rank",
-    "reference.model": "ref_model",
-    "data.prompts": "dataset dataset_name",
-    "run.dtype": "bf16 fp16 precision",
+    "rollout.max_new_tokens": "max_length response_length max_completion_length",
     "tracking.trackers": "wandb report_to",
 }
 FAMILIAR = {name: key for key, names in _FAMILIAR.items() for name in names.split()}
@@ -117,18 +109,11 @@ def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
     return f"; valid: {', '.join(names)}" if names else ""
 
 
-def nearest_file(name: str | Path, *folders: Path) -> str:
-    """ "; did you mean prompts.jsonl?": what lies in one of the folders under a name close to this one; else empty."""
-    for folder in folders:
-        place = folder / Path(name).expanduser().parent
-        close = nearest(Path(name).name, (file.name for file in place.iterdir())) if place.is_dir() else None
-        if close is not None:
-            return f"; did you mean {Path(name).with_name(close)}?"
-    return ""
-
-
 def no_such_file(name: str | Path, *folders: Path) -> InputError:
-    """The error of a file that is in none of the folders (default: the working directory)."""
-    places = list(dict.fromkeys(folders)) or [Path.cwd()]
-    looked = "" if Path(name).is_absolute() else f" (looked in {' and '.join(map(str, places))})"
-    return InputError(f"no such file: {name}{looked}{nearest_file(name, *places)}")
+    """The error of a file that is in none of the folders (default: the working directory), with the nearest one."""
+    given, places = Path(name).expanduser(), list(dict.fromkeys(folders or [Path.cwd()]))
+    names = [file.name for place in places for file in (place / given.parent).glob("*")]
+    hint = "" if given.is_absolute() else f" (looked in {' and '.join(map(str, places))})"
+    if close := nearest(given.name, names):
+        hint += f"; did you mean {given.with_name(close)}?"
+    return InputError(f"no such file: {name}{hint}")

@@ -36,20 +36,17 @@ app = typer.Typer(
     cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for name, function, words in (
-    ("init", init.init, None),
-    ("train", training.train, None),
-    ("eval", evaluate.evaluate, None),
-    ("sft", training.supervised, "Train a language model on texts: fine-tuning, or from scratch."),
-    ("reward-model", training.supervised, "Train a reward model from preference pairs (Bradley-Terry)."),
-    ("compare", compare.compare, None),
-    ("report", compare.report, None),
-    ("generate", generate.generate, None),
-    ("doctor", training.doctor, None),
-    ("simulate", simulate.simulate, None),
-    ("guide", guide.guide, None),
-):
-    app.command(name, help=words, cls=Command)(function)
+SUPERVISED = {
+    "sft": "Train a language model on texts: fine-tuning, or from scratch.",
+    "reward-model": "Train a reward model from preference pairs (Bradley-Terry).",
+}
+app.command(cls=Command)(init.init)
+app.command(cls=Command)(training.train)
+app.command("eval", cls=Command)(evaluate.evaluate)
+for name, words in SUPERVISED.items():
+    app.command(name, help=words, cls=Command)(training.supervised)
+for function in (compare.compare, compare.report, generate.generate, training.doctor, simulate.simulate, guide.guide):
+    app.command(cls=Command)(function)
 app.add_typer(config.app, name="config")
 
 
@@ -131,26 +128,23 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> str:
     message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
     path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
     command, kind = arguments[0], type(error).__name__
-    help_ = f"see {path} --help"
+    extra = re.search(r"extra argument\S* \((\S+?)[ )]", message)
+    hint = ""
     if kind == "NoSuchOption":
         message = f"No such option: {safe_text(error.option_name)}"
         near = f"did you mean {error.possibilities[0]}?" if error.possibilities else ""
         hint = _key_option(error.option_name, command, near) if command in TRAINING else near
-        return f"{message}; {hint} ({help_})" if hint else f"{message}; {help_}"
-    if kind == "MissingParameter" and command in TRAINING:
-        return f"{message}; such as {path} --config {TRAINING[command]} ({help_})"
-    if kind == "BadParameter" and (given := [option for option in error.param.opts if option in arguments]):
-        return f"{message}: {safe_text(arguments[arguments.index(given[0]) + 1])!r}; {help_}"
-    extra = re.search(r"extra argument\S* \((\S+?)[ )]", message)
-    word = extra[1] if extra else ""
-    if word and command in TAKES:
-        return f"{message}; did you mean {TAKES[command]} {word}? ({help_})"
-    if word and command in TRAINING:
-        hint = f"did you mean --set {word}?" if "=" in word else "a flag such as --resume takes no value"
-        return f"{message}; {hint} ({help_})"
-    if command in ("show", "validate", "schema"):
-        return f"{message}; did you mean {path} config {command}?"
-    return f"{message}; {help_}"
+    elif kind == "MissingParameter" and command in TRAINING:
+        hint = f"such as {path} --config {TRAINING[command]}"
+    elif kind == "BadParameter" and (given := next((o for o in error.param.opts if o in arguments), None)):
+        message += f": {safe_text(arguments[arguments.index(given) + 1])!r}"
+    elif extra and command in TAKES:
+        hint = f"did you mean {TAKES[command]} {extra[1]}?"
+    elif extra and command in TRAINING:
+        hint = f"did you mean --set {extra[1]}?" if "=" in extra[1] else "a flag such as --resume takes no value"
+    elif command in ("show", "validate", "schema"):
+        hint = f"did you mean {path} config {command}?"
+    return f"{message}; {hint} (see {path} --help)" if hint else f"{message}; see {path} --help"
 
 
 def _key_option(option: str, command: str, near: str) -> str:
@@ -158,12 +152,11 @@ def _key_option(option: str, command: str, near: str) -> str:
     from rlhf_kl.config.errors import all_keys, nearest_keys
     from rlhf_kl.config.schema import MODELS
 
-    key = option.lstrip("-").replace("-", "_")
-    known = all_keys(next((model for kind, model in MODELS.items() if kind == command), MODELS["train"]))
-    if FAMILIAR.get(key) == "ppo.total_episodes" and command == "train":
-        return "did you mean --updates N?"
-    named = key in (*FAMILIAR, *known, *(dotted.rpartition(".")[2] for dotted in known))
-    if near and not named:
+    key, models = option.lstrip("-").replace("-", "_"), dict[str, Any](MODELS.items())
+    known = all_keys(models.get(command, models["train"]))
+    if near and not any(f".{dotted}".endswith(f".{key}") for dotted in [*known, *FAMILIAR]):
         return near
     nearest = (nearest_keys(key, known) or ["KEY"])[0]
+    if nearest == "ppo.total_episodes" and command == "train":
+        return "did you mean --updates N?"
     return f"config keys are changed with --set: --set {nearest}=VALUE"

@@ -10,10 +10,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rlhf_kl.errors import InputError
 
-
-class _PlainFlags:
+class PlainFlags:
     """A command whose help shows no `<bool>` beside a flag, which takes no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -23,14 +21,8 @@ class _PlainFlags:
         return params
 
 
-class Command(_PlainFlags, TyperCommand):
-    """One command."""
-
-
-class Group(_PlainFlags, TyperGroup):
-    """A command that has others."""
-
-
+Command: Any = type("Command", (PlainFlags, TyperCommand), {})
+Group: Any = type("Group", (PlainFlags, TyperGroup), {})
 Config: TypeAlias = Annotated[
     str,
     typer.Option("--config", "-c", metavar="FILE", help="YAML file: a path, a name in configs/, or a shipped config."),
@@ -71,12 +63,8 @@ Pickle: TypeAlias = Annotated[
 ]
 
 
-def overrides(
-    sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None, updates: int | None = None
-) -> list[str]:
+def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
     """All changes of the command line in the form of `--set`; --output-dir and --seed win."""
-    if updates is not None and any(change.startswith("ppo.total_episodes") for change in sets or []):
-        raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
     changes = list(sets or [])
     if output_dir is not None:
         changes.append(f"run.output_dir={json.dumps(str(output_dir))}")

@@ -11,6 +11,7 @@ import typer
 
 from rlhf_kl import ui
 from rlhf_kl.cli.options import Config, Json, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
+from rlhf_kl.errors import InputError
 from rlhf_kl.program import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
@@ -33,8 +34,9 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    changes = overrides(set_, output_dir, seed, updates)
-    _run("train", config, changes, updates, resume, overwrite, merge, as_json, quiet)
+    if updates is not None and any(change.startswith("ppo.total_episodes") for change in set_ or []):
+        raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
+    _run("train", config, overrides(set_, output_dir, seed), updates, resume, overwrite, merge, as_json, quiet)
 
 
 def supervised(
@@ -46,27 +48,18 @@ def supervised(
     resume: Resume = False,
     overwrite: Overwrite = False,
     merge: Merge = False,
-    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     kind: Any = context.info_name
-    _run(kind, config, overrides(set_, output_dir, seed), None, resume, overwrite, merge, as_json, quiet)
+    _run(kind, config, overrides(set_, output_dir, seed), None, resume, overwrite, merge, False, quiet)
 
 
-def _run(
-    kind: Kind,
-    config: str,
-    changes: list[str],
-    updates: int | None,
-    resume: bool,
-    overwrite: bool,
-    merge: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flags: bool) -> None:
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_plugins
     from rlhf_kl.config.schema import TrainConfig
+
+    resume, overwrite, merge, as_json, quiet = flags
 
     # Errors of the config come before torch is imported.
     settings: Any = load_config(kind, config, changes)

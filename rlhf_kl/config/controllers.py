@@ -17,8 +17,6 @@ from rlhf_kl.kl_controllers import (
 )
 from rlhf_kl.plugins import checked_options, explain, is_reference, load_attribute, takes, users_line
 
-NEEDED = "a controller is a class with an attribute coef, its beta, and a method update(kl, episodes)"
-
 
 def controller_class(kind: str) -> type:
     """The class of a controller kind. Errors: InputError if there is none."""
@@ -31,7 +29,7 @@ def controller_class(kind: str) -> type:
     with blame(key):
         law = load_attribute(kind)
     if not inspect.isclass(law):
-        raise InputError(f"{key}: {kind!r} is not a class: {NEEDED}")
+        raise InputError(f"{key}: {kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
     return law
 
 
@@ -43,7 +41,9 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
     try:
         inspect.signature(getattr(law, "update", None)).bind(None, 0.1, 64)  # type: ignore[arg-type]
     except TypeError:
-        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): {NEEDED}")
+        problems.append(
+            f"kl.controller.kind: {law.__name__} has no update(kl, episodes), which a controller needs beside coef"
+        )
     except ValueError:  # written in C
         pass
     if problems:

@@ -130,13 +130,12 @@ def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[st
 
 def _hint(value: Any, expected: list[str], field: FieldInfo | None) -> str:
     """How a value would be written: 0.05 for '0,05', the keys of a mapping."""
-    section = section_of(field.annotation) if field is not None else None
-    if section is not None and "a mapping" in expected:
+    if "a mapping" in expected and (section := section_of(field and field.annotation)):
         return f"; its keys: {', '.join(section.model_fields)}"
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+,[0-9]+(e[-+]?[0-9]+)?", value):
-        whole = "a whole number" in expected
-        return f"; write {value.replace(',', '')}" if whole else f"; write a decimal point: {value.replace(',', '.')}"
-    return ""
+    if not isinstance(value, str) or not re.fullmatch(r"[-+]?[0-9]+,[0-9]+(e[-+]?[0-9]+)?", value):
+        return ""
+    whole = "a whole number" in expected
+    return f"; write {value.replace(',', '')}" if whole else f"; write a decimal point: {value.replace(',', '.')}"
 
 
 def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, FieldInfo | None]:

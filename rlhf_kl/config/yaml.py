@@ -19,11 +19,6 @@ _PLAIN: list[tuple[str, Callable[[str], Any]]] = [
     (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
     (r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", lambda text: float(text.replace(".", ""))),
 ]
-# What helps, by a part of the message.
-_HINTS = {
-    "'\\t'": "indent with spaces",
-    "mapping values": "a line has one `key: value`: write {a: 1} or put a text in quotes",
-}
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,7 +84,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         message = ", ".join(part for part in (error.context, error.problem) if part)
-        hint = next((f"; {hint}" for part, hint in _HINTS.items() if part in message), "")
+        hint = "; indent with spaces" if r"'\t'" in message else ""
         raise InputError(f"{where}{place}: {message}{hint}") from None
     except (yaml.YAMLError, ValueError) as error:  # a character that is not allowed, a number of too many digits
         raise InputError(f"{where}: {error}") from None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
-from rlhf_kl.errors import InputError, nearest_file, no_such_file, suggestion
+from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
 
 T = TypeVar("T")
@@ -141,18 +141,17 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     try:
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
     except Exception as error:  # the library raises a dozen kinds
-        near = "" if reachable else nearest_file(ref, Path.cwd())
-        raise InputError(f"{ref}: {_reason(error, split, reachable)}{near}") from error
+        raise InputError(f"{ref}: {_reason(error, ref, split, reachable)}") from error
     return [dict(row) for row in data]
 
 
-def _reason(error: Exception, split: str, reachable: bool) -> str:
+def _reason(error: Exception, ref: str, split: str, reachable: bool) -> str:
     text = first_line(error)
     if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
         names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
         return f"has no split {split!r}{suggestion(split, names)}"
     if not reachable:
-        return "no local folder of that name, the hub cannot be reached, and its cache does not contain it"
+        return f"the hub cannot be reached, its cache does not contain it, and {no_such_file(ref)}"
     return f"cannot be read: {text}"
 
 

@@ -44,7 +44,7 @@ def prepare_prompts(
     """
     form = form or PromptFormat()
     if room is not None and room < 1:
-        raise InputError(f"too many new tokens: with {-room + 1} fewer a prompt of one fits into the model's context")
+        raise InputError(f"rollout.max_new_tokens takes the whole context of the model: lower it by {1 - room} or more")
     if form.chat:
         require_chat_template(tokenizer, "data.chat_template", form.options)
     full = [text for text in texts if text.strip()]

@@ -175,13 +175,12 @@ reward: {kind: nowhere.py:f}
         "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
         "kl.controller.kind: unknown name 'pdi'; did you mean pid? (or write file.py:Class or module:Class)",
         "tracking.tensorboard must be true or false: 'off'",
-        "data.prompts: no such file: missing.jsonl",
+        f"data.prompts: no such file: missing.jsonl (looked in {Path.cwd()})",
         "ppo.minibatch_size must divide rollout.batch_size (64): 48",
         f"reward.kind: no such file: nowhere.py (looked in {Path.cwd()})",
     }
 
 
-EPISODES = "did you mean ppo.total_episodes (in responses: updates x rollout.batch_size)?"
 TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
 
 
@@ -194,13 +193,7 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("reward: {kind: 5, words: 3}", "reward.kind must be text: 5"),
         ("rollout: 5\nppo: {minibatch_size: 48}", "rollout must be a mapping: 5"),
         # unknown keys
-        ("ppo: {batch_size: 32}", "ppo.batch_size: unknown key; did you mean rollout.batch_size?"),
-        ("learning_rate: 1", "learning_rate: unknown key; did you mean ppo.learning_rate?"),
-        ("ppo: {lr: 1}", "ppo.lr: unknown key; did you mean ppo.learning_rate?"),
-        ("run: {max_steps: 1}", f"run.max_steps: unknown key; {EPISODES}"),
-        ("kl: {controller: {beta: 1}}", "kl.controller.beta: unknown option of AdaptiveKL; did you mean kl."),
         ("run: {'': 1}", "run.: unknown key; valid: name, output_dir, seed,"),
-        ("kl: {controller: {target: 1}}", "kl.controller.target: unknown key; did you mean kl.target?"),
         (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
         (
             "reward: {kind: sum, terms: {a: {model: builtin:reviews, wieght: 2}}}",
@@ -215,7 +208,6 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("ppo: {epochs: true}", "ppo.epochs must be a whole number: true"),
         ("kl: {placement: los}", "kl.placement must be 'reward', 'loss' or 'rao_blackwell': 'los'"),
         ("kl: {controller: {coef: -1}}", "kl.controller.coef must not be negative: -1"),
-        ("kl: {controller: {kind: pid, coef: 0}}", "kl.controller.coef must be positive: 0 (only kind fixed may hold"),
         ("kl: {controller: {kind: pid, kp: fast}}", "kl.controller.kp: 'fast' does not fit"),
         ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
         ("kl: {controller: {kind: pid, kp: -1}}", "kl.controller: "),
@@ -225,7 +217,6 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
         ("kl: {target: moderate, unit: sequence}", "kl.target must be a number where kl.unit is sequence: 'moderate'"),
         ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (16): 24"),
-        ("ppo: {advantage: rloo}", "rollout.samples_per_prompt must be at least 2 where ppo.advantage is rloo"),
         ("reward: {kind: modl}", "reward.kind must be model, sum, file.py:function or module:function: 'modl'"),
         ("reward: {kind: sum}", "reward.terms must name at least one scorer where reward.kind is sum"),
         (TERMS % "label", "reward.label is only read where reward.kind is model: 'x'"),

@@ -238,8 +238,7 @@ class TrainConfig(Section):
         """The prompts, texts and reward models of a built-in policy."""
         if not isinstance(raw, dict):
             return raw
-        policy = raw.get("policy", {})
-        world = policy.get("model", DEFAULT_WORLD) if isinstance(policy, dict) else DEFAULT_WORLD
+        world = inner(raw, "policy").get("model", DEFAULT_WORLD)
         raw = with_world(raw, world, "policy.model", "data.prompts", "eval.texts")
         reward = raw.setdefault("reward", {})
         for scorer in (reward, *inner(raw, "reward", "terms").values()):
