@@ -79,15 +79,14 @@ class Interrupted(BaseException):
 # ---- the nearest name ----
 
 # Keys, and what other programs and tutorials call them.
-_FAMILIAR = {
-    "ppo.total_episodes": "updates steps max_steps iterations episodes",
-    "ppo.learning_rate": "lr",
-    "kl.controller.coef": "beta kl_coef init_kl_coef",
-    "rollout.samples_per_prompt": "num_generations",
-    "rollout.max_new_tokens": "max_length response_length max_completion_length",
-    "tracking.trackers": "wandb report_to",
+FAMILIAR = {
+    **dict.fromkeys(["updates", "steps", "max_steps", "iterations"], "ppo.total_episodes"),
+    **dict.fromkeys(["beta", "kl_coef", "init_kl_coef"], "kl.controller.coef"),
+    **dict.fromkeys(["max_length", "max_completion_length"], "rollout.max_new_tokens"),
+    **dict.fromkeys(["wandb", "report_to"], "tracking.trackers"),
+    "lr": "ppo.learning_rate",
+    "num_generations": "rollout.samples_per_prompt",
 }
-FAMILIAR = {name: key for key, names in _FAMILIAR.items() for name in names.split()}
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

@@ -36,15 +36,11 @@ app = typer.Typer(
     cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-SUPERVISED = {
-    "sft": "Train a language model on texts: fine-tuning, or from scratch.",
-    "reward-model": "Train a reward model from preference pairs (Bradley-Terry).",
-}
 app.command(cls=Command)(init.init)
 app.command(cls=Command)(training.train)
 app.command("eval", cls=Command)(evaluate.evaluate)
-for name, words in SUPERVISED.items():
-    app.command(name, help=words, cls=Command)(training.supervised)
+app.command("sft", cls=Command, help="A language model from texts: fine-tuned, or from scratch.")(training.supervised)
+app.command("reward-model", cls=Command, help="A reward model from pairs (Bradley-Terry).")(training.supervised)
 for function in (compare.compare, compare.report, generate.generate, training.doctor, simulate.simulate, guide.guide):
     app.command(cls=Command)(function)
 app.add_typer(config.app, name="config")
@@ -128,8 +124,7 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> str:
     message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
     path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
     command, kind = arguments[0], type(error).__name__
-    extra = re.search(r"extra argument\S* \((\S+?)[ )]", message)
-    hint = ""
+    extra, hint = re.search(r"extra argument\S* \((\S+?)[ )]", message), ""
     if kind == "NoSuchOption":
         message = f"No such option: {safe_text(error.option_name)}"
         near = f"did you mean {error.possibilities[0]}?" if error.possibilities else ""

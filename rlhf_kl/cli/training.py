@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,11 +95,9 @@ def doctor(
     set_: Set = None,
     seed: Seed = None,
     pairs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Held-out preference pairs to test the reward model on.")
+        str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
     ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of processes of the training, for the memory estimate.")
-    ] = 1,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training, for the memory estimate.")] = 1,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -126,13 +123,8 @@ def doctor(
             head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
             words = text + (f"; advice: {change}" if change else "")
             console.print(head + hanging(words, stdout_width(), len(head)))
-        print(_closing(Counter(finding.level for finding in findings), config))
+        counts = Counter[str](finding.level for finding in findings)
+        told = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
+        after = "change what is fatal" if counts["fatal"] else f"next: {shell_command()} train --config {config}"
+        print(f"{'not ready' if counts['fatal'] else 'ready'}: {told}; {after}")
     return 2 if any(finding.level == "fatal" for finding in findings) else 0
-
-
-def _closing(counts: Counter[str], config: str) -> str:
-    """ "ready: 11 fine, 1 doubtful; next: rlhf-kl train --config mine.yaml"."""
-    told = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
-    if counts["fatal"]:
-        return f"not ready: {told}; change what is fatal, and call doctor again"
-    return f"ready: {told}; next: {shell_command()} train --config {shlex.quote(config)}"
