@@ -89,9 +89,8 @@ def _module_file(module: str) -> Path | None:
 
 
 def load_attribute(ref: str) -> Any:
-    """The object that `ref` names. Runs the code of its module.
+    """The object of a "module:attribute" (of the working directory too) or "file.py:attribute". Runs its module.
 
-    ref: "module:attribute" (modules in the working directory too) or "file.py:attribute".
     Raises InputError: no such file, module or attribute, or an error in the imported code.
     """
     source, _, attribute = ref.rpartition(":")

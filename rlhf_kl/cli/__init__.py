@@ -93,9 +93,8 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except Exception as error:
         if memory_is_full(error):
-            print(
-                "error: memory is full: use a smaller model, or a device with more memory (run.device)", file=sys.stderr
-            )
+            advice = "use a smaller model, or a device with more memory (run.device)"
+            print(f"error: memory is full: {advice}", file=sys.stderr)
             return 1
         if not hasattr(error, "format_message"):  # of typer's usage errors: it has a click of its own
             raise

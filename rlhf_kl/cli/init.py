@@ -26,8 +26,7 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where (d
             shutil.copyfile(file, folder / file.name)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror}") from None
-    config, program = short_path(str((folder / "mine.yaml").absolute())), shell_command()
+    config = short_path(str((folder / "mine.yaml").absolute()))
     print(f"Name your model in {config} (policy.model), then\n")
-    for command in ("doctor", "train"):
-        print(f"  {program} {command} --config {config}")
-    print(f"  {program} eval --plugins")
+    for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins"):
+        print(f"  {shell_command()} {command}")

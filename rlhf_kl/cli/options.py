@@ -23,29 +23,25 @@ class PlainFlags:
 
 Command: Any = type("Command", (PlainFlags, TyperCommand), {})
 Group: Any = type("Group", (PlainFlags, TyperGroup), {})
+
 Config = Annotated[
     str, typer.Option("--config", "-c", metavar="FILE", help="YAML: a path, a name in configs/, or a shipped config.")
 ]
 Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. --set kl.target=0.05. Repeatable."),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: --set kl.target=0.05. Repeatable.")
 ]
-OutputDir = Annotated[
-    Path | None, typer.Option("--output-dir", metavar="DIR", help="Folder of the run (default: runs/NAME).")
-]
+OutputDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run (default: runs/NAME).")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed, instead of the config's run.seed.")]
-Updates = Annotated[int | None, typer.Option("--updates", min=1, metavar="N", help="Updates, for ppo.total_episodes.")]
+Updates = Annotated[int | None, typer.Option(min=1, metavar="N", help="Updates, instead of ppo.total_episodes.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")]
 Merge = Annotated[bool, typer.Option("--merge", help="With policy.lora: also write merged/, the adapter in the model.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result, alerts and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
 # A run folder may come from anybody: the command line decides what it may run, not the folder's config.
 Plugins = Annotated[bool, typer.Option("--plugins", help="Run the reward functions of the run. Read them first.")]
-RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with a model. Read it first.")
-]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code. Read it first.")]
 Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run code.")]
 
 

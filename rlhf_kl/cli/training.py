@@ -59,7 +59,6 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
     from rlhf_kl.config.schema import TrainConfig
 
     resume, overwrite, merge, as_json, quiet = flags
-
     # Errors of the config come before torch is imported.
     settings: Any = load_config(kind, config, changes)
     if updates is not None:

@@ -82,10 +82,7 @@ def _drop_unknown_keys(
 
 
 def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """Up to three of the dotted keys `known`.
-
-    What `key` is called here, else those that end in it, else the nearest name `beside` it, else the nearest anywhere.
-    """
+    """Up to three of the keys `known`: `key`'s name here, those that end in it, the nearest `beside` it or anywhere."""
     if FAMILIAR.get(key) in known:
         return [FAMILIAR[key]]
     leaves = [dotted.rpartition(".")[2] for dotted in known]
@@ -123,19 +120,10 @@ def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[st
             null = ["null"] if field is not None and type(None) in get_args(field.annotation) else []
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
-            hint = _hint(problem["input"], phrases, field)
+            section = section_of(field and field.annotation)
+            hint = f"; its keys: {', '.join(section.model_fields)}" if section and "a mapping" in phrases else ""
             found[path] = [f"{path} must be {' or '.join(phrases + null)}: {_shown(problem['input'])}{hint}"]
     return found
-
-
-def _hint(value: Any, expected: list[str], field: FieldInfo | None) -> str:
-    """How a value would be written: 0.05 for '0,05', the keys of a mapping."""
-    if "a mapping" in expected and (section := section_of(field and field.annotation)):
-        return f"; its keys: {', '.join(section.model_fields)}"
-    if not isinstance(value, str) or not re.fullmatch(r"[-+]?[0-9]+,[0-9]+(e[-+]?[0-9]+)?", value):
-        return ""
-    whole = "a whole number" in expected
-    return f"; write {value.replace(',', '')}" if whole else f"; write a decimal point: {value.replace(',', '.')}"
 
 
 def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, FieldInfo | None]:
@@ -159,4 +147,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+,[0-9]+(e[-+]?[0-9]+)?", value):
+        return f"{text}; a number has no comma, but may have a decimal point (0.05)"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -24,11 +24,9 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str | Path, *, folder: Path | None = None, but: Path | None = None) -> Path:
-    """The config file `name`, from: `folder`, the working directory, its configs/, the shipped configs.
+    """The config file `name` (or `name`.yaml) in: `folder`, the working directory, its configs/, the shipped configs.
 
-    `.yaml` may be left out.
-    but: a file to skip (a file that extends another one of the same name).
-    Raises InputError, which names the nearest existing file.
+    but: a file to skip (one that extends another of its name). Raises InputError, which names the nearest file.
     """
     here = Path.cwd()
     places = [*([folder] if folder else []), here, here / "configs", shipped_configs()]

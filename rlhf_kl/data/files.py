@@ -1,8 +1,4 @@
-"""Rows of files (.jsonl .json .csv .parquet .txt) and of data sets from the hub; and held-out rows.
-
-Files of text are not read with the datasets library, which raises StopIteration for an empty one, accepts mixed types
-and gives no line numbers.
-"""
+"""Rows of files (.jsonl .json .csv .parquet .txt), with line numbers in errors, and of data sets; held-out rows."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ HELDOUT_SHARE = 20  # one of this many distinct rows is held out
 def load_rows(ref: str, split: str) -> list[Row]:
     """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`) or a folder with data files.
 
-    `split` is written as for the datasets library: "train", "test", "train[:1000]"; it is not read for a file.
-    Errors: InputError.
+    `split` is written as for the datasets library, "train[:1000]", and not read for a file. Errors: InputError.
     """
     return read_rows(Path(ref)) if is_file_name(ref) else _read_dataset(ref, split)
 

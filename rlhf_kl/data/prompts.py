@@ -77,11 +77,7 @@ def _beginnings(texts: Sequence[str], tokenizer: Any, count: int) -> list[str]:
 
 
 class PromptStream:
-    """Tokenised prompts, shuffled anew in each pass.
-
-    Two runs with the same seed use the same prompts in the same order, and a resumed run continues where it stopped:
-    the order depends only on the seed and the step.
-    """
+    """Tokenised prompts, shuffled anew in each pass: the order depends only on the seed and the step."""
 
     def __init__(
         self,
