@@ -59,10 +59,8 @@ REFUSED = [
     # usage
     ("--nonsense", "see rlhf-kl --help"),
     ("config", "see rlhf-kl config --help"),
-    ("config schema --kind x", "see rlhf-kl config schema --help"),
     ("sft --batch-size 1", "--set sft.batch_size=VALUE"),
     ("compare --zzzz", "--set KEY=VALUE"),
-    ("eval --rnu x", "see rlhf-kl eval --help"),
     ("compare", "compare takes --config FILE to train, or RUN folders to read"),
     ("compare x --seed 1", "need --config"),
     # configs

@@ -182,9 +182,7 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         # There is no line about a default that stands in for a wrong value.
         ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target must be a number or 'conservative'"),
         ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number or null"),
-        ("rollout: 5\nppo: {minibatch_size: 48}", "rollout must be a mapping: 5"),
         # unknown keys
-        ("run: {'': 1}", "run.: unknown key; valid: name, output_dir, seed,"),
         (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
         (
             "reward: {kind: sum, terms: {a: {model: builtin:reviews, wieght: 2}}}",
@@ -193,10 +191,8 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         # values
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
-        ("run: {seed: 99999999999}", "run.seed must be less than 4294967296: 99999999999"),
         ("kl: {controller: {kind: pid, kp: fast}}", "kl.controller.kp: 'fast' does not fit"),
         ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
-        ("kl: {controller: {kind: pid, kp: -1}}", "kl.controller: "),
         ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
         # keys that do not agree
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
