@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Json, Overwrite, Quiet, Set
+from rlhf_kl.cli.options import Overwrite, Quiet, Set
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import stdout_width
 from rlhf_kl.ui import log
@@ -35,7 +35,6 @@ def compare(
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs, which share the cores.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
     overwrite: Overwrite = False,
-    as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
     """Train variants x seeds, or read finished runs: table, pictures and a verdict."""
@@ -64,7 +63,7 @@ def compare(
     folder = plan.folder if plan else output_dir or Path("runs/compare")
     with ui.waiting("drawing the comparison"):
         text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
-    print((folder / "compare.json").read_text(encoding="utf-8") if as_json else text)
+    print(text)
     return 1 if failures else 0
 
 
@@ -74,24 +73,20 @@ def report(
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Write it again while the run goes on.")] = False,
     every: Annotated[int, typer.Option(metavar="SECONDS", min=1, help="With --watch: how often.")] = 10,
-    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Show a finished or running run as one self-contained page: RUN/report.html."""
     from rlhf_kl.commands.report import watch_reports, write_report
     from rlhf_kl.run.folder import newest_run
-    from rlhf_kl.run.log import encode_json
 
     ui.start(quiet)
     paths = runs or [newest_run()]
     if watch:
         log.info(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
         watch_reports(paths, every)
-    figures = []
     for path in paths:
         with ui.waiting(f"drawing {path / 'report.html'}"):
-            run = write_report(path)
-        for note in run.notes:
+            notes = write_report(path).notes
+        for note in notes:
             log.info(f"{path}: {note}")
-        figures.append({"report": str(path / "report.html"), "status": run.status, **run.figures})
-    print(encode_json(figures, indent=2).decode() if as_json else "\n".join(figure["report"] for figure in figures))
+        print(path / "report.html")

@@ -79,8 +79,6 @@ def test_finished_runs_are_used_again_and_can_be_read(
     assert (done.code, done.out) == (0, before.out)
     assert "2 runs: 2 finished, 0 to train" in done.err
     assert (out / "runs" / "static-s3" / "metrics.jsonl").stat().st_mtime_ns == stamp
-    done = rlhf_kl("compare", "--config", compare_file, "--output-dir", out, "--json", "--quiet")
-    assert json.loads(done.out) == json.loads((out / "compare.json").read_text())
     done = rlhf_kl("compare", out / "runs" / "adaptive-s3", out / "runs" / "static-s3", "--output-dir", tmp_path / "x")
     assert done.code == 0
     assert done.out.replace(str(tmp_path / "x"), str(out)) == before.out
