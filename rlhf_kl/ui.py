@@ -44,7 +44,7 @@ class Screen:
         self.start(quiet=True)
 
     def start(self, quiet: bool = False, console: Console | None = None) -> None:
-        """Begin a command. `quiet` shows only alerts and errors."""
+        """Begin a command. `quiet` shows only alerts, errors and the summary, which then goes to stdout."""
         if console is None:
             console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
         self._console = console
@@ -86,6 +86,8 @@ class Screen:
     def print_summary(self, figures: Mapping[str, object], next_steps: Sequence[str] = ()) -> None:
         """Show the last figures of the run, and next steps (commands or paths)."""
         if self._quiet:
+            for name, value in figures.items():
+                print(f"{safe_text(name)}: {_value(value)}")
             return
         if self._terminal:
             self._console.print()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def compare(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN...]", help="Finished runs, or folders of comparisons.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Finished runs, or folders of comparisons.")
     ] = None,
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE", help="Variants and seeds to train and compare.")
@@ -69,7 +69,7 @@ def compare(
 
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders; default: the newest under runs/.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; default: the newest under runs/.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Write it again while the run goes on.")] = False,
     every: Annotated[int, typer.Option(metavar="SECONDS", min=1, help="With --watch: how often.")] = 10,

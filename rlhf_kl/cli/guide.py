@@ -29,7 +29,7 @@ WIDTH = 100  # most columns of a page: longer lines are hard to read
 
 
 def guide(
-    page: Annotated[str | None, typer.Argument(metavar="[PAGE]", help="Name of a page; default: list them.")] = None,
+    page: Annotated[str | None, typer.Argument(metavar="PAGE", help="Name of a page; default: list them.")] = None,
 ) -> None:
     """Read the guide: KL control, models, rewards, running, other trainers, measurements, every config key."""
     if page is None:

@@ -14,7 +14,7 @@ from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
-from rlhf_kl.config.notes import start_notes
+from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
 from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
@@ -238,7 +238,7 @@ class TrainLoop:
             + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
         )
         facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
-        for warning in [*worded(facts), *start_notes(config)]:
+        for warning in [*worded(facts), *gradient_notes(config), *unused_notes(config)]:
             log.warning(warning)
 
     def finish(self) -> dict[str, Any]:

@@ -39,8 +39,3 @@ def unused_notes(config: TrainConfig) -> list[str]:
         unused.append("policy.value")
     critic = f", policy.value is {config.critic}" if config.critic else ""
     return [f"{name} is not used: ppo.advantage is {config.ppo.advantage}{critic}" for name in unused]
-
-
-def start_notes(config: TrainConfig) -> list[str]:
-    """All notes on a config."""
-    return [*gradient_notes(config), *unused_notes(config)]
