@@ -22,7 +22,7 @@ from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.ops.masked import all_finite
-from rlhf_kl.report.control import closing_figures, end, is_update
+from rlhf_kl.report.control import closing_figures, control_figures, end, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
@@ -263,7 +263,8 @@ class TrainLoop:
             final=(rows[-1] if rows else {}) | evaluated,
             best=self.monitors.best,
             best_checkpoint=self.monitors.best_checkpoint,
-            control=closing_figures(rows, self.config.kl.unit),
+            control=control_figures(rows, self.config.kl),
+            closing=closing_figures([*rows, row], self.config.kl.unit),
             tilt_share=self.tilt_share(rows),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,
