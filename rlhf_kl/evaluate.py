@@ -19,12 +19,13 @@ from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
-from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
+from rlhf_kl.rollout.collect import Responses, TokenStats, measure, respond, response_layout
 from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 
 ROWS = 32
+SHOWN = 2  # held-out prompts whose responses people read
 DEFAULT_WINDOW = 1024  # for a model whose config names no context length
 NO_SCORERS = Scorers()
 
@@ -145,18 +146,29 @@ class PolicyFigures:
 
 
 @dataclass
-class PolicySamples:
-    """The samples behind a policy's figures: one entry for each response."""
+class Samples:
+    """A model's responses to held-out prompts: one entry for each."""
 
-    kl: list[float] = field(default_factory=list)  # exact KL, nats
-    forward_kl: list[float] = field(default_factory=list)  # of the reference to the policy, on the reference's samples
-    forward_lengths: list[int] = field(default_factory=list)  # tokens of those
-    lengths: list[int] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)  # exact KL of this model to the other one, nats
+    lengths: list[int] = field(default_factory=list)  # tokens, EOS included
     ended: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # NaN = not scored
     gold: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # of the gold scorer
+    tokens: list[list[dict[str, Any]]] = field(default_factory=list)  # of the first `SHOWN` texts, as `token_rows`
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of all ranks."""
+        return cls(*([x for part in parts for x in getattr(part, column.name)] for column in fields(cls)))
+
+    def score(self, scorers: Scorers, prompts: Sequence[str], responses: Sequence[str]) -> None:
+        """Score some more responses; gold no more after a failure."""
+        values, failures = (scorers.trained if self.failures else scorers)(prompts, responses)
+        self.scores += values.get(REWARD, torch.empty(0)).tolist()
+        self.gold += values.get(GOLD, torch.empty(0)).tolist()
+        self.failures += failures
 
 
 def policy_samples(
@@ -171,72 +183,82 @@ def policy_samples(
     batch_size: int = ROWS,
     advance: Callable[[int], None] = lambda _: None,
     cached: CachedSamples | None = None,
-) -> PolicySamples:
-    """One response to each prompt of `part`, at most `batch_size` at a time; it does not depend on the parts.
+    beside: int = 0,
+) -> tuple[Samples, Samples]:
+    """One response of policy and of reference to each prompt of `part`, at most `batch_size` at a time.
 
-    The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
-    al. 2025, RL's Razor, 2509.04259). `cached` keeps these samples, which are the same every time, for the next call.
+    The noise that decides the tokens depends on the seed and the prompt's row, so policies differ by themselves only.
+    What a policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's
+    Razor, 2509.04259). `cached` keeps these samples, which are the same every time, for the next call. `beside`: of how
+    many of all prompts the reference's responses are scored too, after the policy's.
     `advance(n)` is called after every n responses, of the reference and then of the policy.
     Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part.start : part.stop]
     prompts = prompts.part(part.start, part.stop)
-    made = PolicySamples()
+    pair = own, other = Samples(), Samples()
 
-    def sampled_by(one: LM, other: LM, before: CachedSamples) -> Iterator[tuple[Responses, Tensor]]:
-        """Batches of responses of `one`, and its exact KL to `other` at their tokens."""
-        model, states = ActorCritic(one), ReferenceStates(other)
+    def sampled_by(made: Samples, one: LM, to: LM, before: CachedSamples) -> Iterator[Responses]:
+        """Batches of responses of `one`, with its exact KL at their tokens."""
+        model, states = ActorCritic(one), ReferenceStates(to)
 
-        def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
+        def respond_and_measure(start: int, stop: int) -> tuple[Responses, TokenStats]:
             batch = prompts.part(start, stop)
             if (start, stop) not in before:
-                made = respond(one, batch, noise[start:stop], sampling, tokenizer)
-                before[start, stop] = made._replace(sampled=made.sampled._replace(states=None))  # large, and not read
+                new = respond(one, batch, noise[start:stop], sampling, tokenizer)
+                before[start, stop] = new._replace(sampled=new.sampled._replace(states=None))  # large, and not read
             responses = before[start, stop]
             layout = response_layout(batch, responses.sampled)
-            return responses, measure(model, states, layout, sampling.temperature).exact_kl
+            return responses, measure(model, states, layout, sampling.temperature)
 
         change = "use a lower rollout.max_new_tokens or shorter prompts"
-        return fitting_batches(len(prompts), batch_size, respond_and_measure, change)
+        for responses, stats in fitting_batches(len(prompts), batch_size, respond_and_measure, change):
+            _, sampled, texts = responses
+            made.kl += float64(stats.exact_kl).sum(1).tolist()
+            made.lengths += sampled.mask.sum(1).tolist()
+            made.ended += sampled.ended.tolist()
+            made.texts += texts
+            columns = (sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
+            for i in range(min(SHOWN - len(made.tokens), len(texts))):
+                made.tokens.append(token_rows(tokenizer, *(column[i][sampled.mask[i]] for column in columns)))
+            advance(len(texts))
+            yield responses
 
-    for (_, sampled, _), exact_kl in sampled_by(reference, policy, {} if cached is None else cached):
-        advance(len(sampled.mask))
-        made.forward_kl += float64(exact_kl).sum(1).tolist()
-        made.forward_lengths += sampled.mask.sum(1).tolist()
-    for (batch, sampled, responses), exact_kl in sampled_by(policy, reference, {}):
-        made.kl += float64(exact_kl).sum(1).tolist()
-        made.lengths += sampled.mask.sum(1).tolist()
-        made.ended += sampled.ended.tolist()
-        made.texts += responses
-        advance(len(responses))
-        values, failures = scorers(batch.texts, responses)
-        made.scores += values.get(REWARD, torch.empty(0)).tolist()
-        made.gold += values.get(GOLD, torch.empty(0)).tolist()
-        if failures:
-            scorers, made.failures = scorers.trained, failures
-    return made
+    cached = {} if cached is None else cached
+    drawn = [(each.prompts.texts, each.texts) for each in sampled_by(other, reference, policy, cached)]
+    for batch, _, responses in sampled_by(own, policy, reference, {}):
+        own.score(scorers, batch.texts, responses)
+    left = beside - part.start
+    for texts, responses in drawn:
+        if left > 0:
+            other.score(scorers, texts[:left], responses[:left])
+        left -= len(responses)
+    return pair
 
 
-def figures_of(parts: Sequence[PolicySamples], facts: dict[str, Any]) -> PolicyFigures:
-    """The figures of all samples together; `facts` gets what is left out, and why, for `monitors.worded`."""
-    kl, forward, forward_lengths, lengths, ended, texts, scores, gold, failures = (
-        [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
-    )
-    if failures:
-        facts["gold-failed"] = {"failure": failures[0]}
-    known, golds = ([score for score in each if not math.isnan(score)] for each in (scores, gold))
-    unscored = len(scores) - len(known)
+def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
+    """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
+    columns = zip(ids.tolist(), logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
+    return [{"text": tokenizer.decode([i]), "logprob": p, "ref_logprob": q, "kl": nats} for i, p, q, nats in columns]
+
+
+def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> PolicyFigures:
+    """The figures of all samples of policy and reference; `facts` gets what is left out, for `monitors.worded`."""
+    if own.failures:
+        facts["gold-failed"] = {"failure": own.failures[0]}
+    known, golds = ([score for score in each if not math.isnan(score)] for each in (own.scores, own.gold))
+    unscored = len(own.scores) - len(known)
     if math.inf in map(abs, known):
         facts["eval-scores"] = {}
         known = []
     return PolicyFigures(
-        kl_token=sum(kl) / sum(lengths),
-        kl_sequence=fmean(kl),
-        forward_kl_token=sum(forward) / sum(forward_lengths),
+        kl_token=sum(own.kl) / sum(own.lengths),
+        kl_sequence=fmean(own.kl),
+        forward_kl_token=sum(other.kl) / sum(other.lengths),
         scores=fmean(known) if known else None,
         unscored=unscored,
-        gold=fmean(golds) if golds and not failures else None,
-        length=fmean(lengths),
-        eos_rate=fmean(ended),
-        distinct_2=distinct_n(texts),
+        gold=fmean(golds) if golds and not own.failures else None,
+        length=fmean(own.lengths),
+        eos_rate=fmean(own.ended),
+        distinct_2=distinct_n(own.texts),
     )

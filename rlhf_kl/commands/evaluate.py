@@ -130,7 +130,7 @@ def _on_prompts(
             advance=advance,
         )
     facts: dict[str, Any] = {}
-    figures = asdict(figures_of([samples], facts))
+    figures = asdict(figures_of(*samples, facts))
     for alert in worded(facts):
         log.warning(alert)
     if unscored := figures.pop("unscored"):

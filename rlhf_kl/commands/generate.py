@@ -12,13 +12,13 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.commands.build import prompt_format, usable_prompts
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.samples import token_rows
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream
 from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.evaluate import token_rows
 from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype, context_length, eos_ids
