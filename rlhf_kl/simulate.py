@@ -14,6 +14,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.tilt import tilted
 from rlhf_kl.monitors import worded
+from rlhf_kl.report.control import BAND, verdict
 from rlhf_kl.report.control import tail_error as tail_error_of
 
 # The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
@@ -189,22 +190,41 @@ def peak(rows: Sequence[SimulatedUpdate], target: float) -> float:
     return max(row.kl for row in rows) / target
 
 
-def plot(rows: Sequence[SimulatedUpdate], target: float | None, file: Path) -> None:
-    """KL with its target above, beta on a log axis below. The format is that of the file's suffix."""
-    from matplotlib.figure import Figure
+def conclusion(rows: Sequence[SimulatedUpdate], target: float) -> list[str]:
+    """Marks of all updates, how many were in range, whether and when the KL settled there, and where beta went."""
+    marks = [mark(row.kl / target) for row in rows]
+    values = [row.kl / target if math.isfinite(row.kl) else math.inf for row in rows]
+    word, since, error = verdict(values)
+    if since is not None:
+        settled = f"settled: in range from update {since} on, off by {error:.0%} on average since"
+    elif word == "short":
+        settled = "too short to say whether it settles"
+    else:
+        settled = f"not settled: off by {tail_error_of(values):.0%} on average in the second half"
+    coefs = [rows[0].coef, *(row.coef_next for row in rows)]
+    return [
+        "".join(symbol for symbol, _ in marks),
+        f"in range in {sum(word == 'in range' for _, word in marks)} of {len(rows)} updates "
+        f"(\u2713: within {BAND:.0%} of the target; v: below, ^: above)",
+        settled,
+        f"beta {coefs[0]:.3g} -> {coefs[-1]:.3g}, between {min(coefs):.3g} and {max(coefs):.3g}",
+    ]
 
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    steps = [row.step for row in rows]
-    above.plot(steps, [row.kl for row in rows], marker=".")
-    if target is not None:
-        above.axhline(target, linestyle="--", color="gray", label="target")
-        above.legend()
-    above.set_ylabel("KL (nats)")
-    below.plot(steps, [row.coef for row in rows], marker=".", color="tab:red")
-    if all(row.coef > 0.0 for row in rows):
-        below.set_yscale("log")
-    below.set_ylabel("beta")
-    below.set_xlabel("update")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+
+def mark(ratio: float) -> tuple[str, str]:
+    """A symbol and a word for a KL over its target."""
+    if not math.isfinite(ratio):
+        return "?", "unknown"
+    if abs(ratio - 1.0) <= BAND:
+        return "\u2713", "in range"
+    return ("v", "below") if ratio < 1.0 else ("^", "above")
+
+
+def plot(rows: Sequence[SimulatedUpdate], target: float | None, file: Path) -> None:
+    """KL with its target above, beta below. The format is that of the file's suffix."""
+    from rlhf_kl.report.drawing import Chart, Line, log_if_wide, save_sheet
+
+    steps, coefs = [row.step for row in rows], [row.coef for row in rows]
+    kl = Chart("kl", "KL", "nats", [Line("KL", "kl", steps, [row.kl for row in rows])], target=target)
+    log = log_if_wide(min(coefs), max(coefs))
+    save_sheet([kl, Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)], file)

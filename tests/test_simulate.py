@@ -187,11 +187,35 @@ def test_the_plant_of_a_finished_run(run, tmp_path):
         run("--plant", str(tmp_path))
 
 
-def test_table_and_picture(run, tmp_path):
+def test_table_conclusion_and_picture(run, tmp_path):
     picture = tmp_path / "sub" / "loop.png"
-    output = run("--updates", "5", "--plot", str(picture))
-    assert "coef_next" in output.out
+    output = run("--controller", "threshold", "--target", "0.1", "--kl", "0.01,0.1,0.2,nan", "--plot", str(picture))
+    lines = output.out.splitlines()
+    assert lines[2].split() == ["update", "KL", "KL/target", "beta", "next", "beta"]
+    assert [line.split()[3] for line in lines[3:7]] == ["v", "\u2713", "^", "?"]
+    assert lines[8] == "v\u2713^?"
+    assert lines[9].startswith("in range in 1 of 4 updates")
+    assert lines[10] == "too short to say whether it settles"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("kls", "word"),
+    [
+        ([0.01] * 5 + [0.11] * 15, "settled: in range from update 6 on, off by 10% on average since"),
+        ([0.01] * 5 + [0.2] * 15, "not settled: off by 100% on average in the second half"),
+    ],
+)
+def test_whether_the_kl_settled(run, kls, word):
+    output = run("--controller", "fixed", "--target", "0.1", "--kl", ",".join(map(str, kls)))
+    assert word in output.out.splitlines()
+
+
+def test_a_long_run_is_shown_by_a_row_in_three(run):
+    lines = run("--updates", "60").out.splitlines()
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "3", "6"]
+    assert len(next(line for line in lines if line.startswith("vv"))) == 60
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_the_runs_own_controller_and_sizes(run, tmp_path):
