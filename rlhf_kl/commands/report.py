@@ -15,7 +15,7 @@ from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import compare_page, compared_texts, report_page
 from rlhf_kl.report.run import RunResult, read_run
-from rlhf_kl.report.verdict import WIDTH, judge, main_table, text_table
+from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
 from rlhf_kl.text import hanging, safe_text
@@ -25,17 +25,12 @@ def write_report(path: Path, refresh: int | None = None) -> RunResult:
     """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
     run, folder = read_run(path), RunFolder(path)
     try:
-        write_page(run, refresh if run.status == "unfinished" else None)
+        write_atomic(run.report, report_page(run, refresh if run.status == "unfinished" else None))
         if charts := run_charts(run):
             save_sheet(charts, folder.picture, columns=2, heading=run.name)
     except OSError as error:
         raise InputError(f"{path}: the report cannot be written: {error.strerror or error}") from None
     return run
-
-
-def write_page(run: RunResult, refresh: int | None = None) -> None:
-    """Write the run's report.html. Errors: OSError."""
-    write_atomic(run.report, report_page(run, refresh))
 
 
 def watch_reports(paths: list[Path], seconds: int) -> None:
@@ -60,17 +55,16 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 def link_reports(comparison: Comparison) -> None:
     """Write the page of each run that has none, or one older than its rows; where that cannot be, there is no link."""
     runs = [run for variant in comparison.variants for run in variant.runs.values()]
-    pages = {run.report: RunFolder(run.path).metrics for run in runs}
-    old = [run for run in runs if not _newer(run.report, pages[run.report])]
+    old = [run for run in runs if not run.report.is_file() or _age(run.report) < _age(RunFolder(run.path).metrics)]
     with ui.progress("the pages of the runs", len(old)) as advance:
         for run in old:
             with suppress(OSError):
-                write_page(run)
+                write_atomic(run.report, report_page(run))
             advance()
 
 
-def _newer(page: Path, rows: Path) -> bool:
-    return page.is_file() and (not rows.is_file() or page.stat().st_mtime >= rows.stat().st_mtime)
+def _age(file: Path) -> float:
+    return file.stat().st_mtime if file.is_file() else 0.0
 
 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
@@ -84,14 +78,14 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         write_atomic(folder / "compare.html", compare_page(comparison, name, lines, folder))
         if held:
             footer = ("A line for each seed. " if len(comparison.seeds) > 1 else "") + "Band: target ± 25 %."
-            save_sheet(held, folder / "compare.png", columns=min(3, len(held)),
+            save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
                        heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
         for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
     verdict = "\n".join(hanging(line, width, 2) for line in lines)
-    parts = [verdict, text_table(*main_table(comparison), width or WIDTH)]
+    parts = [verdict, text_table(*figures_table(comparison), width or WIDTH)]
     if texts := compared_texts(comparison):
         parts.append("\n".join(hanging(f"{who} ({figures}): {safe_text(text)}", width, 2)
                                for who, figures, text in [("prompt", "held out", texts[0]), *texts[1]]))  # fmt: skip

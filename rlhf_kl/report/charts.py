@@ -17,7 +17,7 @@ DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 ROOT_KL = "√KL, nats per response"
-BETAS = (0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
+BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
 
 class Style(NamedTuple):
@@ -47,7 +47,7 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
 
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
-    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run), _path(run), _total_reward_of(run)])
+    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run), _total_reward_of(run)])
 
 
 def _kl(run: RunResult) -> Chart:
@@ -108,42 +108,24 @@ def _beta(run: RunResult) -> Chart:
     return Chart("beta", "Beta, the KL coefficient", "beta", [Line("beta", "beta", x, beta)], caption, log=log)
 
 
-def _path(run: RunResult) -> Chart | None:
-    """Score and gold gain against sqrt(KL) along the run, with the highest gold; only where gold is known."""
-    scores, golds = run.gains_by_kl("objective/scores_shaped"), run.gains_by_kl("objective/gold")
-    if not golds:
-        return None
-    scores, golds = ([(math.sqrt(kl), gain) for kl, gain in points] for points in (scores, golds))
-    best = max(golds, key=lambda point: point[1])
-    lines = [
-        Line("score", "score", *_columns(scores)),
-        Line("true score (gold)", "gold", *_columns(golds)),
-        marks("highest", "gold", [best[0]], [best[1]], "D"),
-    ]
-    caption = (
-        "Gains over the reference along the run, means of five updates. Gold that falls while the score rises: the "
-        "policy exploits the reward model."
-    )
-    return Chart("frontier", "Score and gold against KL", "gain", lines, caption, xlabel=ROOT_KL, folded=True)
-
-
 def _total_reward_of(run: RunResult) -> Chart | None:
-    gains = run.gains_by_kl("objective/scores_shaped")
-    return _total_reward("updates of this run, means of five", gains, BETAS) if gains else None
+    gains, gold = (run.gains_by_kl(f"objective/{name}") for name in ("scores_shaped", "gold"))
+    return _total_reward("Updates of this run, means of five", gains, BETAS, gold) if gains else None
 
 
-def _total_reward(points: str, gains: Sequence[tuple[float, float]], betas: Sequence[float]) -> Chart:
+def _total_reward(
+    points: str, gains: Sequence[tuple[float, float]], betas: Sequence[float], gold: Sequence[tuple[float, float]] = ()
+) -> Chart:
     """Score gain - beta * KL over KL, a line for each beta: where a line is highest, that beta leads.
 
-    gains: (KL of a response in nats, score gain over the reference), in any order. points: what they are.
+    gains, gold: (KL of a response in nats, gain over the reference), in any order. points: what they are.
     """
-    gains, lines = sorted(gains), []
+    lines = [Line("true score (gold)", "gold", *_columns(sorted(gold)))]
     for i, beta in enumerate(betas):
-        totals = [(kl, gain - beta * kl) for kl, gain in gains]
-        tint = ORDERED[i * len(ORDERED) // len(betas)]
-        best = max(totals, key=lambda point: point[1])
+        totals = [(kl, gain - beta * kl) for kl, gain in sorted(gains)]
+        tint, best = ORDERED[i * len(ORDERED) // len(betas)], max(totals, key=lambda point: point[1])
         lines += [Line(f"beta {beta:.2g}", tint, *_columns(totals)), marks("", tint, [best[0]], [best[1]], "D")]
-    caption = f"Points: {points}. Diamond: the highest total of a beta. The higher beta, the lower the KL that pays."
+    caption = f"{points}. Diamond: the highest total of a beta. A score that rises while gold falls is exploited."
     return Chart(
         "total-reward", "Total reward against KL", "score gain - beta · KL", lines, caption,
         xlabel="KL, nats per response", folded=True,
@@ -159,19 +141,18 @@ def held_charts(comparison: Comparison) -> list[Chart]:
     for variant in (variant for family in comparison.families.values() for variant in family):
         if variant.constant_coef == 0:
             continue
-        figures = f"off by {format_percent(variant.mean('tail_error'))}"
-        if (cost := variant.mean("perplexity_cost")) is not None:
-            figures += f" · perplexity {format_percent(cost, signed=True)}"
+        figures = outcome(variant)
+        if variant.verdicts:
+            figures += f", off by {format_percent(variant.mean('tail_error'))}"
         runs = [(run, "kl", "") for run in variant.runs.values()]
-        title = f"{variant.label}: {outcome(variant)}"
-        charts.append(ratio_chart(f"held-{len(charts)}", title, runs, figures))
+        charts.append(ratio_chart(f"held-{len(charts)}", variant.label, runs, figures))
     return charts
 
 
 def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]], figures: str) -> Chart:
     """KL over target of runs, each with a colour and a label, under the figures that judge them."""
     highest = max((ratio for run, _, _ in runs for ratio in run.ratios), default=0.0)
-    figures += f" · up to {format_number(highest, 2)}x" if highest > TOP else ""
+    figures += f", up to {format_number(highest, 2)}x" if highest > TOP else ""
     lines = [
         Line(label, tint, [row["step"] for row in run.updates], [min(ratio, 1.5 * TOP) for ratio in run.ratios])
         for run, tint, label in runs
@@ -192,7 +173,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
         pairs = [(v.mean("kl_sequence"), v.mean("score_gain")) for v in sweep]
         ends = [(kl, gain) for kl, gain in pairs if kl is not None and gain is not None]
         betas = [variant.constant_coef or 0.0 for variant in sweep]
-        total = _total_reward("ends of the variants, means over seeds", [(0.0, 0.0), *ends], betas) if ends else None
+        total = _total_reward("Ends of the variants, means over seeds", [(0.0, 0.0), *ends], betas) if ends else None
         charts += [_kl_over_beta(sweep, variant_styles(comparison)), total]
     return with_values(charts)
 
@@ -205,7 +186,7 @@ def _over_time(comparison: Comparison, key: str, slug: str, title: str) -> Chart
     log, values = "", [value for line in lines for value in line.y if value > 0]
     if key == "kl/coef" and (log := log_if_wide(min(values, default=0.0), max(values, default=0.0))):
         lines = [line._replace(low=(), high=()) for line in lines if min(line.y, default=0.0) > 0]
-        caption = "Means over seeds, on a log scale; a beta of 0 is not shown."
+        caption += " On a log scale, without a beta of 0."
     return Chart(slug, title, slug, lines, caption, log=log)
 
 
@@ -230,27 +211,15 @@ def _frontier(comparison: Comparison) -> Chart | None:
     return Chart("frontier", "Score against KL", "score gain, in reference sd", lines, caption, xlabel=ROOT_KL)
 
 
-def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart | None:
-    """The KL at the end of each run by its beta, with the tilt of the reference's samples and the Gaussian law."""
-    reference = _reference(variants)
-    runs = [(variant.name, run.figures) for variant in variants for run in variant.runs.values()]
-    runs = [(name, figures) for name, figures in runs if figures["beta"] and figures["kl_sequence"]]
-    if not runs:
-        return None
-    betas = [own["beta"] for _, own in runs]
-    low, high = min(betas) / 1.6, max(betas) * 1.6
-    tilt = [(coef, kl) for coef, kl, _ in _tilt(reference) if low <= coef <= high and kl > 0]
-    lines = [marks("", styles[name].tint, [own["beta"]], [own["kl_sequence"]]) for name, own in runs]
-    lines += [Line("tilt", "ink", *_columns(tilt), marker="")]
-    if spread := read_number(reference, "scores_spread"):  # the Gaussian law has no bound where scores saturate
-        most = 3 * max([own["kl_sequence"] for _, own in runs] + [kl for _, kl in tilt])
-        betas = [max(low, spread / math.sqrt(2 * most)), high]
-        law = [spread**2 / (2 * beta**2) for beta in betas]
-        lines.append(Line("Gaussian law", "muted", betas, law, dash=DASHES[1], marker=""))
-    caption = (
-        "Solid line: the reference's samples weighted by exp(score/beta), the optimum of score - beta*KL, estimated "
-        "from these samples. Dashed: σ²/(2β²), for Gaussian scores. A run that was still moving lies off the lines."
-    )
+def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart:
+    """The KL at the end of each run by its beta, with the tilt of the reference's samples."""
+    ends = [(v.name, run.figures["beta"], run.figures["kl_sequence"]) for v in variants for run in v.runs.values()]
+    ends = [(name, beta, kl) for name, beta, kl in ends if beta and kl]
+    low, high = min((beta for _, beta, _ in ends), default=0), max((beta for _, beta, _ in ends), default=0)
+    tilt = [(coef, kl) for coef, kl, _ in _tilt(_reference(variants)) if low <= 1.6 * coef <= 2.56 * high and kl > 0]
+    lines = [marks("", styles[name].tint, [beta], [kl]) for name, beta, kl in ends]
+    lines.append(Line("best policy", "ink", *_columns(tilt), marker=""))
+    caption = "Points: runs. Line: the optimum of score - beta · KL, estimated from the reference's samples."
     title, unit = "KL at the end against beta", "nats per response"
     return Chart("kl-beta", title, unit, lines, caption, xlabel="beta", log="xy")
 

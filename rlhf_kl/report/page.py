@@ -20,20 +20,18 @@ from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.control import verdict_text
 from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.verdict import control_table, main_table
+from rlhf_kl.report.verdict import figures_table
 from rlhf_kl.text import format_number, format_percent, read_number, safe_text
 
 HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 BADGES = {"held": "good", "late": "late", "missed": "bad"}  # verdict -> class of the badge
 TABLE_NOTE = (
-    "Means over seeds ± one standard deviation; KL, score and gold of the last "
-    f"{control.END} updates. Tail error: mean |KL/target - 1| of the second half. In band: share of the updates from "
-    f"{control.BAND_FROM} on within ±{control.BAND:.0%} of the target. Held: a tail error of at most "
-    f"{control.HELD_ERROR:g} and {control.HELD_SHARE:.0%} in band. Peak: largest KL/target. Perplexity: of held-out "
-    "texts, over the start. Scores at equal KL: by seed, read from a monotone cubic over √KL through the reference and "
-    "the ends of a family's runs, never beyond them; the interval covers the spread over seeds and, for a concave "
-    "curve, the gaps between the ends."
+    f"KL, score and gold: mean of the last {control.END} updates; perplexity: of held-out texts at the end; means over "
+    f"seeds ± one standard deviation. Held: off by at most {control.HELD_ERROR:.1%} on average in the second half, and "
+    f"within {control.BAND:.0%} in {control.HELD_SHARE:.0%} of the updates from {control.BAND_FROM} on. Scores at "
+    "equal KL: by seed, read from a curve over √KL through the reference and the ends of a family's runs; the interval "
+    "covers the spread over seeds and the gaps of the curve."
 )
 
 
@@ -94,7 +92,7 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
         texts=compared_texts(comparison),
         held=held,
         first=[first] if comparison.by_target else [],
-        tables=(main_table(comparison), control_table(comparison)),
+        table=figures_table(comparison),
         tints={name: style.tint for name, style in variant_styles(comparison).items()},
         table_note=TABLE_NOTE,
         charts=others if comparison.by_target else [first, *others],
@@ -151,20 +149,18 @@ def _largest(run: RunResult) -> list[tuple[str, str, str, str]]:
 def _figures(run: RunResult) -> list[tuple[str, str, str]]:
     """Name, value and note of the other figures, without those that were not measured."""
     figures, closing = run.figures, {name: control.start_to_end(pair) for name, pair in run.closing.items()}
-    shares = {"time_in_band": figures["time_in_band"], "gain": read_number(run.summary, "tilt_share")}
-    shares = {name: None if share is None else format_percent(share) for name, share in shares.items()}
-    peak, error = figures["peak"], figures["tail_error"]
+    ended = format_percent(run.end("rollout/eos_rate"))
     cards = [
-        ("Tail error", None if error is None else format_number(error), "mean |KL/target - 1|, second half"),
-        ("Time in band", shares["time_in_band"], f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"),
-        ("Peak KL", None if peak is None else f"{format_number(peak)}x", "of the target"),
-        ("Beta", closing.get("beta"), f"{run.config.kl.controller.kind} controller"),
-        ("Forgetting", closing.get("forgetting"), "nats per token: KL of the reference to the policy"),
-        ("Score gain", shares["gain"], "of the largest possible at this KL"),
-        ("Response length", closing.get("length"),
-         f"tokens; {format_percent(run.end('rollout/eos_rate'))} end by themselves"),
+        ("Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
+        ("Time in band", format_percent(figures["time_in_band"]),
+         f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"),
+        ("Peak KL over target", format_number(figures["peak"]), ""),
+        ("Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
+        ("Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
+        ("Score gain", format_percent(read_number(run.summary, "tilt_share")), "of the largest possible at this KL"),
+        ("Response length", closing.get("length", "-"), f"tokens; {ended} end by themselves"),
     ]  # fmt: skip
-    return [(name, value, note) for name, value, note in cards if value is not None]
+    return [card for card in cards if card[1] != "-"]
 
 
 def _subtitle(run: RunResult) -> str:

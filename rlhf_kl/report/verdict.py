@@ -13,36 +13,18 @@ WORDS = {"held": "held", "late": "reached late", "missed": "missed", "short": "t
 WIDTH = 80  # columns of a terminal
 SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
 
-Table = tuple[list[str], list[list[str]]]  # names of columns, rows
-
 
 # ---- tables
 
 
-def main_table(comparison: Comparison) -> Table:
-    """What came out, a row for each variant: means over seeds, with one standard deviation if there are several."""
+def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row for each variant: means over seeds, with one standard deviation of several."""
     names = ["kl", "scores", "gold", "perplexity"]
     if all(variant.mean("gold") is None for variant in comparison.variants):
         names.remove("gold")
     header = ["variant", "target", *({"kl": "KL", "scores": "score"}.get(name, name) for name in names)]
     rows = [[v.name, outcome(v, short=True), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
     return header, rows
-
-
-def control_table(comparison: Comparison) -> Table:
-    """How the KL went."""
-    header = ["variant", "seeds", "tail error", "in band", "peak", "perplexity"]
-    return header, [
-        [
-            variant.name,
-            str(len(variant.runs)),
-            _mean_and_sd(variant, "tail_error"),
-            format_percent(variant.mean("time_in_band")),
-            f"{format_number(variant.mean('peak'), 2)}x",
-            _cost(variant.mean("perplexity_cost")),
-        ]
-        for variant in comparison.variants
-    ]
 
 
 def outcome(variant: Variant, *, short: bool = False) -> str:
@@ -90,10 +72,13 @@ def judge(comparison: Comparison) -> list[str]:
     lines = [*_target_answer(comparison), *_control_line(comparison)]
     if len(comparison.seeds) > 1 and not comparison.by_target:
         lines += _score_lines(comparison)
-    families = comparison.families.items()
-    costs = [f"{name} {cost}" for name, members in families if (cost := _range(members, "perplexity_cost", _cost))]
-    if costs and not comparison.by_target:
-        lines.append(f"Cost in held-out perplexity: {'; '.join(costs)}.")
+    costs = {
+        name: [cost for variant in members if (cost := variant.mean("perplexity_cost")) is not None]
+        for name, members in comparison.families.items()
+    }
+    if any(costs.values()) and not comparison.by_target:
+        each = [f"{name} {_span(values, _cost)}" for name, values in costs.items() if values]
+        lines.append(f"Cost in held-out perplexity: {'; '.join(each)}.")
     if len(comparison.seeds) == 1 and len(comparison.variants) > 1 and not comparison.by_target:
         lines.append("1 seed: no difference can be judged. Two show a spread, five give an interval.")
     return lines
@@ -132,60 +117,41 @@ def _control_line(comparison: Comparison) -> list[str]:
     parts, free = [], []
     controlled = [variant for variant in comparison.variants if variant.verdicts]
     for word, verb in (("held", "held"), ("late", "reached late"), ("missed", "missed"), ("short", "")):
-        members = [variant for variant in controlled if variant.verdicts[word]]
-        if not members:
+        runs = [run for variant in controlled for run in variant.runs.values() if run.figures["verdict"] == word]
+        if not runs:
             continue
-        names = _names(comparison, members, word)
-        if len(names) > 2 and len(members) == len(controlled) and all(set(v.verdicts) == {word} for v in members):
-            names = [f"all {len(members)} variants with a target"]
-        who = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-        if not verb:
-            parts.append(f"too short to say: {who}")
-            continue
-        figures = [run.figures for variant in members for run in variant.runs.values()]
-        errors = [own["tail_error"] for own in figures if own["verdict"] == word]
-        parts.append(f"{who} {verb} {goal} (off by {_span(errors, format_percent)})")
+        names = _names(comparison, word)
+        if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
+            names = [f"all {len(controlled)} variants with a target"]
+        who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        errors = _span([run.figures["tail_error"] for run in runs], format_percent)
+        parts.append(f"{who} {verb} {goal} (off by {errors})" if verb else f"too short to say: {who}")
         goal = goal if same is None else "it"
     for family, members in comparison.families.items():
+        ratios = [ratio for v in members if not v.verdicts and (ratio := v.over_target) is not None]
         if members[0].constant_coef == 0:
             free.append(f"{family} has no penalty, KL {format_number(members[0].mean('kl'))}")
-        elif not any(variant.verdicts for variant in members):
-            ratios = [ratio for variant in members if (ratio := variant.over_target) is not None]
-            if ratios:
-                free.append(
-                    f"{family} ended at {_span(ratios, lambda ratio: f'{format_number(ratio, 2)}x')} the target"
-                )
-    if not parts and not free:
-        return []
+        elif ratios:
+            free.append(f"{family} ended at {_span(ratios, lambda ratio: f'{format_number(ratio, 2)}x')} the target")
     text = "; ".join([*parts, *free])
-    return [f"{text[0].upper() if text.startswith(('all ', 'too ')) else text[0]}{text[1:]}."]
+    return [f"{text[0].upper() if text.startswith(('all ', 'too ')) else text[0]}{text[1:]}."] if text else []
 
 
-def _names(comparison: Comparison, members: Sequence[Variant], word: str) -> list[str]:
-    """The variants, a family for its members where all of them are there; with how many seeds, if not all."""
-    names, left = [], list(members)
+def _names(comparison: Comparison, word: str) -> list[str]:
+    """The variants with a verdict and in how many seeds, if not all; a family for its members where all have it."""
+    names = []
     for family, variants in comparison.families.items():
-        full = [variant for variant in variants if set(variant.verdicts) == {word}]
-        if len(full) == len(variants) > 1:
+        counts = [(variant.name, variant.verdicts[word], len(variant.runs)) for variant in variants]
+        if len(counts) > 1 and all(count == seeds for _, count, seeds in counts):
             names.append(family)
-            left = [variant for variant in left if variant not in full]
-    for variant in left:
-        count = variant.verdicts[word]
-        names.append(
-            variant.name if count == len(variant.runs) else f"{variant.name} ({count} of {len(variant.runs)} seeds)"
-        )
+        else:
+            names += [n if count == seeds else f"{n} ({count} of {seeds} seeds)" for n, count, seeds in counts if count]
     return names
 
 
 def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
     """The least and the most of some values."""
     return " to ".join(dict.fromkeys(map(form, (min(values), max(values)))))
-
-
-def _range(variants: Sequence[Variant], name: str, form: Callable[[float], str]) -> str:
-    """The least and the most of a figure; empty where it is unknown."""
-    known = [value for variant in variants if (value := variant.mean(name)) is not None]
-    return _span(known, form) if known else ""
 
 
 def _score_lines(comparison: Comparison) -> list[str]:

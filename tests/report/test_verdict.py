@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.report.compare import Comparison, read_comparison
-from rlhf_kl.report.verdict import judge, main_table, text_table
+from rlhf_kl.report.verdict import figures_table, judge, text_table
 
 Grid = Callable[..., Comparison]
 
@@ -48,7 +48,7 @@ def test_without_gold_nothing_is_said_of_it(write_run: Callable[..., Path], metr
         "highest whose texts are still good.",
         "All 3 variants with a target held their targets (off by 0%).",
     ]
-    assert main_table(comparison)[0] == ["variant", "target", "KL", "score", "perplexity"]
+    assert figures_table(comparison)[0] == ["variant", "target", "KL", "score", "perplexity"]
 
 
 def test_held_takes_the_tail_error_and_the_time_in_band(
@@ -74,7 +74,7 @@ def test_seeds_that_missed_are_counted(write_run: Callable[..., Path], metrics_r
         for seed, kls in enumerate(([0.1] * 60, wild))
     ]
     comparison = read_comparison(paths)
-    assert main_table(comparison)[1][0][1] == "held 1/2"
+    assert figures_table(comparison)[1][0][1] == "held 1/2"
     assert "run (1 of 2 seeds) missed it (off by 10%)" in judge(comparison)[0]
 
 
