@@ -149,6 +149,8 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
             figure.supxlabel(footer, y=0.08 / height, fontsize=size * 0.85, color=colour("muted"), **left)
         for chart, panel in zip(charts, panels, strict=False):
             pad = 6 + 1.5 * size * _draw(chart, panel)
+            if legend := panel.get_legend():
+                legend.set_in_layout(False)  # a wide one does not push the panels apart
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
             panel.annotate(
                 chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
