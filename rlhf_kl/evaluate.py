@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class TextSums(NamedTuple):
     tokens: int
     bytes: int
     documents: int
+    each: list[tuple[float, int]]  # nats and tokens of each document
 
 
 @torch.no_grad()
@@ -91,26 +93,30 @@ def text_sums(
     `rows` in one pass, fewer where memory is full; `advance(n)` is called after every n windows. Errors: MemoryFull.
     """
     limit = context_length(lm.model) or DEFAULT_WINDOW
-    pieces = [piece for ids in encode_all(tokenizer, texts, bos=True) for piece in windows(ids, limit)]
-    pieces.sort(key=lambda piece: len(piece.ids))
+    encoded = encode_all(tokenizer, texts, bos=True)
+    pieces = [(place, piece) for place, ids in enumerate(encoded) for piece in windows(ids, limit)]
+    pieces.sort(key=lambda piece: len(piece[1].ids))
+    nats = [0.0] * len(texts)
 
-    def read(start: int, stop: int) -> tuple[float, int]:
-        group = pieces[start:stop]
-        loss, tokens = negative_log_likelihood(lm, [piece.ids for piece in group], [piece.first for piece in group])
+    def read(start: int, stop: int) -> float:
+        places, group = zip(*pieces[start:stop], strict=True)
+        losses = negative_log_likelihood(lm, [piece.ids for piece in group], [piece.first for piece in group])
+        parts = losses.split([len(piece.ids) - piece.first for piece in group])
+        for place, loss in zip(places, torch.stack([part.sum() for part in parts]).tolist(), strict=True):
+            nats[place] += loss
         if advance:
             advance(len(group))
-        return float(loss), tokens
+        return float(losses.sum())
 
-    total, count = 0.0, 0
-    for loss, tokens in fitting_batches(len(pieces), rows, read, "use shorter texts to evaluate on"):
-        total, count = total + loss, count + tokens
+    total = sum(fitting_batches(len(pieces), rows, read, "use shorter texts to evaluate on"), 0.0)
+    counts = [max(0, len(ids) - 1) for ids in encoded]
     size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
-    return TextSums(total, count, size, len(texts))
+    return TextSums(total, sum(counts), size, len(texts), list(zip(nats, counts, strict=True)))
 
 
 def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
     """exp(total nll / total scored tokens) of all documents together. Errors: InputError if no token was scored."""
-    total, count, size, documents = (sum(column) for column in zip(*parts, strict=True))
+    total, count, size, documents = (sum(column) for column in zip(*(part[:4] for part in parts), strict=True))
     if not count:
         raise InputError("eval.texts: no document has a token to score")
     nats = total / count
@@ -124,9 +130,14 @@ def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
     )
 
 
+def _grams(text: str, n: int = 2) -> list[tuple[str, ...]]:
+    words = text.split()
+    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
 def distinct_n(texts: Sequence[str], n: int = 2) -> float:
     """Share of n-grams of words that are distinct, over all texts (Li et al. 2016, 1510.03055)."""
-    grams = [tuple(words[i : i + n]) for words in (text.split() for text in texts) for i in range(len(words) - n + 1)]
+    grams = [gram for text in texts for gram in _grams(text, n)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -262,3 +273,37 @@ def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> PolicyFig
         eos_rate=fmean(own.ended),
         distinct_2=distinct_n(own.texts),
     )
+
+
+# ---- standard errors, by leaving out one response or document each (jackknife)
+
+
+def ratios_without(amounts: Sequence[float], counts: Sequence[float], total: float | None = None) -> list[float]:
+    """sum(amounts) / sum(counts) without each entry in turn, for `standard_error`. `total`: in place of the sum."""
+    total, count = sum(amounts) if total is None else total, sum(counts)
+    return [(total - x) / (count - n) if count > n else math.nan for x, n in zip(amounts, counts, strict=True)]
+
+
+def figures_without(samples: Samples) -> dict[str, list[float]]:
+    """Figures of `PolicyFigures` without each response in turn; NaN where nothing is left."""
+    ones, grams = [1.0] * len(samples.texts), [_grams(text) for text in samples.texts]
+    texts_with = Counter(gram for each in grams for gram in set(each))
+    own = [sum(texts_with[gram] == 1 for gram in set(each)) for each in grams]  # pairs that no other text has
+    scored = {
+        name: ratios_without([0.0 if math.isnan(x) else x for x in values], [float(not math.isnan(x)) for x in values])
+        for name, values in (("scores", samples.scores), ("gold", samples.gold))
+    }
+    return scored | {
+        "kl_token": ratios_without(samples.kl, samples.lengths),
+        "kl_sequence": ratios_without(samples.kl, ones),
+        "length": ratios_without(samples.lengths, ones),
+        "eos_rate": ratios_without(samples.ended, ones),
+        "distinct_2": ratios_without(own, list(map(len, grams)), len(texts_with)),
+    }
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of a figure with these values where each entry in turn is left out; None for fewer than two."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return math.sqrt((len(values) - 1) * pvariance(values))
