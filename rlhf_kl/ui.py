@@ -83,22 +83,21 @@ class Screen:
         if not self._quiet:
             self._pairs(counts)
 
-    def print_summary(self, figures: Mapping[str, object], next_steps: Sequence[str] = ()) -> None:
-        """Show the last figures of the run, and next steps (commands or paths)."""
+    def print_summary(
+        self, figures: Mapping[str, object], next_steps: Sequence[str] = (), texts: RenderableType | None = None
+    ) -> None:
+        """Show the last figures of the run, some of its texts, and next steps (commands or paths)."""
         if self._quiet:
             return
         if self._terminal:
             self._console.print()
         self._pairs(figures)
+        if texts is not None:
+            self._console.print(texts)
         if next_steps:
             self._print(Text("Next:", style="bold" if self._terminal else ""))
         for step in next_steps:
             self._print(Text(f"  {safe_text(step)}"))
-
-    def print_texts(self, texts: RenderableType) -> None:
-        """Show what a run has written, after its last frame."""
-        if not self._quiet:
-            self._console.print("", texts, "", sep="\n")
 
     # ---- progress
 
@@ -269,4 +268,4 @@ log.propagate = False
 _screen = Screen()
 start, silence, live = _screen.start, _screen.silence, _screen.live
 progress, waiting, show_work, show_row = _screen.progress, _screen.waiting, _screen.show_work, _screen.show_row
-print_counts, print_summary, print_texts = _screen.print_counts, _screen.print_summary, _screen.print_texts
+print_counts, print_summary = _screen.print_counts, _screen.print_summary

@@ -56,32 +56,27 @@ def evaluate(
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, permissions)
     figures = run_eval(request)
     if as_json:
-        print(json.dumps(figures, indent=2))
+        print(json.dumps(figures, indent=2, ensure_ascii=False))
         return
     from rich.console import Console
 
-    from rlhf_kl.report.texts import TextTable
+    from rlhf_kl.report.texts import text_table
 
-    print(_table(figures, stdout_width() or 80))
-    if "texts" in figures:
-        Console().print("", TextTable(figures["texts"]), sep="\n")
+    print(_table(figures))
+    Console().print(text_table(figures.get("texts", [])), end="")
 
 
-def _table(figures: dict[str, Any], width: int) -> str:
-    """Name, value and standard error of the policy; of the reference and of the difference where there is one."""
-    columns = {"policy": figures} | {name: figures[name] for name in ("reference", "difference") if name in figures}
-    rows = [[label, *(_shown(of, key) for of in columns.values())] for key, label in LABELS.items() if key in figures]
-    rows = [["", *columns], *(row for row in rows if any(row[1:]))]
+def _table(figures: dict[str, Any]) -> str:
+    """Name, value and standard error, beside those of the reference where there is one."""
+    columns = [figures, figures["reference"]] if "reference" in figures else [figures]
+    rows = [["", "policy", "reference"]] if len(columns) > 1 else []
+    rows += [[label, *(_shown(of, key) for of in columns)] for key, label in LABELS.items() if key in figures]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if sum(widths) + 2 * len(columns) > width:
-        widths = widths[:3]  # the difference is left out
-    lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=False)).rstrip() for row in rows]
+    lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows if row[1]]
     notes = "±: one standard error."
-    if len(widths) > 3:
-        notes += " Difference: policy minus reference, on the same prompts and texts."
     if "forward_kl_token" in figures:
         notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
-    return "\n".join(lines) + "\n" + hanging(notes, width, 0)
+    return "\n".join([*lines, hanging(notes, stdout_width(), 0)])
 
 
 def _shown(figures: dict[str, Any], key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +21,9 @@ def generate(
     model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
     checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A prompt. Repeatable. Without one: two held-out prompts.")
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt; default: two held-out ones.")
     ] = None,
-    prompts: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A file of prompts; - reads lines of stdin.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts; -: stdin.")] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompts.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .jsonl file, not to stdout.")] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")] = 1,
@@ -47,23 +46,9 @@ def generate(
         from rlhf_kl.commands.generate import GenerateRequest, run_generate
         from rlhf_kl.commands.stored import Permissions
 
-    request = GenerateRequest(
-        run=run,
-        model=model,
-        checkpoint=checkpoint,
-        prompts=tuple(prompt or ()),
-        file=prompts,
-        column=column,
-        output=output,
-        samples=samples,
-        with_reference=with_reference,
-        scores=scores,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        permissions=Permissions(plugins, trust_remote_code, allow_pickle),
-    )
-    results = run_generate(request)
+    permissions = Permissions(plugins, trust_remote_code, allow_pickle)
+    request = partial(GenerateRequest, run, model, checkpoint, tuple(prompt or ()), prompts, column, output)
+    results = run_generate(request(samples, with_reference, scores, max_new_tokens, temperature, seed, permissions))
     if output is not None:
         return
     if as_json:

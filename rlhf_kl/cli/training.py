@@ -78,7 +78,7 @@ def _run(
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
-        from rlhf_kl.report.texts import TextTable, held_out_texts
+        from rlhf_kl.report.texts import held_out_texts, text_table
 
     if merge:
         require_adapter(settings)
@@ -88,10 +88,9 @@ def _run(
         return
     if merge:
         merge_final(settings)
-    if kind == "train":
-        ui.print_texts(TextTable(held_out_texts(Path(settings.run.output_dir))))
+    texts = text_table(held_out_texts(Path(settings.run.output_dir))) if kind == "train" else None
     closing = train_closing if kind == "train" else supervised_closing
-    ui.print_summary(*closing(summary, settings.run.output_dir))
+    ui.print_summary(*closing(summary, settings.run.output_dir), texts)
 
 
 def doctor(
