@@ -142,21 +142,6 @@ def distinct_2(texts: Sequence[str]) -> float:
     return len(set(pairs)) / len(pairs) if pairs else 0.0
 
 
-@dataclass(frozen=True)
-class PolicyFigures:
-    """A policy on held-out prompts. The field names are the keys of `eval --json`."""
-
-    kl_token: float  # exact KL to the reference, nats, token-weighted
-    kl_sequence: float
-    forward_kl_token: float  # exact KL of the reference to the policy, on the reference's own samples: forgetting
-    scores: float | None  # raw, of the reward function, over what it scored
-    unscored: int  # responses for which it returned None
-    gold: float | None
-    length: float  # tokens, EOS included
-    eos_rate: float
-    distinct_2: float
-
-
 @dataclass
 class Samples:
     """A model's responses to held-out prompts: one entry for each."""
@@ -197,16 +182,14 @@ def policy_samples(
     cached: CachedSamples | None = None,
     purpose: str = "evaluation",
     shown: int = SHOWN,
-    beside: int = SHOWN,
 ) -> tuple[Samples, Samples]:
     """One response of policy and of reference (if any) to each prompt of `part`, at most `batch_size` at a time.
 
     The noise that decides the tokens depends on seed, `purpose` and the prompt's row: only the models differ. What a
     policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
-    2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: of how many texts the
-    tokens are kept; `beside`: of how many of all prompts the reference's responses are scored too, after the policy's.
-    `advance(n)` is called after every n responses, of the reference and then of the policy.
-    Errors: InputError from a reward function.
+    2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: for so many of the
+    prompts the tokens are kept, and the reference's responses are scored too, after all of the policy's.
+    `advance(n)` is called after every n responses. Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
     prompts = prompts.part(part.start, part.stop)
@@ -243,7 +226,7 @@ def policy_samples(
     drawn = [] if reference is None else list(sampled_by(other, reference, policy, cached))
     for batch, _, texts in sampled_by(own, policy, reference, {}):
         own.score(scorers, batch.texts, texts)
-    left = beside - part.start
+    left = shown - part.start
     for batch, _, texts in drawn:
         if left > 0:
             other.score(scorers, batch.texts[:left], texts[:left])
@@ -257,8 +240,11 @@ def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tens
     return [{"text": tokenizer.decode([i]), "logprob": p, "ref_logprob": q, "kl": nats} for i, p, q, nats in columns]
 
 
-def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> PolicyFigures:
-    """The figures of all samples of policy and reference; `facts` gets what is left out, for `monitors.worded`."""
+def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a model on held-out prompts by the keys of `eval --json`, with the KL of the other one to it.
+
+    KL in nats; scores are raw, over what was scored. `facts` gets what is left out, for `monitors.worded`.
+    """
     if own.failures:
         facts["gold-failed"] = {"failure": own.failures[0]}
     known, golds = ([score for score in each if not math.isnan(score)] for each in (own.scores, own.gold))
@@ -266,21 +252,21 @@ def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> PolicyFig
     if math.inf in map(abs, known):
         facts["eval-scores"] = {}
         known = []
-    return PolicyFigures(
-        kl_token=sum(own.kl) / sum(own.lengths),
-        kl_sequence=fmean(own.kl),
-        forward_kl_token=sum(other.kl) / sum(other.lengths),
-        scores=fmean(known) if known else None,
-        unscored=unscored,
-        gold=fmean(golds) if golds and not own.failures else None,
-        length=fmean(own.lengths),
-        eos_rate=fmean(own.ended),
-        distinct_2=distinct_2(own.texts),
-    )
+    return {
+        "kl_token": sum(own.kl) / sum(own.lengths),
+        "kl_sequence": fmean(own.kl),
+        "forward_kl_token": sum(other.kl) / sum(other.lengths),
+        "scores": fmean(known) if known else None,
+        "unscored": unscored,
+        "gold": fmean(golds) if golds and not own.failures else None,
+        "length": fmean(own.lengths),
+        "eos_rate": fmean(own.ended),
+        "distinct_2": distinct_2(own.texts),
+    }
 
 
 def errors_of(samples: Samples) -> dict[str, float | None]:
-    """Standard errors of the figures on held-out prompts, by the keys of `PolicyFigures`."""
+    """Standard errors of the figures on held-out prompts, by the keys of `figures_of`."""
     ones, pairs = [1.0] * len(samples.texts), [_word_pairs(text) for text in samples.texts]
     texts_with = Counter(pair for each in pairs for pair in set(each))
     own = [sum(texts_with[pair] == 1 for pair in set(each)) for each in pairs]  # that no other text has

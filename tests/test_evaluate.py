@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ def policy_figures(
     policy: LM, reference: LM, prompts: PromptBatch, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
 ) -> Any:
     every = range(len(prompts))
-    return figures_of(*policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options), {})
+    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)
+    return SimpleNamespace(**figures_of(*samples, {}))
 
 
 @torch.no_grad()
@@ -221,7 +223,7 @@ def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
         return Samples(kl, lengths, [True] * 60, texts, [1.0, math.nan] * 30, [1.0] * 60)
 
     made = [drawn() for _ in range(300)]
-    figures, errors = [vars(figures_of(each, each, {})) for each in made], [errors_of(each) for each in made]
+    figures, errors = [figures_of(each, each, {}) for each in made], [errors_of(each) for each in made]
     for name in ("kl_token", "kl_sequence", "length", "distinct_2"):
         told = math.sqrt(fmean(error[name] ** 2 for error in errors))  # type: ignore[operator]
         assert told == pytest.approx(stdev(figure[name] for figure in figures), rel=0.2), name
@@ -328,7 +330,7 @@ def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
     samples = Samples([0.1] * 3, [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
     facts: dict[str, Any] = {}
     figures = figures_of(samples, samples, facts)
-    assert (figures.scores, figures.unscored, facts) == (None, 1, {"eval-scores": {}})
+    assert (figures["scores"], figures["unscored"], facts) == (None, 1, {"eval-scores": {}})
 
 
 def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:

@@ -76,7 +76,7 @@ def _table(figures: dict[str, Any]) -> str:
     notes = "±: one standard error."
     if "forward_kl_token" in figures:
         notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
-    return "\n".join([*lines, hanging(notes, stdout_width(), 0)])
+    return "\n".join([*lines, hanging(notes, stdout_width() or 80, 0)])
 
 
 def _shown(figures: dict[str, Any], key: str) -> str:

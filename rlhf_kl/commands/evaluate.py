@@ -144,10 +144,10 @@ def _add_prompts(
             scorers,
             batch_size=config.rollout.batch_size,
             advance=advance,
-            beside=len(prompts),
+            shown=len(prompts),
         )
     facts: dict[str, Any] = {}
-    found = asdict(figures_of(own, other, facts)) | {"prompts": len(prompts)}
+    found = figures_of(own, other, facts) | {"prompts": len(prompts)}
     for alert in worded(facts):
         log.warning(alert)
     if unscored := found.pop("unscored"):
@@ -155,6 +155,6 @@ def _add_prompts(
     figures |= found | {"texts": grouped(heldout_rows(prompts.texts, own, other))}
     errors, of_reference = errors_of(own), errors_of(other)
     figures["standard_errors"] |= errors | {"forward_kl_token": of_reference["kl_token"]}
-    beside, found = figures["reference"], asdict(figures_of(other, own, {}))
+    beside, found = figures["reference"], figures_of(other, own, {})
     for name in ("scores", "gold", "length", "eos_rate", "distinct_2"):
         beside[name], beside["standard_errors"][name] = found[name], of_reference[name]

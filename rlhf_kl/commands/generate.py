@@ -45,11 +45,6 @@ class GenerateRequest:
     seed: int = 0
     permissions: Permissions = NO_PERMISSIONS
 
-    @property
-    def has_prompts(self) -> bool:
-        """Whether it names prompts; else those are read that `train` shows."""
-        return bool(self.prompts) or self.file is not None
-
 
 def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens.
@@ -65,8 +60,7 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
         config = permissions.run_config(folder)
         if request.scores and (refused := permissions.refused(config)[0]):
             raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
-        sections = ("policy", "reference", *["reward"] * request.scores)
-        config = with_files(config, sections if request.has_prompts else (*sections, "data", "eval"))
+        config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * request.scores))
     given = {"max_new_tokens": request.max_new_tokens, "temperature": request.temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = config.model_copy(update={"rollout": rollout})
@@ -97,7 +91,6 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
             advance=advance,
             purpose="generate",
             shown=len(batch),
-            beside=len(batch),
         )
     samples = []
     for i, prompt in enumerate(batch.texts):
@@ -126,7 +119,7 @@ def _check(request: GenerateRequest) -> None:
         problems.append("--run and --model exclude each other: name one policy")
     if request.prompts and request.file is not None:
         problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
-    if request.model is not None and not request.has_prompts:
+    if request.model is not None and not request.prompts and request.file is None:
         problems.append("name prompts with --prompt, or a file of them with --prompts")
     if request.model is not None:
         given = {
@@ -151,16 +144,16 @@ def _prompts(request: GenerateRequest, config: TrainConfig, loader: Loader, poli
     form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
     key = "--prompt"
     texts: Sequence[str] = request.prompts
-    if not request.has_prompts:
-        _, kept = build_prompts(config, loader, policy, tokenizer)
-        key, heldout = "eval.prompts", PromptStream(kept.texts, tokenizer, SHOWN, config.run.seed, kept.rows)
-        texts = heldout.batch(1).texts
-    elif request.file == "-":
+    if request.file == "-":
         key, texts = "--prompts -", sys.stdin.read().splitlines()
     elif request.file is not None:
         key, ref = "--prompts", located(request.file)
         section = PromptsSection(prompts=ref, column=request.column or "prompt", chat_template=form.chat)
         texts = loader.all_prompts(section, key, ref, "test")
+    elif not texts:  # those that `train` shows
+        _, kept = build_prompts(config, loader, policy, tokenizer)
+        key, size = "eval.prompts", min(SHOWN, len(kept.texts))
+        texts = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows).batch(1).texts
     context = context_length(policy)
     room = None if context is None else context - config.rollout.max_new_tokens
     return usable_prompts(key, texts, policy, tokenizer, room, form)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number, safe_text
 
 HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
-COLUMN = 38  # columns of a text: two fit beside each other
+COLUMN = 39  # columns of a text: two fit beside each other
 LONGEST = 800  # characters of a text that are shown
 
 
@@ -49,19 +49,22 @@ def across(folders: Mapping[str, Path]) -> dict[str, Any] | None:
     return None
 
 
-def text_table(texts: Iterable[Mapping[str, Any]]) -> Group:
+def text_table(texts: Sequence[Mapping[str, Any]]) -> Group:
     """`held_out_texts` for a terminal: reference and policy at the end, side by side where there is room."""
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = (
+        [Text("\nHeld-out prompts, answered by both; KL in nats", style="bold")] if texts else []
+    )
     for each in texts:
         pair = [_shown("reference", each["reference"]), _shown("policy", each["policy"][-1])]
-        parts += ["", Text(_safe(each["prompt"])[-LONGEST:], style="cyan"), Columns(pair, width=COLUMN, padding=(0, 2))]
+        parts += [Text(_safe(each["prompt"])[-LONGEST:], style="cyan"), Columns(pair, width=COLUMN), ""]
     return Group(*parts)
 
 
 def _shown(name: str, text: Mapping[str, Any]) -> Text:
-    figures = [f"{key} {text[key]:.2f}" for key in ("score", "gold", "kl") if read_number(text, key) is not None]
+    forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f}"}
+    figures = [form.format(text[key]) for key, form in forms.items() if read_number(text, key) is not None]
     body = _safe(text["text"]) or "(empty)"
-    head = ((name, "bold"), (f"  {', '.join(figures).replace('kl', 'KL')}\n", "dim"))
+    head = ((name, "bold"), (f"  {', '.join(figures)}\n", "dim"))
     return Text.assemble(*head, body[:LONGEST], "..." if len(body) > LONGEST else "")
 
 

@@ -68,7 +68,7 @@ def test_a_run_agrees_with_its_own_last_evaluation(tiny_run: Path) -> None:
 
 def test_the_texts_of_a_run_are_those_of_its_training_and_its_start_is_the_reference(tiny_run: Path) -> None:
     kept, read = held_out_texts(tiny_run), evaluate(run=tiny_run)
-    assert len(kept) == 2
+    assert kept
     for one, other in zip(kept, read["texts"], strict=True):
         assert [text["step"] for text in one["policy"]] == [1, 3, 5, 7]
         assert one["policy"][0]["text"] == one["reference"]["text"]
