@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -77,6 +78,7 @@ def _run(
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
+        from rlhf_kl.report.texts import held_out_texts, text_table
 
     if merge:
         require_adapter(settings)
@@ -86,8 +88,9 @@ def _run(
         return
     if merge:
         merge_final(settings)
+    texts = text_table(held_out_texts(Path(settings.run.output_dir))) if kind == "train" else None
     closing = train_closing if kind == "train" else supervised_closing
-    ui.print_summary(*closing(summary, settings.run.output_dir))
+    ui.print_summary(*closing(summary, settings.run.output_dir), texts)
 
 
 def doctor(

@@ -52,8 +52,8 @@ def sample_rows(
                 **_columns(rollout.prompts[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
-                "score": _score(rollout.scores.get(REWARD, ()), i),
-                "gold": _score(rollout.scores.get(GOLD, ()), i),
+                "score": score_at(rollout.scores.get(REWARD, ()), i),
+                "gold": score_at(rollout.scores.get(GOLD, ()), i),
                 "kl": float(rollout.exact_kl[i].sum()),
                 "tokens": token_rows(tokenizer, *(column[i][rollout.mask[i]] for column in of_tokens)),
             }
@@ -65,7 +65,7 @@ def heldout_rows(
     """What the policy answers to the first held-out prompts, and where it is given what the reference answers."""
 
     def response(samples: Samples, i: int) -> dict[str, Any]:
-        return {"response": samples.texts[i], "score": _score(samples.scores, i), "gold": _score(samples.gold, i)}
+        return {"response": samples.texts[i], "score": score_at(samples.scores, i), "gold": score_at(samples.gold, i)}
 
     return [
         {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompt, columns, {})}
@@ -89,7 +89,8 @@ def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
     return [{"sample": at // width, "position": at % width, **token} for at, token in zip(places, tokens, strict=True)]
 
 
-def _score(scores: Sequence[float] | Tensor, row: int) -> float | None:
+def score_at(scores: Sequence[float] | Tensor, row: int) -> float | None:
+    """A score of many; None where there is none."""
     score = float(scores[row]) if row < len(scores) else math.nan
     return None if math.isnan(score) else score
 

@@ -17,7 +17,7 @@ from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
-from rlhf_kl.evaluate import SHOWN, Samples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
+from rlhf_kl.evaluate import Samples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
@@ -295,8 +295,7 @@ def evaluate_policy(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
 
-    `facts` gets what is left out, for the monitors. Each of several processes reads its part. The reference's responses
-    are scored at the first step only: they stay the same.
+    `facts` gets what is left out, for the monitors. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
     prompts = setup.heldout.batch(1)
@@ -315,19 +314,12 @@ def evaluate_policy(
                 setup.scorers,
                 batch_size=config.rollout.batch_size // ranks.count,
                 cached=setup.cached,
-                beside=SHOWN if step == 1 else 0,
             )
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other = map(Samples.joined, zip(*samples, strict=True))
     text, figures = perplexity_of(sums), figures_of(own, other, facts)
-    return {
-        "eval/perplexity": text.perplexity,
-        "eval/bits_per_byte": text.bits_per_byte,
-        "eval/scores": figures.scores,
-        "eval/unscored": figures.unscored,
-        "eval/gold": figures.gold,
-        "eval/kl_token": figures.kl_token,
-        "eval/forward_kl_token": figures.forward_kl_token,
-        "eval/distinct_2": figures.distinct_2,
-    }, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)
+    names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
+    row = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
+    row |= {f"eval/{name}": figures[name] for name in names}
+    return row, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)
