@@ -20,6 +20,7 @@ from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.control import verdict_text
 from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
+from rlhf_kl.report.texts import across
 from rlhf_kl.report.verdict import figures_table
 from rlhf_kl.text import format_number, format_percent, read_number, safe_text
 
@@ -101,14 +102,11 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
 
 
 def compared_texts(comparison: Comparison) -> tuple[str, list[tuple[str, str, str]]] | None:
-    """A held-out prompt, and who answers, figures and text of the reference and of each variant's first seed."""
-    runs = {v.name: next(iter(v.runs.values())).texts for v in comparison.variants}
-    known = [(name, texts[0]) for name, texts in runs.items() if texts]
-    if not known:
-        return None
-    prompt, reference = known[0][1]["prompt"], known[0][1]["reference"]
-    answers = [("reference", reference), *((name, own["policy"][-1]) for name, own in known if own["prompt"] == prompt)]
-    return prompt, [(name, _text_figures(text), text["text"]) for name, text in answers]
+    """A held-out prompt, and who answers, figures and text: of the reference, and of each variant's first seed."""
+    found = across({v.name: next(iter(v.runs.values())).path for v in comparison.variants})
+    answers = {"reference": found["reference"], **found["policies"]} if found else {}
+    answered = [(name, _text_figures(text), text["text"]) for name, text in answers.items()]
+    return (found["prompt"], answered) if found else None
 
 
 def _render(template: str, **values: Any) -> str:

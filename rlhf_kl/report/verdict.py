@@ -124,8 +124,9 @@ def _control_line(comparison: Comparison) -> list[str]:
         if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
             names = [f"all {len(controlled)} variants with a target"]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        errors = _span([run.figures["tail_error"] for run in runs], format_percent)
-        parts.append(f"{who} {verb} {goal} (off by {errors})" if verb else f"too short to say: {who}")
+        errors = [run.figures["tail_error"] for run in runs] if verb else []
+        off = f"(off by {_span(errors, format_percent)})"
+        parts.append(f"{who} {verb} {goal} {off}" if verb else f"too short to say: {who}")
         goal = goal if same is None else "it"
     for family, members in comparison.families.items():
         ratios = [ratio for v in members if not v.verdicts and (ratio := v.over_target) is not None]
@@ -150,8 +151,8 @@ def _names(comparison: Comparison, word: str) -> list[str]:
 
 
 def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """The least and the most of some values."""
-    return " to ".join(dict.fromkeys(map(form, (min(values), max(values)))))
+    """The least and the most of some values; empty without any."""
+    return " to ".join(dict.fromkeys(map(form, (min(values), max(values))))) if values else ""
 
 
 def _score_lines(comparison: Comparison) -> list[str]:

@@ -127,7 +127,7 @@ def test_the_total_reward_pays_for_the_kl() -> None:
     """Gain sqrt(2 KL), the most that Gaussian scores allow: the total is highest at KL = 1 / (2 beta^2)."""
     gains = [(kl, math.sqrt(2 * kl)) for kl in (0.5, 2.0, 8.0, 0.0, 50.0)]
     chart = _total_reward("points", gains, (0.1, 0.25, 0.5, 1.0))
-    assert chart.lines[0].label == "beta 0.1"
-    assert chart.lines[0].x == [0.0, 0.5, 2.0, 8.0, 50.0]
-    assert chart.lines[0].y == pytest.approx([kl**0.5 * 2**0.5 - 0.1 * kl for kl in chart.lines[0].x])
-    assert [(mark.x[0], mark.y[0]) for mark in chart.lines[1::2]] == [(50.0, 5.0), (8.0, 2.0), (2.0, 1.0), (0.5, 0.5)]
+    _, first, *others = chart.lines  # the gold line comes before
+    assert (first.label, first.x) == ("beta 0.1", [0.0, 0.5, 2.0, 8.0, 50.0])
+    assert first.y == pytest.approx([math.sqrt(2 * kl) - 0.1 * kl for kl in first.x])
+    assert [(mark.x[0], mark.y[0]) for mark in others[::2]] == [(50.0, 5.0), (8.0, 2.0), (2.0, 1.0), (0.5, 0.5)]
