@@ -83,8 +83,10 @@ class Screen:
         if not self._quiet:
             self._pairs(counts)
 
-    def print_summary(self, figures: Mapping[str, object], next_steps: Sequence[str] = ()) -> None:
-        """Show the last figures of the run, and next steps (commands or paths)."""
+    def print_summary(
+        self, figures: Mapping[str, object], next_steps: Sequence[str] = (), texts: RenderableType | None = None
+    ) -> None:
+        """Show the last figures of the run, some of its texts, and next steps (commands or paths)."""
         if self._quiet:
             for name, value in figures.items():
                 print(f"{safe_text(name)}: {_value(value)}")
@@ -92,6 +94,8 @@ class Screen:
         if self._terminal:
             self._console.print()
         self._pairs(figures)
+        if texts is not None:
+            self._console.print(texts)
         if next_steps:
             self._print(Text("Next:", style="bold" if self._terminal else ""))
         for step in next_steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,6 +74,7 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
         from rlhf_kl.run.log import encode_json
+        from rlhf_kl.report.texts import held_out_texts, text_table
 
     if merge:
         require_adapter(settings)
@@ -82,11 +84,12 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
         return
     if merge:
         merge_final(settings)
+    texts = text_table(held_out_texts(Path(settings.run.output_dir))) if kind == "train" else None
     closing = train_closing if kind == "train" else supervised_closing
     if as_json:
         print(encode_json(summary, indent=2).decode())
     else:
-        ui.print_summary(*closing(summary, settings.run.output_dir))
+        ui.print_summary(*closing(summary, settings.run.output_dir), texts)
 
 
 def doctor(

@@ -119,6 +119,8 @@ def test_the_newest_run_of_the_working_directory(
     assert (done.code, done.out) == (0, "runs/new/report.html\n")
     assert "unfinished: 4 of 60 updates" in done.err
     assert "new: KL report" in (here / "runs/new/report.html").read_text()
+    figures = json.loads(rlhf_kl("report", "runs/new", "--json").out)
+    assert figures["runs/new"]["page"] == "runs/new/report.html"
     # A link where the report goes is replaced: nothing is written outside of the folder.
     (here / "other").write_text("precious")
     (here / "runs/new/report.html").unlink()

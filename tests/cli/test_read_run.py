@@ -19,6 +19,8 @@ from rlhf_kl.run.log import read_jsonl
 Cli = Callable[..., Any]
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
 POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
+POLICY_KEYS |= {"prompts"}
+BESIDE = {"scores", "gold", "length", "eos_rate", "distinct_2"}
 # Every import, construction and call leaves a line.
 CODE = """
 from pathlib import Path
@@ -85,20 +87,24 @@ def document(outcome: Any) -> Any:
 
 def test_a_run_as_one_json_document_and_as_a_table(place: Path, rlhf_kl: Cli) -> None:
     found = document(rlhf_kl("eval", "--run", "run", "--plugins", "--json"))
-    assert found.keys() == TEXT_KEYS | POLICY_KEYS | {"reference"}
-    assert found["reference"].keys() == TEXT_KEYS
+    assert found.keys() == TEXT_KEYS | POLICY_KEYS | {"reference", "standard_errors", "texts"}
+    assert found["reference"].keys() == TEXT_KEYS | BESIDE | {"standard_errors"}
     assert found["kl_token"] > 0
     outcome = rlhf_kl("eval", "--run", "run", "--plugins", "--quiet")
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0].split() == ["policy", "reference"]
-    assert {line[:20].strip() for line in lines[1:-1]} == {LABELS[key].strip() for key in TEXT_KEYS | POLICY_KEYS}
+    table = lines[1 : lines.index("", 1) - 1]
+    assert {line[:20].strip() for line in table} == {LABELS[key].strip() for key in TEXT_KEYS | POLICY_KEYS}
+    assert found["texts"][0]["policy"][0]["text"] in outcome.out
+    assert all(len(line.rstrip()) <= 80 for line in lines)
 
 
 def test_models_and_paths_of_the_working_directory(tiny_folder: Path, place: Path, rlhf_kl: Cli) -> None:
     (place / "model").symlink_to(tiny_folder)
     (place / "x.txt").write_text("abcd\n")
-    assert document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--json")).keys() == TEXT_KEYS
+    alone = document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--json"))
+    assert alone.keys() == TEXT_KEYS | {"standard_errors"}
     found = document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--reference", "model", "--json"))
     assert found["perplexity"] == found["reference"]["perplexity"]
 
@@ -199,7 +205,8 @@ def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) 
     assert line.endswith("--plugins runs it")
     figures = json.loads(without.out)
     allowed = document(rlhf_kl("eval", "--run", "run", "--json", "--plugins", "--quiet"))
-    assert {**allowed, "scores": None, "gold": None} == figures
+    assert {name for name in figures if figures[name] != allowed[name]} == {"scores", "gold", "reference", "texts"}
+    assert figures["reference"]["scores"] is figures["scores"] is figures["texts"][0]["policy"][0]["score"] is None
     outcome = rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--scores")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("error: --scores needs code that the run names (")
