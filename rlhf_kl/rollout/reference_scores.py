@@ -149,7 +149,7 @@ class ReferenceScores:
         for block in range(BLOCKS):
             left = [(x, group) for x, group in zip(self.shaped, self.groups, strict=True) if numbers[group] != block]
             shaped, groups = map(list, zip(*left, strict=True))
-            logs.append(math.log(coef(ReferenceScores(shaped, groups, self.length))))
+            logs.append(math.log(coef(ReferenceScores(shaped, groups, self.length)) or 1.0))  # 0 is written: constant
         return math.sqrt(BLOCKS - 1) * pstdev(logs) < ENOUGH
 
     def tilt_curve(self) -> list[dict[str, float]]:

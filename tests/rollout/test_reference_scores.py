@@ -184,3 +184,4 @@ def test_samples_are_enough_where_others_like_them_give_the_same_mean_and_beta()
         assert share > 0.8 if max(error, mean_error) < 0.07 else share < 0.5 if max(error, mean_error) > 0.13 else True
     assert not draw(6, 80, 0.0, 0).are_enough(coef)
     assert not draw(60, 8, 0.0, 0, values=2).are_enough(coef)
+    assert draw(60, 8, 0.0, 0).are_enough(lambda _: 0.0)  # no penalty: beta is written
