@@ -13,6 +13,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -120,6 +121,10 @@ def test_every_command_runs(document: Path, place: Callable[[Path], Path], rlhf_
 def run(words: list[str], rlhf_kl: Any) -> str:
     """Run a command as far as a test can; what went wrong."""
     program, *rest = words
+    if program == "python":  # a file of the document, which says what it prints
+        done = subprocess.run([sys.executable, *rest], capture_output=True, text=True, check=False)
+        told = any(done.stdout.strip() in document.read_text(encoding="utf-8") for document in DOCUMENTS)
+        return "" if done.stdout and told else done.stdout + done.stderr or "nothing printed"
     if program in ("git", "source"):  # a clone, and its environment in the shell
         return ""
     if program == "make":
@@ -226,6 +231,14 @@ def test_the_page_on_kl_names_every_option_of_a_controller_and_its_default() -> 
         }
         shown = dict(re.findall(r"`(\w+): ([\w.]+)`", described[name]))
         assert shown == options, name
+
+
+def test_the_page_on_running_names_the_environment_variables_that_the_program_reads() -> None:
+    page = (FOLDER / "running.md").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in FOLDER.parent.rglob("*.py"))
+    read = set(re.findall(r"environ(?:\.get\(|\.setdefault\(|\[)\"(\w+)", source))
+    assert "RLHF_KL_CACHE" in read
+    assert [name for name in sorted(read) if f"`{name}`" not in page] == []
 
 
 def test_what_is_made_from_the_schema_is_fresh() -> None:
