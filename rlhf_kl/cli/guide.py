@@ -23,7 +23,9 @@ WIDTH = 100  # most columns of a page: longer lines are hard to read
 
 
 def guide(
-    page: Annotated[str | None, typer.Argument(metavar="[PAGE]", help="Name of a page, or its beginning; default: list them.")] = None,
+    page: Annotated[
+        str | None, typer.Argument(metavar="[PAGE]", help="A page, or the beginning of its name; default: list them.")
+    ] = None,
 ) -> None:
     """Read the guide: KL control, questions, a lab, models, rewards, running, every metric and config key."""
     if page is None:
