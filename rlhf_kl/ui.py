@@ -95,6 +95,11 @@ class Screen:
         for step in next_steps:
             self._print(Text(f"  {safe_text(step)}"))
 
+    def print_texts(self, texts: RenderableType) -> None:
+        """Show what a run has written, after its last frame."""
+        if not self._quiet:
+            self._console.print("", texts, "", sep="\n")
+
     # ---- progress
 
     @contextlib.contextmanager
@@ -264,4 +269,4 @@ log.propagate = False
 _screen = Screen()
 start, silence, live = _screen.start, _screen.silence, _screen.live
 progress, waiting, show_work, show_row = _screen.progress, _screen.waiting, _screen.show_work, _screen.show_row
-print_counts, print_summary = _screen.print_counts, _screen.print_summary
+print_counts, print_summary, print_texts = _screen.print_counts, _screen.print_summary, _screen.print_texts

@@ -13,7 +13,7 @@ from torch.distributions import Categorical, kl_divergence
 from rlhf_kl.errors import InputError, MemoryFull
 from rlhf_kl.evaluate import (
     Perplexity,
-    PolicySamples,
+    Samples,
     distinct_n,
     figures_of,
     perplexity_of,
@@ -42,7 +42,7 @@ def policy_figures(
     policy: LM, reference: LM, prompts: PromptBatch, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
 ) -> Any:
     every = range(len(prompts))
-    return figures_of([policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)], {})
+    return figures_of(*policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options), {})
 
 
 @torch.no_grad()
@@ -265,7 +265,7 @@ def test_the_samples_of_the_reference_are_drawn_once(
     for policy in (first, second):
         rest = (prompts, range(12), 0, Sampling(6, 1.0, [2], 0), letters)
         kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
-        assert kept.forward_kl == policy_samples(policy, reference, *rest, batch_size=5).forward_kl
+        assert kept == policy_samples(policy, reference, *rest, batch_size=5)
     assert all(responses.sampled.states is None for responses in drawn.values())
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
@@ -290,9 +290,9 @@ def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make
 
 
 def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
-    samples = PolicySamples([0.1] * 3, [0.1], [1], [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
+    samples = Samples([0.1] * 3, [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
     facts: dict[str, Any] = {}
-    figures = figures_of([samples], facts)
+    figures = figures_of(samples, samples, facts)
     assert (figures.scores, figures.unscored, facts) == (None, 1, {"eval-scores": {}})
 
 

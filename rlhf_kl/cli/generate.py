@@ -10,7 +10,7 @@ import typer
 
 from rlhf_kl import ui
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
-from rlhf_kl.text import safe_text
+from rlhf_kl.text import safe_text, stdout_width
 
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token
 
@@ -19,8 +19,12 @@ def generate(
     run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
     checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt. Repeatable.")] = None,
-    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt. Repeatable. Without one: two held-out prompts.")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A file of prompts; - reads lines of stdin.")
+    ] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompts.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .jsonl file, not to stdout.")] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")] = 1,
@@ -72,17 +76,23 @@ def _show(samples: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(soft_wrap=True)
+    console, width = Console(soft_wrap=True), stdout_width()
+
+    def show(label: str, text: Text) -> None:
+        """Broken between words in a terminal."""
+        if width is not None:
+            lines = text.wrap(console, max(20, width - len(label)))
+            text = Text("\n" + " " * len(label)).join(lines)
+        console.print(Text.assemble((label, "bold"), text))
+
     for number, sample in enumerate(samples):
         if number:
             console.print()
-        console.print(Text(safe_text(sample["prompt"], keep_newlines=True), style="dim"))
-        console.print(Text("policy     ", style="bold"), end="")
-        console.print(_coloured(sample), Text(_figures(sample), style="dim"))
+        show("", Text(safe_text(sample["prompt"], keep_newlines=True), style="cyan"))
+        show("policy     ", _coloured(sample) + Text(_figures(sample), style="dim"))
         if "reference" in sample:
-            console.print(Text("reference  ", style="bold"), end="")
             score = f"  ({_score(sample['reference_score'])})" if "reference_score" in sample else ""
-            console.print(Text(safe_text(sample["reference"], keep_newlines=True)), Text(score, style="dim"))
+            show("reference  ", Text(safe_text(sample["reference"], keep_newlines=True)) + Text(score, style="dim"))
 
 
 def _coloured(sample: dict[str, Any]) -> Any:

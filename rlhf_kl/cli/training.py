@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -77,6 +78,7 @@ def _run(
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
+        from rlhf_kl.report.texts import TextTable, held_out_texts
 
     if merge:
         require_adapter(settings)
@@ -86,6 +88,8 @@ def _run(
         return
     if merge:
         merge_final(settings)
+    if kind == "train":
+        ui.print_texts(TextTable(held_out_texts(Path(settings.run.output_dir))))
     closing = train_closing if kind == "train" else supervised_closing
     ui.print_summary(*closing(summary, settings.run.output_dir))
 

@@ -244,7 +244,7 @@ def check_update(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     row, facts = update_row(result, config), dict(result.facts)
     update = time.perf_counter() - began - start
     with ui.waiting("one evaluation"):
-        evaluated = evaluate_policy(config, setup, facts)
+        evaluated, _ = evaluate_policy(config, setup, facts)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
     yield check_endings(config, setup, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from rlhf_kl import ui
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.build import build_prompts, sampling_of
 from rlhf_kl.commands.load import Loader
+from rlhf_kl.commands.samples import heldout_rows
 from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
@@ -17,11 +19,20 @@ from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
-from rlhf_kl.evaluate import figures_of, perplexity_of, policy_samples, text_sums
+from rlhf_kl.evaluate import (
+    figures_of,
+    figures_without,
+    perplexity_of,
+    policy_samples,
+    ratios_without,
+    standard_error,
+    text_sums,
+)
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.monitors import worded
+from rlhf_kl.report.texts import grouped
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.folder import RunFolder, newest_run
 from rlhf_kl.ui import log
@@ -42,7 +53,11 @@ class EvalRequest:
 
 
 def run_eval(request: EvalRequest) -> dict[str, Any]:
-    """The figures of `eval --json`, by their keys: of a model on texts; of a run also on its held-out prompts."""
+    """The figures of `eval --json`, by their keys: of a model on texts; of a run also on its held-out prompts.
+
+    With their `standard_errors`; where there is a reference, its own under `reference`, and what a figure of the policy
+    has above it under `difference`; of a run also some `texts`, as `report.texts.held_out_texts`.
+    """
     _check(request)
     folder = None
     if request.model is not None:
@@ -62,16 +77,39 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
         config = with_files(config)
         model, tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
     policy = frozen_lm(model, dtype, loader.device)
-    figures = _perplexity(policy, tokenizer, texts, "policy")
+    own = _perplexity(policy, tokenizer, texts, "policy")
     if request.model is not None and request.reference is None:
-        return figures
+        return own.with_errors()
     beside = load_run_reference(loader, config, request.reference)
     reference = frozen_lm(beside.model, dtype, loader.device)
-    figures["reference"] = _perplexity(reference, beside.tokenizer, texts, "reference")
-    if request.model is not None:
-        return figures
-    scorers = _scorers(request, config, loader, of_run=folder is not None)
-    return figures | _on_prompts(config, loader, policy, reference, tokenizer, scorers)
+    other = _perplexity(reference, beside.tokenizer, texts, "reference")
+    read: dict[str, Any] = {}
+    if request.model is None:
+        scorers = _scorers(request, config, loader, of_run=folder is not None)
+        read["texts"] = _on_prompts(config, loader, policy, reference, tokenizer, scorers, own, other)
+    both = {"reference": other.with_errors(), "difference": own.minus(other).with_errors()}
+    return own.with_errors() | both | read
+
+
+@dataclass
+class _Measured:
+    """Figures of one model by their keys, and those of them without each document or response in turn."""
+
+    figures: dict[str, Any]
+    without: dict[str, list[float]]
+
+    def with_errors(self) -> dict[str, Any]:
+        errors = {name: standard_error(values) for name, values in self.without.items()}
+        known = {name: error for name, error in errors.items() if None not in (error, self.figures.get(name))}
+        return self.figures | {"standard_errors": known}
+
+    def minus(self, other: _Measured) -> _Measured:
+        """Of the same documents and prompts, so that what both find hard cancels out."""
+        one, two = self.figures, other.figures
+        names = [name for name in self.without if None not in (one.get(name), two.get(name))]
+        pairs = {name: zip(self.without[name], other.without[name], strict=True) for name in names}
+        without = {name: [x - y for x, y in pair] for name, pair in pairs.items()}
+        return _Measured({name: one[name] - two[name] for name in names}, without)
 
 
 def _check(request: EvalRequest) -> None:
@@ -95,9 +133,12 @@ def _texts(request: EvalRequest, config: TrainConfig, loader: Loader) -> list[st
     return loader.texts(file, request.column or section.column, key, section.split, limit=limit)
 
 
-def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> dict[str, Any]:
+def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> _Measured:
     with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
-        return asdict(perplexity_of([text_sums(lm, tokenizer, texts, advance=advance)]))
+        sums = text_sums(lm, tokenizer, texts, advance=advance)
+    nats = ratios_without([nats for nats, _ in sums.each], [tokens for _, tokens in sums.each])
+    perplexities = [math.exp(x) if x < 700 else math.inf for x in nats]
+    return _Measured(asdict(perplexity_of([sums])), {"perplexity": perplexities, "nats_per_token": nats})
 
 
 def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_run: bool) -> Scorers:
@@ -111,13 +152,21 @@ def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_ru
 
 
 def _on_prompts(
-    config: TrainConfig, loader: Loader, policy: LM, reference: LM, tokenizer: Any, scorers: Scorers
-) -> dict[str, Any]:
+    config: TrainConfig,
+    loader: Loader,
+    policy: LM,
+    reference: LM,
+    tokenizer: Any,
+    scorers: Scorers,
+    own: _Measured,
+    other: _Measured,
+) -> list[dict[str, Any]]:
+    """Adds to the figures of both those on held-out prompts; returns some of the texts."""
     _, kept = build_prompts(config, loader, policy.model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
     scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
-        samples = policy_samples(
+        written, beside = policy_samples(
             policy,
             reference,
             prompts,
@@ -128,11 +177,23 @@ def _on_prompts(
             scorers,
             batch_size=config.rollout.batch_size,
             advance=advance,
+            beside=len(prompts),
         )
     facts: dict[str, Any] = {}
-    figures = asdict(figures_of([samples], facts))
+    figures = asdict(figures_of(written, beside, facts))
     for alert in worded(facts):
         log.warning(alert)
     if unscored := figures.pop("unscored"):
         log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
-    return figures
+    own.figures |= figures | {"prompts": len(prompts)}
+    own.without |= figures_without(written)
+    without = figures_without(beside)
+    own.without["forward_kl_token"] = without["kl_token"]
+    names = ("scores", "gold", "length", "eos_rate", "distinct_2")
+    figures = asdict(figures_of(beside, written, {}))
+    other.figures |= {name: figures[name] for name in names} | {"prompts": len(prompts)}
+    other.without |= {name: without[name] for name in names}
+    texts = grouped(heldout_rows(prompts.texts, written, beside))
+    for each in texts:
+        del each["policy"][0]["tokens"]
+    return texts

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import prompt_format, usable_prompts
+from rlhf_kl.commands.build import build_prompts, prompt_format, usable_prompts
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.samples import token_rows
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream
 from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.evaluate import SHOWN, token_rows
 from rlhf_kl.memory import fitting_batches
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype, context_length, eos_ids
@@ -53,6 +54,11 @@ class GenerateRequest:
     seed: int = 0
     permissions: Permissions = NO_PERMISSIONS
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether it names prompts; else those are read that `train` shows."""
+        return bool(self.prompts) or self.file is not None
+
 
 Sample = dict[str, Any]
 
@@ -71,7 +77,8 @@ def run_generate(request: GenerateRequest) -> list[Sample]:
         config = permissions.run_config(folder)
         if request.scores and (refused := permissions.refused(config)[0]):
             raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
-        config = with_files(config, ("policy", "reference", *["reward"] * request.scores))
+        sections = ("policy", "reference", *["reward"] * request.scores)
+        config = with_files(config, sections if request.has_prompts else (*sections, "data", "eval"))
     loader = Loader.for_run(config.run, run_device(config.run))
     with ui.waiting("loading the models and prompts"):
         writer = _Writer(request, config, loader, folder)
@@ -94,7 +101,9 @@ def _check(request: GenerateRequest) -> None:
     problems = []
     if request.run is not None and request.model is not None:
         problems.append("--run and --model exclude each other: name one policy")
-    if bool(request.prompts) == (request.file is not None):
+    if request.prompts and request.file is not None:
+        problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
+    if request.model is not None and not request.has_prompts:
         problems.append("name prompts with --prompt, or a file of them with --prompts")
     if request.model is not None:
         given = {
@@ -140,12 +149,18 @@ class _Writer:
             eos_ids=eos_ids(policy, self.tokenizer),
             pad_id=self.tokenizer.pad_token_id,
         )
-        self.prompts = self._prompts(loader, policy, form)
+        self.prompts = self._prompts(config, loader, policy, form)
 
-    def _prompts(self, loader: Loader, policy: Any, form: PromptFormat) -> Prompts:
+    def _prompts(self, config: TrainConfig, loader: Loader, policy: Any, form: PromptFormat) -> Prompts:
         request, key = self.request, "--prompt"
         texts: Sequence[str] = request.prompts
-        if request.file is not None:
+        if not request.has_prompts:
+            _, kept = build_prompts(config, loader, policy, self.tokenizer)
+            key = "eval.prompts"
+            texts = PromptStream(kept.texts, self.tokenizer, SHOWN, config.run.seed, kept.rows).batch(1).texts
+        elif request.file == "-":
+            key, texts = "--prompts -", sys.stdin.read().splitlines()
+        elif request.file is not None:
             key, ref = "--prompts", located(request.file)
             section = PromptsSection(prompts=ref, column=request.column or "prompt", chat_template=form.chat)
             texts = loader.all_prompts(section, key, ref, "test")

@@ -11,13 +11,13 @@ from rlhf_kl import ui
 from rlhf_kl.commands.build import Setup, build_setup, fingerprints
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import write_final
-from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
+from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows, top_tokens
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.config.notes import start_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
-from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
+from rlhf_kl.evaluate import SHOWN, Samples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
@@ -96,7 +96,7 @@ class TrainLoop:
         for step in self.run.steps(total):
             facts: dict[str, Any] = {}
             self.scorers.begin(step, total)
-            evaluated = self.evaluate(facts) if (step - 1) % config.eval.every == 0 else {}
+            evaluated = self.evaluate(step, facts) if (step - 1) % config.eval.every == 0 else {}
             ui.show_work(f"update {step}")
             result = self.step(step)
             row = result.row | evaluated
@@ -115,10 +115,13 @@ class TrainLoop:
             if ended_by:
                 self.run.stop(row, ended_by, episodes=row["episodes"])
 
-    def evaluate(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """The `eval/*` figures of the policy as it is; `facts` gets what is left out."""
+    def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
+        """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
         ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} prompts")
-        return evaluate_policy(self.config, self.setup, facts, self.ranks)
+        figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
+        for row in samples:
+            self.run.sample({"step": step} | row)
+        return figures
 
     def step(self, step: int) -> StepResult:
         """One update and its row; a rollout that is not finite is reported and left out."""
@@ -247,7 +250,7 @@ class TrainLoop:
         step = self.config.updates
         self.scorers.begin(step + 1, self.config.updates)
         facts: dict[str, Any] = {}
-        evaluated = self.evaluate(facts)
+        evaluated = self.evaluate(step + 1, facts)
         for alert in worded(facts):
             log.warning(alert)
         ui.show_work("writing final/")
@@ -287,32 +290,36 @@ class TrainLoop:
 
 
 def evaluate_policy(
-    config: TrainConfig, setup: Setup, facts: dict[str, Any], ranks: Ranks | None = None
-) -> dict[str, Any]:
-    """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
+    config: TrainConfig, setup: Setup, facts: dict[str, Any], ranks: Ranks | None = None, step: int = 1
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
 
-    `facts` gets what is left out, for the monitors. Each of several processes reads its part.
+    `facts` gets what is left out, for the monitors. Each of several processes reads its part. The reference's responses
+    are scored at the first step only: they stay the same.
     """
     ranks = ranks or Ranks()
-    texts, prompts = ranks.mine(setup.texts), ranks.mine(range(setup.heldout.batch_size))
+    prompts = setup.heldout.batch(1)
+    texts, rows = ranks.mine(setup.texts), ranks.mine(range(len(prompts)))
 
-    def evaluate() -> tuple[TextSums, PolicySamples]:
+    def evaluate() -> tuple[TextSums, tuple[Samples, Samples]]:
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             return text_sums(setup.policy, setup.tokenizer, texts), policy_samples(
                 setup.policy,
                 setup.reference,
-                setup.heldout.batch(1),
                 prompts,
+                rows,
                 config.run.seed,
                 setup.sampling,
                 setup.tokenizer,
                 setup.scorers,
                 batch_size=config.rollout.batch_size // ranks.count,
                 cached=setup.cached,
+                beside=SHOWN if step == 1 else 0,
             )
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
-    text, figures = perplexity_of(sums), figures_of(samples, facts)
+    own, other = map(Samples.joined, zip(*samples, strict=True))
+    text, figures = perplexity_of(sums), figures_of(own, other, facts)
     return {
         "eval/perplexity": text.perplexity,
         "eval/bits_per_byte": text.bits_per_byte,
@@ -322,4 +329,4 @@ def evaluate_policy(
         "eval/kl_token": figures.kl_token,
         "eval/forward_kl_token": figures.forward_kl_token,
         "eval/distinct_2": figures.distinct_2,
-    }
+    }, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)

@@ -17,6 +17,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 from rlhf_kl.report import control
+from rlhf_kl.report.texts import HELD_OUT
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number
@@ -153,7 +154,8 @@ def read_run(path: Path) -> RunResult:
     updates = [row for row in rows if control.is_update(row)]
     evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]
     summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
-    return RunResult(path, config, updates, evaluations, read_jsonl(folder.samples), summary)
+    samples = [row for row in read_jsonl(folder.samples) if row.get("chosen") != HELD_OUT]
+    return RunResult(path, config, updates, evaluations, samples, summary)
 
 
 def stored_config(path: Path) -> TrainConfig:
