@@ -22,7 +22,7 @@ from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.ops.masked import all_finite
-from rlhf_kl.report.control import closing_figures, end, is_update
+from rlhf_kl.report.control import closing_figures, control_figures, end, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
@@ -110,6 +110,8 @@ class TrainLoop:
             began = now
             self.run.log(row, sound=result.sound)
             ui.show_row(row)
+            for note in worded(result.facts, "note"):
+                log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
                 log.warning(f"update {step}: {alert}")
             if ended_by:
@@ -218,19 +220,10 @@ class TrainLoop:
     def announce(self) -> None:
         """Show the sizes of the run, its KL target and its warnings, before it starts."""
         config, control = self.config, self.trainer.controller
-        updates, batch, kl = config.updates, config.rollout.batch_size, config.kl
-        ui.print_counts(
-            {
-                "policy parameters": parameter_count(self.setup.policy.module),
-                "prompts": len(self.setup.prompts),
-                "rollout batch": batch,
-                "minibatch": config.minibatch_size,
-                "microbatch": config.ppo.microbatch_size or "automatic",
-                "epochs": config.ppo.epochs,
-                "learning rate": f"{self.trainer.rate.peak:.3g}",
-                "updates": updates,
-                "episodes": updates * batch,
-            }
+        batch, kl = config.rollout.batch_size, config.kl
+        log.info(
+            f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
+            f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
         )
         low, high = control.reach(config.controlled_updates, batch)
         log.info(
@@ -257,6 +250,7 @@ class TrainLoop:
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.run.log(row)
+        self.status.remember(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
         write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
@@ -266,7 +260,8 @@ class TrainLoop:
             final=(rows[-1] if rows else {}) | evaluated,
             best=self.monitors.best,
             best_checkpoint=self.monitors.best_checkpoint,
-            control=closing_figures(rows, self.config.kl.unit),
+            control=control_figures(rows, self.config.kl),
+            closing=closing_figures([*rows, row], self.config.kl.unit),
             tilt_share=self.tilt_share(rows),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,

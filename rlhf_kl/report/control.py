@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
+from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.text import format_number, read_number
+
 BAND = 0.25  # a KL within this share of the target is in band
 BAND_FROM = 15  # first update that counts for time in band: before, a KL that starts at 0 still rises
 HELD_ERROR = BAND / 2  # of a run that held its target: at most this tail error,
@@ -17,6 +20,7 @@ HELD_SHARE = 0.9  # and at least this share of its updates in band
 END = 10  # updates that closing figures are averaged over
 
 Item = TypeVar("Item")
+StartEnd = tuple[float | None, float | None]
 
 
 def is_update(row: Mapping[str, Any]) -> bool:
@@ -73,19 +77,111 @@ def held(values: Sequence[float]) -> bool | None:
     return None if error is None or share is None else error <= HELD_ERROR and share >= HELD_SHARE
 
 
-def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str) -> dict[str, Any]:
-    """For the summary of a run: mean KL of the last ten updates, tail error, time in band, and whether it held.
+def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
+    """`held`, `late`, `missed` or `short`; the update from which the KL stayed in band; its mean distance since.
 
-    rows: those of all updates. unit: of the target.
+    held: see `held`. late: a last stretch of ten updates or more would pass as held, and begins in band.
+    short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over that of the ten before, which
+    was below the band, that the same factor once more brings it into the band. missed: anything else.
     """
-    kls = [kl for row in end(rows) if (kl := row.get(f"kl/{unit}")) is not None]
+    distances = [abs(value - 1.0) for value in values]
+    stays = (
+        n
+        for n in range(len(values) - END + 1)
+        if distances[n] <= BAND
+        and fmean(each <= BAND for each in distances[n:]) >= HELD_SHARE
+        and fmean(distances[n:]) <= HELD_ERROR
+    )
+    n = next(stays, None)
+    since, error = (None, None) if n is None else (n + 1, fmean(distances[n:]))
+    if held(values):
+        return "held", since, error
+    if len(values) < BAND_FROM:
+        return "short", None, None
+    if since is not None:
+        return "late", since, error
+    last = end(values)
+    now, before = fmean(last), fmean(values[-2 * len(last) : -len(last)])
+    rising = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
+    return "short" if rising else "missed", None, None
+
+
+def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
+    """The figures that judge a run, for its summary, its card and its pages; what they mean: see `verdict`.
+
+    rows: those of all updates. kl: the section of the config. A beta that does not depend on the KL has no verdict.
+    """
     values = ratios(rows)
+    word, since, error = verdict(values) if adjusts(kl.controller.kind) else (None, None, None)
     return {
-        "kl": fmean(kls) if kls else None,
+        "kl": closing_figures(rows, kl.unit).get("kl", (None, None))[1],
+        "target": kl.target_value,
+        "unit": kl.unit,
+        "updates": len(rows),
         "tail_error": tail_error(values),
         "time_in_band": time_in_band(values),
-        "held": held(values),
+        "held": {"held": True, "late": False, "missed": False}.get(word or ""),
+        "verdict": word,
+        "since": since,
+        "error_since": error,
     }
+
+
+def verdict_text(figures: Mapping[str, Any]) -> str:
+    """The verdict in words; `figures`: of `control_figures`."""
+    target = f"target {figures['target']:g}"
+    match figures["verdict"]:
+        case "held":
+            return f"{target} held (within {figures['tail_error']:.0%} on average)"
+        case "late":
+            since, error = figures["since"], figures["error_since"]
+            return f"{target} reached late (in band from update {since} on, within {error:.0%} since)"
+        case "missed":
+            return f"{target} missed (off by {figures['tail_error']:.0%} on average)"
+        case "short":
+            few = figures["updates"] < BAND_FROM
+            why = f"fewer than {BAND_FROM} updates" if few else "the KL still rises to it"
+            return f"{target}: too short to say ({why})"
+    return "no target (beta does not depend on the KL)"
+
+
+CLOSING = {
+    "score": "objective/scores",
+    "gold": "objective/gold",
+    "beta": "kl/coef",
+    "length": "rollout/response_length",
+    "perplexity": "eval/perplexity",
+    "forgetting": "eval/forward_kl_token",
+}
+
+
+def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> dict[str, StartEnd]:
+    """Start and end of each figure that was measured: the first update, and the mean of the last ten (`end`).
+
+    rows: those of all updates, and of the closing evaluation. What only evaluations measure (`perplexity`,
+    `forgetting`): the first and the last evaluation. unit: of `kl`.
+    """
+    updates, figures = [row for row in rows if is_update(row)], {}
+    for name, key in {"kl": f"kl/{unit}", **CLOSING}.items():
+        if key.startswith("eval/"):
+            found = [value for row in rows if (value := read_number(row, key)) is not None]
+            first, last = found[:-1][:1], found[-1:]
+        else:
+            first, last = ([v for row in some if (v := read_number(row, key)) is not None]
+                           for some in (updates[:1], end(updates)))  # fmt: skip
+        if first or last:
+            figures[name] = (fmean(first) if first else None, fmean(last) if last else None)
+    return figures
+
+
+def start_to_end(figure: StartEnd, digits: int = 3) -> str:
+    """`0.780 -> 3.43`; a figure without a start alone."""
+    return " -> ".join(format_number(value, digits) for value in figure if value is not None) or "-"
+
+
+def closing_note(updates: int) -> str:
+    """What the two values of a closing figure are, in a run of that many updates."""
+    return f"first update -> mean of the last {len(end(range(updates)))} (perplexity: before -> after training)"
 
 
 def log_beta_sd(coefs: Sequence[float]) -> float | None:
