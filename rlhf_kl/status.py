@@ -30,6 +30,7 @@ class RunStatus:
         self._first: dict[str, float] = {}
         self._perplexity: float | None = None
         self._perplexity_is_new = False  # since the last line of a log
+        self._evaluated = 0  # the update of the last evaluation
         self._seconds: deque[float] = deque(maxlen=10)  # of the last updates
 
     def __bool__(self) -> bool:
@@ -50,6 +51,7 @@ class RunStatus:
                 self._first.setdefault(key, value)
         if (perplexity := read_number(row, "eval/perplexity")) is not None:
             self._perplexity, self._perplexity_is_new = perplexity, True
+            self._evaluated = int(row.get("step") or 0)
 
     def _number(self, key: str) -> float | None:
         return read_number(self._row, key)
@@ -100,9 +102,10 @@ class RunStatus:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
+        scores = [*self._change("", "objective/scores"), *self._change("   gold ", "objective/gold")]
         for label, pieces in (
             ("update", self._progress()),
-            ("score", [*self._change("", "objective/scores"), *self._change("   gold ", "objective/gold")]),
+            ("score", scores and [*scores, ("   one batch", "dim")]),
             (f"KL/{self._unit}", self._kl_pieces()),
             ("beta", self._beta()),
             ("perplexity", self._perplexity_pieces()),
@@ -177,7 +180,9 @@ class RunStatus:
         if self._perplexity is None:
             return []
         first = format_number(self._first["eval/perplexity"])
-        return [(f"{format_number(self._perplexity)} held-out", ""), (f", {first} at the start", "dim")]
+        when = "after training" if 0 < self.total < self._evaluated else f"update {self._evaluated}"
+        pieces: Pieces = [(f"{format_number(self._perplexity)} held-out, {when}", "")]
+        return pieces if self._evaluated == 1 else [*pieces, (f"; {first} at the start", "dim")]
 
     def _speed(self) -> Pieces:
         figures = [(self._number("perf/tokens_per_s"), "tokens/s"), (self._number("episodes"), "episodes")]

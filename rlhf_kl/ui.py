@@ -78,11 +78,6 @@ class Screen:
         table.add_row(f"{mark}:", message)
         self._console.print(table)
 
-    def print_counts(self, counts: Mapping[str, object]) -> None:
-        """Show the sizes of the run before it starts."""
-        if not self._quiet:
-            self._pairs(counts)
-
     def print_summary(
         self, figures: Mapping[str, object], next_steps: Sequence[str] = (), texts: RenderableType | None = None
     ) -> None:
@@ -270,4 +265,4 @@ log.propagate = False
 _screen = Screen()
 start, silence, live = _screen.start, _screen.silence, _screen.live
 progress, waiting, show_work, show_row = _screen.progress, _screen.waiting, _screen.show_work, _screen.show_row
-print_counts, print_summary = _screen.print_counts, _screen.print_summary
+print_summary = _screen.print_summary

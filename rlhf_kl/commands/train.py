@@ -110,6 +110,8 @@ class TrainLoop:
             began = now
             self.run.log(row, sound=result.sound)
             ui.show_row(row)
+            for note in worded(result.facts, "note"):
+                log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
                 log.warning(f"update {step}: {alert}")
             if ended_by:
@@ -218,20 +220,10 @@ class TrainLoop:
     def announce(self) -> None:
         """Show the sizes of the run, its KL target and its warnings, before it starts."""
         config, control = self.config, self.trainer.controller
-        updates, batch, kl = config.updates, config.rollout.batch_size, config.kl
-        ui.print_counts(
-            {
-                "policy parameters": parameter_count(self.setup.policy.module),
-                "prompts": len(self.setup.prompts),
-                "rollout batch": batch,
-                "minibatch": config.minibatch_size,
-                "microbatch": config.ppo.microbatch_size or "automatic",
-                "epochs": config.ppo.epochs,
-                "learning rate": f"{self.trainer.rate.peak:.3g}",
-                "updates": updates,
-                "episodes": updates * batch,
-                "checkpoint every": f"{self.run.every} updates",
-            }
+        batch, kl = config.rollout.batch_size, config.kl
+        log.info(
+            f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
+            f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
         )
         low, high = control.reach(config.controlled_updates, batch)
         log.info(
@@ -258,6 +250,7 @@ class TrainLoop:
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.run.log(row)
+        self.status.remember(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
         write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)

@@ -165,7 +165,7 @@ def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> d
     for name, key in {"kl": f"kl/{unit}", **CLOSING}.items():
         if key.startswith("eval/"):
             found = [value for row in rows if (value := read_number(row, key)) is not None]
-            first, last = found[:1], found[-1:]
+            first, last = found[:-1][:1], found[-1:]
         else:
             first, last = ([v for row in some if (v := read_number(row, key)) is not None]
                            for some in (updates[:1], end(updates)))  # fmt: skip

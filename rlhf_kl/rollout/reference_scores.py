@@ -77,7 +77,9 @@ class ReferenceScores:
         except ValueError as error:
             raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
         if sequence_kl <= REACHED * solution.limit:
-            return solution.coef, solution.note
+            known = f"the reference samples tell beta up to {solution.tilt.kl / sequence_kl:.0%} of the target's KL"
+            note = f"starting beta {solution.coef:.4g} is a guess: {known}"
+            return solution.coef, note if solution.extrapolated else ""
         return solution.coef, (
             f"by the reference samples the best policy for this reward has a KL of {solution.limit:.3g} nats per "
             f"response ({solution.limit / self.length:.2g} per token), less than the target of {sequence_kl:.3g}. "
@@ -149,7 +151,7 @@ class ReferenceScores:
         for block in range(BLOCKS):
             left = [(x, group) for x, group in zip(self.shaped, self.groups, strict=True) if numbers[group] != block]
             shaped, groups = map(list, zip(*left, strict=True))
-            logs.append(math.log(coef(ReferenceScores(shaped, groups, self.length))))
+            logs.append(math.log(coef(ReferenceScores(shaped, groups, self.length)) or 1.0))  # 0: no penalty
         return math.sqrt(BLOCKS - 1) * pstdev(logs) < ENOUGH
 
     def tilt_curve(self) -> list[dict[str, float]]:
