@@ -56,17 +56,10 @@ class Alarm:
     part: str = ""  # one of several conditions with this name
     action: Action = "warn"
 
-    def message(self, figures: Figures) -> str:
-        """The text with its figures."""
-        if (case := figures.get("case")) is not None:
-            change = "raise" if case == "slow" else "lower"
-            figures = {**figures, "why": _RATE[case].format_map(figures), "change": change}
-        return self.text.format_map(figures)
-
     def words(self, figures: Figures) -> str:
-        """An alert, with the page of the guide that lists it; a note."""
-        message = self.message(figures)
-        return message if self.action == "note" else f"{self.name}: {message} (rlhf-kl guide {GUIDE})"
+        """The text with its figures; an alert with its name and the page of the guide that lists it."""
+        text = self.text.format_map(figures)
+        return f"{self.name}: {text} (rlhf-kl guide {GUIDE})" if self.action == "warn" else text
 
 
 class Decision(NamedTuple):
@@ -126,11 +119,11 @@ class Monitors:
         alerts, decision = [], None
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                figures = self.advice | dict(figures)
+                words = alarm.words(self.advice | dict(figures))
                 if alarm.action == "warn":
-                    alerts.append(alarm.words(figures))
+                    alerts.append(words)
                 elif alarm.action != "note" and decision is None:
-                    decision = Decision(alarm.action, alarm.name, alarm.message(figures))
+                    decision = Decision(alarm.action, alarm.name, words)
         return alerts, decision
 
     def rolled_back(self, decision: Decision, step: int, coef: float) -> str:
@@ -156,10 +149,9 @@ class Monitors:
         return {"step": row["step"] - 1, "metric": metric, "value": value} if better else None
 
     def kl_bought(self, row: Mapping[str, Any]) -> float | None:
-        """Share of an update's KL that its gain in score needs, in [0, 1]; a lower bound beyond the samples.
+        """Share of an update's KL that its gain needs, in [0, 1]: that of tilted reference samples with this gain.
 
-        A gain needs at least the KL of the tilted reference samples with that gain. None without samples or
-        measurements, and if the noise of the score could explain so small a KL.
+        None without samples or measurements, and if the noise of the score could explain so small a KL.
         """
         kl, score = read_number(row, "kl/sequence"), read_number(row, "objective/scores_shaped")
         if self.scores is None or kl is None or score is None or not self.curve:
@@ -261,14 +253,9 @@ def collapsed(row: Mapping[str, Any]) -> bool:
     return distinct is not None and distinct <= FEW
 
 
-_BEST = (
-    *("step", "objective/scores_shaped", "objective/scores", "objective/gold"),
-    *("kl/token", "kl/sequence", "kl/error"),
-)
-_STATE = (
-    *("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active"),
-    *("best", "best_checkpoint"),
-)
+_BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
+_STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
+          "best_checkpoint")  # fmt: skip
 
 
 def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
@@ -276,11 +263,9 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
     kind, batch, ceiling = config.kl.controller.kind, config.rollout.batch_size, config.kl.ceiling is not None
     constant = kind in ("fixed", "schedule")
     limit = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
-    noise = (
-        f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
-        f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
-    )
     exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise; or l"
+    noise = f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
+    noise += f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
     rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
     goal = "Lower kl.target, raise ppo.learning_rate, or train for more updates. A target is a goal: where you want a "
     goal += "limit only, set kl.controller {kind: fixed, coef: 0} and a kl.ceiling"
@@ -300,9 +285,8 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
 class GapSum(NamedTuple):
     """Were tokens sampled from the policy that the trainer computes? Sums of one figure over all updates so far.
 
-    A sampled token's log-prob plus the entropy is 0 on average, whatever came before it; so is its log-ratio to the
-    reference minus the exact KL. Another temperature, top-k or top-p shifts the first from the first update on; other
-    weights, such as an older policy's, shift the second as the policy leaves its reference.
+    A sampled token's log-prob plus the entropy is 0 on average, and its log-ratio to the reference minus the exact KL.
+    Another temperature, top-k or top-p shifts the first; weights of an older policy the second.
     """
 
     total: float = 0.0  # nats
@@ -330,9 +314,8 @@ class GapSum(NamedTuple):
     def shifted(self) -> bool:
         """Whether the sum is larger than sampling from the policy itself gives at any update of a run.
 
-        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240) gives a false alarm in at most one of
-        2,000 runs. Differences of two passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's
-        standard deviation) raise none.
+        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240): a false alarm in one of 2,000 runs at
+        most. Differences of two passes (1e-3 nats) and of bfloat16 (a hundredth of a token's spread) raise none.
         """
         false_alarm, settling, rounding, negligible = 5e-4, 100.0, 1e-3, 0.01
         variance = self.variance + self.tokens * rounding**2
@@ -478,11 +461,7 @@ def bought(m: Monitors) -> Figures | None:
 
 
 def sign(key: str, message: str, size: Callable[[float, float], float], updates: int = START) -> Alarm:
-    """An indirect sign that a policy exploits its reward. `size(start, now)`: 1 where it is reached.
-
-    Alone it is no alarm, since a policy may learn to be brief: it counts while the score is above that of the start
-    by more than its noise. Runs with a gold score have an alarm of their own.
-    """
+    """A sign that a policy exploits its reward: a score that rises, without a gold one. `size`: 1 where it begins."""
 
     def measure(m: Monitors) -> Figures | None:
         found, scores = m.levels(key, updates), m.levels("objective/scores")
@@ -544,12 +523,6 @@ def broken(m: Monitors) -> Figures | None:
 
 # ---- the table
 
-_RATE = {
-    "jump": "an update moved the KL from {kl:.3g} to {after:.3g} nats",
-    "sideways": "the policy moved {update_kl:.0%} of the target in one update",
-    "not held": "for {updates} updates beta has not held the KL at its target",
-    "slow": "at this rate the target takes more than 1/{share:.0f} of the remaining updates",
-}
 _MEAN = "KL averages {mean:.3g} nats per {unit} over the last {count} updates"
 _AT_BOUND = f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go further: "
 _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"

@@ -78,7 +78,7 @@ class RunStatus:
     def line(self) -> str:
         """The row in fixed columns."""
         kl, ratio = self._kl()
-        left = self._seconds_left()
+        left, speed = self._seconds_left(), self._number("perf/tokens_per_s")
         perplexity, self._perplexity_is_new = self._perplexity if self._perplexity_is_new else None, False
         step = f"{self._row.get('step', '-')}"
         return _columns(
@@ -90,7 +90,7 @@ class RunStatus:
                 "-" if ratio is None else f"{ratio:.2f}x",
                 format_number(self._number("kl/coef"), 4),
                 format_number(perplexity),
-                _whole(self._number("perf/tokens_per_s")),
+                "-" if speed is None else f"{speed:.0f}",
                 "-" if left is None else duration(left),
             )
         )
@@ -109,7 +109,6 @@ class RunStatus:
             (f"KL/{self._unit}", self._kl_pieces()),
             ("beta", self._beta()),
             ("perplexity", self._perplexity_pieces()),
-            ("speed", self._speed()),
         ):
             if pieces:
                 table.add_row(label, Text.assemble(*pieces))
@@ -119,10 +118,12 @@ class RunStatus:
         step = int(self._number("step") or 0)
         pieces: Pieces = [(f"{step}/{self.total}  " if self.total else f"{step}  ", "")]
         if self.total:
-            filled = round(20 * min(1.0, step / self.total))
-            pieces += [("━" * filled, "cyan"), ("─" * (20 - filled), "dim")]
+            filled = round(16 * min(1.0, step / self.total))
+            pieces += [("━" * filled, "cyan"), ("─" * (16 - filled), "dim")]
         if (left := self._seconds_left()) is not None:
             pieces.append((f"  {duration(left)} left" if left > 0 else "  last update done", ""))
+        if (speed := self._number("perf/tokens_per_s")) is not None:
+            pieces.append((f"  {speed:.0f} tok/s", "dim"))
         return pieces
 
     def _change(self, label: str, key: str) -> Pieces:
@@ -184,11 +185,6 @@ class RunStatus:
         pieces: Pieces = [(f"{format_number(self._perplexity)} held-out, {when}", "")]
         return pieces if self._evaluated == 1 else [*pieces, (f"; {first} at the start", "dim")]
 
-    def _speed(self) -> Pieces:
-        figures = [(self._number("perf/tokens_per_s"), "tokens/s"), (self._number("episodes"), "episodes")]
-        text = ", ".join(f"{_whole(value)} {name}" for value, name in figures if value is not None)
-        return [(text, "")] if text else []
-
 
 def duration(seconds: float) -> str:
     """`9 s`, `1:12` or `2:03:04`."""
@@ -197,10 +193,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
 
 
 def _columns(cells: Sequence[str]) -> str:
