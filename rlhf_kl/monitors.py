@@ -465,21 +465,18 @@ def sign(key: str, message: str, size: Callable[[float, float], float], updates:
 
     def measure(m: Monitors) -> Figures | None:
         found, scores = m.levels(key, updates), m.levels("objective/scores")
-        if found is None or scores is None or m.gold:
-            return None
-        if scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9:
+        if (
+            found is None
+            or scores is None
+            or m.gold
+            or scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9
+        ):
             return None
         return {"low": scores[0], "high": scores[1], "start": found[0], "now": found[1], "size": size(*found)}
 
-    return Alarm(
-        "overoptimised-signs",
-        f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
-        "Read its samples. {to_restrain}",
-        measure,
-        begins=lambda f: f["size"] >= 1,
-        clears=lambda f: f["size"] < 0.8,
-        part=key,
-    )
+    text = f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
+    text += "Read its samples. {to_restrain}"
+    return Alarm("overoptimised-signs", text, measure, lambda f: f["size"] >= 1, lambda f: f["size"] < 0.8, part=key)
 
 
 def _times(start: float, now: float) -> float:
@@ -503,8 +500,8 @@ def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
         recent = [row.get("held", 0.0) for row in m.rows[-PATIENCE:]]
         # While the policy is frozen no update is shortened. A KL that falls is given time.
         waited = m.updates - m.config.ppo.value_warmup >= PATIENCE and min(recent) > limit and kl >= 0.9 * recent[0]
-        figures = {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"]}
-        return figures | {"rollbacks": m.rollbacks, "waited": waited}
+        return {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"], "rollbacks": m.rollbacks,
+                "waited": waited}  # fmt: skip
 
     return measure
 
@@ -540,8 +537,7 @@ ALARMS = (
     Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
     Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
-    Alarm("learning-rate-at-bound", "{why}, and the rate's factor is at its bound {factor:g}: {change} "
-          "ppo.learning_rate"),
+    Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
     Alarm("out-of-memory", "memory was full: microbatches now have {rows} rows"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),

@@ -390,8 +390,7 @@ def test_events_are_told_each_time_and_a_failing_gold_scorer_where_it_begins_to_
     gold = {"gold-failed": {"failure": "reward gold: {no} route"}}
     told = [m({"step": step}, facts)[0] for step, facts in enumerate([rate, rate, gold, gold, {}, gold | rate], 1)]
     change = (
-        "learning-rate-at-bound: so it was, and the rate's factor is at its bound 0.01: lower ppo.learning_rate "
-        "(rlhf-kl guide kl)"
+        "learning-rate-at-bound: so it was; the factor is at its bound 0.01: lower ppo.learning_rate (rlhf-kl guide kl)"
     )
     failure = "gold-failed: reward gold: {no} route: left out (rlhf-kl guide kl)"
     assert told == [[change], [change], [failure], [], [], [change, failure]]

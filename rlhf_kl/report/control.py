@@ -81,16 +81,17 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     off, share = tail_error(values), time_in_band(values)
     if off is None or share is None:
         return "short", None, None
-    kept = off <= HELD_ERROR and share >= HELD_SHARE
-    for since in range(1, len(values) - END + 2):
-        rest = [abs(value - 1.0) for value in values[since - 1 :]]
-        error, share = fmean(rest), fmean(each <= BAND for each in rest)
-        if rest[0] <= BAND and error <= HELD_ERROR and share >= HELD_SHARE:
-            return "held" if kept else "late", since, error
+    kept, total, inside, since, error = off <= HELD_ERROR and share >= HELD_SHARE, 0.0, 0, None, None
+    for count, distance in enumerate((abs(value - 1.0) for value in reversed(values)), start=1):
+        total, inside = total + distance, inside + (distance <= BAND)
+        if count >= END and distance <= BAND and total / count <= HELD_ERROR and inside / count >= HELD_SHARE:
+            since, error = len(values) - count + 1, total / count
+    if kept or since is not None:
+        return "held" if kept else "late", since, error
     last = end(values)
     now, before = fmean(last), fmean(values[-2 * len(last) : -len(last)])
     rising = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
-    return "held" if kept else "short" if rising else "missed", None, None
+    return "short" if rising else "missed", None, None
 
 
 def held(values: Sequence[float]) -> bool | None:
@@ -107,16 +108,10 @@ def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any
     word, since, error = verdict(values) if adjusts(kl.controller.kind) else (None, None, None)
     return {
         "kl": closing_figures(rows, kl.unit).get("kl", (None, None))[1],
-        "target": kl.target_value,
-        "unit": kl.unit,
-        "updates": len(rows),
-        "tail_error": tail_error(values),
-        "time_in_band": time_in_band(values),
-        "held": None if word is None else held(values),
-        "verdict": word,
-        "since": since,
-        "error_since": error,
-    }
+        "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
+        "tail_error": tail_error(values), "time_in_band": time_in_band(values),
+        "held": None if word is None else held(values), "verdict": word, "since": since, "error_since": error,
+    }  # fmt: skip
 
 
 WORDS = {
@@ -135,15 +130,10 @@ def verdict_text(figures: Mapping[str, Any]) -> str:
 
 
 CLOSING = {
-    "score": "objective/scores",
-    "shaped_score": "objective/scores_shaped",
-    "gold": "objective/gold",
-    "sequence_kl": "kl/sequence",
-    "beta": "kl/coef",
-    "length": "rollout/response_length",
-    "perplexity": "eval/perplexity",
-    "forgetting": "eval/forward_kl_token",
-}
+    "score": "objective/scores", "shaped_score": "objective/scores_shaped", "gold": "objective/gold",
+    "sequence_kl": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
+    "perplexity": "eval/perplexity", "forgetting": "eval/forward_kl_token",
+}  # fmt: skip
 
 
 def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> dict[str, StartEnd]:
