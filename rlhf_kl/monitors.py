@@ -136,10 +136,7 @@ class Monitors:
         return worded({"rolled-back": {"reason": decision.reason, "place": place, "coef": coef}})[0]
 
     def better_checkpoint(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The checkpoint that a row measures, if it is better by `checkpoint.best` than the best so far.
-
-        Row k measures the policy after update k - 1.
-        """
+        """The checkpoint that a row measures (row k: of update k - 1), if it is the best so far by `checkpoint.best`."""
         metric, best = self.config.checkpoint.best, self.best_checkpoint
         value = None if metric is None else read_number(row, metric)
         if value is None or (self.constant_coef is None and not near_target(row)):
@@ -232,10 +229,7 @@ class Monitors:
         return fmean(self.values("objective/scores", START))
 
     def score_stderr(self, updates: int) -> float:
-        """Standard error of the gain over some updates: that of their batches, and that of the reference's mean.
-
-        Prompts are the independent draws: several responses to one prompt count once.
-        """
+        """Standard error of the gain over some updates: of their batches (prompts count) and of the reference's mean."""
         assert self.scores is not None
         rollout = self.config.rollout
         draws = updates * rollout.batch_size / rollout.samples_per_prompt

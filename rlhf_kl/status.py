@@ -50,8 +50,7 @@ class RunStatus:
             if (value := read_number(row, key)) is not None:
                 self._first.setdefault(key, value)
         if (perplexity := read_number(row, "eval/perplexity")) is not None:
-            self._perplexity, self._perplexity_is_new = perplexity, True
-            self._evaluated = int(row.get("step") or 0)
+            self._perplexity, self._perplexity_is_new, self._evaluated = perplexity, True, int(row.get("step") or 0)
 
     def _number(self, key: str) -> float | None:
         return read_number(self._row, key)
@@ -145,25 +144,16 @@ class RunStatus:
             return []
         if ratio is None or self._target is None:
             return [(f"{format_number(kl, 4)} nats, no target", "")]
-        if abs(ratio - 1) <= IN_BAND:
-            label, style = "in band", "green"
-        elif ratio < 1:
-            label, style = "below", "yellow"
-        else:
-            label, style = f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow"
+        above = (f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow")
+        inside = abs(ratio - 1) <= IN_BAND
+        label, style = ("in band", "green") if inside else ("below", "yellow") if ratio < 1 else above
         # A bar from 0 to twice the target, with a mark at the target.
         half = 8
         filled = round(half * min(2.0, max(0.0, ratio)))
-        below, above = min(half, filled), max(0, filled - half)
-        return [
-            (f"{format_number(kl, 4)} of {self._target:.3g}  ", ""),
-            ("█" * below, style),
-            ("░" * (half - below), "dim"),
-            ("│", "bold"),
-            ("█" * above, style),
-            ("░" * (half - above), "dim"),
-            (f"  {label}", style),
-        ]
+        left, right = min(half, filled), max(0, filled - half)
+        bar = [("█" * left, style), ("░" * (half - left), "dim"), ("│", "bold"), ("█" * right, style)]
+        bar += [("░" * (half - right), "dim"), (f"  {label}", style)]
+        return [(f"{format_number(kl, 4)} of {self._target:.3g}  ", ""), *bar]
 
     def _beta(self) -> Pieces:
         coef, following = self._number("kl/coef"), self._number("kl/coef_next")
@@ -180,10 +170,9 @@ class RunStatus:
     def _perplexity_pieces(self) -> Pieces:
         if self._perplexity is None:
             return []
-        first = format_number(self._first["eval/perplexity"])
         when = "after training" if 0 < self.total < self._evaluated else f"update {self._evaluated}"
-        pieces: Pieces = [(f"{format_number(self._perplexity)} held-out, {when}", "")]
-        return pieces if self._evaluated == 1 else [*pieces, (f"; {first} at the start", "dim")]
+        first = f"; {format_number(self._first['eval/perplexity'])} at the start" if self._evaluated > 1 else ""
+        return [(f"{format_number(self._perplexity)} held-out, {when}", ""), (first, "dim")]
 
 
 def duration(seconds: float) -> str:
