@@ -136,7 +136,7 @@ class Monitors:
         return worded({"rolled-back": {"reason": decision.reason, "place": place, "coef": coef}})[0]
 
     def better_checkpoint(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The checkpoint that a row measures (row k: of update k - 1), if it is the best so far by `checkpoint.best`."""
+        """The checkpoint that a row measures (in row k: of update k - 1), if it is the best so far."""
         metric, best = self.config.checkpoint.best, self.best_checkpoint
         value = None if metric is None else read_number(row, metric)
         if value is None or (self.constant_coef is None and not near_target(row)):
@@ -229,7 +229,7 @@ class Monitors:
         return fmean(self.values("objective/scores", START))
 
     def score_stderr(self, updates: int) -> float:
-        """Standard error of the gain over some updates: of their batches (prompts count) and of the reference's mean."""
+        """Standard error of the gain over some updates: of their batches (by prompts) and of the reference's mean."""
         assert self.scores is not None
         rollout = self.config.rollout
         draws = updates * rollout.batch_size / rollout.samples_per_prompt
@@ -521,9 +521,9 @@ _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
 ALARMS = (
     # Events: what the controller, the rate, the trainer and the scorers report.
     Alarm("coef-moved", "auto found beta {wanted:.4g}, but kl.controller.min_coef and max_coef allow {min_coef:.4g} "
-          "to {max_coef:.4g}: it starts at {coef:.4g}"),
+          "to {max_coef:.4g}: it starts at {coef:.4g}. Set them wider"),
     Alarm("controller-too-slow", "in {updates} updates of {batch_size} episodes {kind} can move beta only from "
-          "{coef:.4g} to between {low:.4g} and {high:.4g}"),
+          "{coef:.4g} to between {low:.4g} and {high:.4g}. Use kl.controller.kind=adaptive or a smaller horizon"),
     Alarm("controller-state", "{names} cannot be saved; define state_dict"),
     Alarm("scores-clipped", "reward.clip cuts off {share:.0%} of the reference samples' scores, so the policy cannot "
           "tell them apart: set reward.normalize=true, or a larger reward.clip"),
@@ -532,7 +532,7 @@ ALARMS = (
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
     Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
     Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
-    Alarm("out-of-memory", "memory was full: microbatches now have {rows} rows"),
+    Alarm("out-of-memory", "memory was full: microbatches now have {rows} rows (set ppo.microbatch_size)"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
     Alarm("gold-failed", "{failure}: left out", lambda m: m.facts.get("gold-failed", {}),
