@@ -165,7 +165,8 @@ def start_to_end(figure: StartEnd, digits: int = 3) -> str:
 
 def closing_note(updates: int) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
-    return f"start -> mean of the last {len(end(range(updates)))} updates (perplexity: the end)"
+    count = len(end(range(updates)))
+    return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
 
 
 def log_beta_sd(coefs: Sequence[float]) -> float | None:
