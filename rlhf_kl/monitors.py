@@ -56,17 +56,10 @@ class Alarm:
     part: str = ""  # one of several conditions with this name
     action: Action = "warn"
 
-    def message(self, figures: Figures) -> str:
-        """The text with its figures."""
-        if (case := figures.get("case")) is not None:
-            change = "raise" if case == "slow" else "lower"
-            figures = {**figures, "why": _RATE[case].format_map(figures), "change": change}
-        return self.text.format_map(figures)
-
     def words(self, figures: Figures) -> str:
-        """An alert, with the page of the guide that lists it; a note."""
-        message = self.message(figures)
-        return message if self.action == "note" else f"{self.name}: {message} (rlhf-kl guide {GUIDE})"
+        """The text with its figures; an alert with its name and the page of the guide that lists it."""
+        text = self.text.format_map(figures)
+        return f"{self.name}: {text} (rlhf-kl guide {GUIDE})" if self.action == "warn" else text
 
 
 class Decision(NamedTuple):
@@ -126,11 +119,11 @@ class Monitors:
         alerts, decision = [], None
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                figures = self.advice | dict(figures)
+                words = alarm.words(self.advice | dict(figures))
                 if alarm.action == "warn":
-                    alerts.append(alarm.words(figures))
+                    alerts.append(words)
                 elif alarm.action != "note" and decision is None:
-                    decision = Decision(alarm.action, alarm.name, alarm.message(figures))
+                    decision = Decision(alarm.action, alarm.name, words)
         return alerts, decision
 
     def rolled_back(self, decision: Decision, step: int, coef: float) -> str:
@@ -143,10 +136,7 @@ class Monitors:
         return worded({"rolled-back": {"reason": decision.reason, "place": place, "coef": coef}})[0]
 
     def better_checkpoint(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The checkpoint that a row measures, if it is better by `checkpoint.best` than the best so far.
-
-        Row k measures the policy after update k - 1.
-        """
+        """The checkpoint that a row measures (in row k: of update k - 1), if it is the best so far."""
         metric, best = self.config.checkpoint.best, self.best_checkpoint
         value = None if metric is None else read_number(row, metric)
         if value is None or (self.constant_coef is None and not near_target(row)):
@@ -156,10 +146,9 @@ class Monitors:
         return {"step": row["step"] - 1, "metric": metric, "value": value} if better else None
 
     def kl_bought(self, row: Mapping[str, Any]) -> float | None:
-        """Share of an update's KL that its gain in score needs, in [0, 1]; a lower bound beyond the samples.
+        """Share of an update's KL that its gain needs, in [0, 1]: that of tilted reference samples with this gain.
 
-        A gain needs at least the KL of the tilted reference samples with that gain. None without samples or
-        measurements, and if the noise of the score could explain so small a KL.
+        None without samples or measurements, and if the noise of the score could explain so small a KL.
         """
         kl, score = read_number(row, "kl/sequence"), read_number(row, "objective/scores_shaped")
         if self.scores is None or kl is None or score is None or not self.curve:
@@ -240,10 +229,7 @@ class Monitors:
         return fmean(self.values("objective/scores", START))
 
     def score_stderr(self, updates: int) -> float:
-        """Standard error of the gain over some updates: that of their batches, and that of the reference's mean.
-
-        Prompts are the independent draws: several responses to one prompt count once.
-        """
+        """Standard error of the gain over some updates: of their batches (by prompts) and of the reference's mean."""
         assert self.scores is not None
         rollout = self.config.rollout
         draws = updates * rollout.batch_size / rollout.samples_per_prompt
@@ -261,14 +247,9 @@ def collapsed(row: Mapping[str, Any]) -> bool:
     return distinct is not None and distinct <= FEW
 
 
-_BEST = (
-    *("step", "objective/scores_shaped", "objective/scores", "objective/gold"),
-    *("kl/token", "kl/sequence", "kl/error"),
-)
-_STATE = (
-    *("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active"),
-    *("best", "best_checkpoint"),
-)
+_BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
+_STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
+          "best_checkpoint")  # fmt: skip
 
 
 def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
@@ -276,11 +257,9 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
     kind, batch, ceiling = config.kl.controller.kind, config.rollout.batch_size, config.kl.ceiling is not None
     constant = kind in ("fixed", "schedule")
     limit = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
-    noise = (
-        f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
-        f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
-    )
     exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise; or l"
+    noise = f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
+    noise += f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
     rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
     goal = "Lower kl.target, raise ppo.learning_rate, or train for more updates. A target is a goal: where you want a "
     goal += "limit only, set kl.controller {kind: fixed, coef: 0} and a kl.ceiling"
@@ -300,9 +279,8 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
 class GapSum(NamedTuple):
     """Were tokens sampled from the policy that the trainer computes? Sums of one figure over all updates so far.
 
-    A sampled token's log-prob plus the entropy is 0 on average, whatever came before it; so is its log-ratio to the
-    reference minus the exact KL. Another temperature, top-k or top-p shifts the first from the first update on; other
-    weights, such as an older policy's, shift the second as the policy leaves its reference.
+    A sampled token's log-prob plus the entropy is 0 on average, and its log-ratio to the reference minus the exact KL.
+    Another temperature, top-k or top-p shifts the first; weights of an older policy the second.
     """
 
     total: float = 0.0  # nats
@@ -330,9 +308,8 @@ class GapSum(NamedTuple):
     def shifted(self) -> bool:
         """Whether the sum is larger than sampling from the policy itself gives at any update of a run.
 
-        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240) gives a false alarm in at most one of
-        2,000 runs. Differences of two passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's
-        standard deviation) raise none.
+        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240): a false alarm in one of 2,000 runs at
+        most. Differences of two passes (1e-3 nats) and of bfloat16 (a hundredth of a token's spread) raise none.
         """
         false_alarm, settling, rounding, negligible = 5e-4, 100.0, 1e-3, 0.01
         variance = self.variance + self.tokens * rounding**2
@@ -478,29 +455,22 @@ def bought(m: Monitors) -> Figures | None:
 
 
 def sign(key: str, message: str, size: Callable[[float, float], float], updates: int = START) -> Alarm:
-    """An indirect sign that a policy exploits its reward. `size(start, now)`: 1 where it is reached.
-
-    Alone it is no alarm, since a policy may learn to be brief: it counts while the score is above that of the start
-    by more than its noise. Runs with a gold score have an alarm of their own.
-    """
+    """A sign that a policy exploits its reward: a score that rises, without a gold one. `size`: 1 where it begins."""
 
     def measure(m: Monitors) -> Figures | None:
         found, scores = m.levels(key, updates), m.levels("objective/scores")
-        if found is None or scores is None or m.gold:
-            return None
-        if scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9:
+        if (
+            found is None
+            or scores is None
+            or m.gold
+            or scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9
+        ):
             return None
         return {"low": scores[0], "high": scores[1], "start": found[0], "now": found[1], "size": size(*found)}
 
-    return Alarm(
-        "overoptimised-signs",
-        f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
-        "Read its samples. {to_restrain}",
-        measure,
-        begins=lambda f: f["size"] >= 1,
-        clears=lambda f: f["size"] < 0.8,
-        part=key,
-    )
+    text = f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
+    text += "Read its samples. {to_restrain}"
+    return Alarm("overoptimised-signs", text, measure, lambda f: f["size"] >= 1, lambda f: f["size"] < 0.8, part=key)
 
 
 def _times(start: float, now: float) -> float:
@@ -524,8 +494,8 @@ def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
         recent = [row.get("held", 0.0) for row in m.rows[-PATIENCE:]]
         # While the policy is frozen no update is shortened. A KL that falls is given time.
         waited = m.updates - m.config.ppo.value_warmup >= PATIENCE and min(recent) > limit and kl >= 0.9 * recent[0]
-        figures = {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"]}
-        return figures | {"rollbacks": m.rollbacks, "waited": waited}
+        return {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"], "rollbacks": m.rollbacks,
+                "waited": waited}  # fmt: skip
 
     return measure
 
@@ -544,12 +514,6 @@ def broken(m: Monitors) -> Figures | None:
 
 # ---- the table
 
-_RATE = {
-    "jump": "an update moved the KL from {kl:.3g} to {after:.3g} nats",
-    "sideways": "the policy moved {update_kl:.0%} of the target in one update",
-    "not held": "for {updates} updates beta has not held the KL at its target",
-    "slow": "at this rate the target takes more than 1/{share:.0f} of the remaining updates",
-}
 _MEAN = "KL averages {mean:.3g} nats per {unit} over the last {count} updates"
 _AT_BOUND = f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go further: "
 _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
@@ -557,9 +521,9 @@ _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
 ALARMS = (
     # Events: what the controller, the rate, the trainer and the scorers report.
     Alarm("coef-moved", "auto found beta {wanted:.4g}, but kl.controller.min_coef and max_coef allow {min_coef:.4g} "
-          "to {max_coef:.4g}: it starts at {coef:.4g}"),
+          "to {max_coef:.4g}: it starts at {coef:.4g}. Set them wider"),
     Alarm("controller-too-slow", "in {updates} updates of {batch_size} episodes {kind} can move beta only from "
-          "{coef:.4g} to between {low:.4g} and {high:.4g}"),
+          "{coef:.4g} to between {low:.4g} and {high:.4g}. Use kl.controller.kind=adaptive or a smaller horizon"),
     Alarm("controller-state", "{names} cannot be saved; define state_dict"),
     Alarm("scores-clipped", "reward.clip cuts off {share:.0%} of the reference samples' scores, so the policy cannot "
           "tell them apart: set reward.normalize=true, or a larger reward.clip"),
@@ -567,9 +531,8 @@ ALARMS = (
     Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
     Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
-    Alarm("learning-rate-at-bound", "{why}, and the rate's factor is at its bound {factor:g}: {change} "
-          "ppo.learning_rate"),
-    Alarm("out-of-memory", "memory was full: microbatches now have {rows} rows"),
+    Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
+    Alarm("out-of-memory", "memory was full: microbatches now have {rows} rows (set ppo.microbatch_size)"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
     Alarm("gold-failed", "{failure}: left out", lambda m: m.facts.get("gold-failed", {}),

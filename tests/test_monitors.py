@@ -379,21 +379,18 @@ def test_the_guide_lists_every_alert() -> None:
 
 
 def test_a_changed_learning_rate_asks_for_nothing() -> None:
-    facts = {"learning-rate-changed": {"case": "not held", "updates": 4, "factor": 0.5}}
+    facts = {"learning-rate-changed": {"why": "so it was", "factor": 0.5}}
     assert monitors()({"step": 1}, facts) == ([], None)
     assert worded(facts) == []
-    assert worded(facts, "note") == [
-        "the learning rate is now 0.5x its schedule: for 4 updates beta has not held the KL at its target"
-    ]
+    assert worded(facts, "note") == ["the learning rate is now 0.5x its schedule: so it was"]
 
 
 def test_events_are_told_each_time_and_a_failing_gold_scorer_where_it_begins_to_fail() -> None:
-    m, rate = monitors(), {"learning-rate-at-bound": {"case": "not held", "updates": 4, "factor": 0.01}}
+    m, rate = monitors(), {"learning-rate-at-bound": {"why": "so it was", "factor": 0.01, "change": "lower"}}
     gold = {"gold-failed": {"failure": "reward gold: {no} route"}}
     told = [m({"step": step}, facts)[0] for step, facts in enumerate([rate, rate, gold, gold, {}, gold | rate], 1)]
     change = (
-        "learning-rate-at-bound: for 4 updates beta has not held the KL at its target, and the rate's factor is at its "
-        "bound 0.01: lower ppo.learning_rate (rlhf-kl guide kl)"
+        "learning-rate-at-bound: so it was; the factor is at its bound 0.01: lower ppo.learning_rate (rlhf-kl guide kl)"
     )
     failure = "gold-failed: reward gold: {no} route: left out (rlhf-kl guide kl)"
     assert told == [[change], [change], [failure], [], [], [change, failure]]

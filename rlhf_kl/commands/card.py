@@ -19,7 +19,7 @@ CARD = """---
 
 # {name}
 
-{base}, trained with PPO toward a reward{control}, by rlhf-kl {version}.
+{base}, trained with PPO toward a reward by rlhf-kl {version}.
 
 | | |
 |---|---|
@@ -77,7 +77,6 @@ def model_card(
         name=name,
         base=base,
         version=version("rlhf-kl"),
-        control=_control(config, figures["verdict"]),
         table="\n".join(f"| {key} | {value} |" for key, value in _table(config, figures, start_end).items()),
         temperature=format_number(config.rollout.temperature),
         note=control.closing_note(len(rows)),
@@ -87,17 +86,6 @@ def model_card(
         slug=re.sub(r"[^\w.-]+", "-", name),
         lm_eval=f"pretrained={loaded},peft=." if adapter else "pretrained=.",
     )
-
-
-def _control(config: TrainConfig, verdict: str | None) -> str:
-    """What kept the KL, as the end of a sentence."""
-    kl = config.kl
-    if verdict is None:
-        return " without a KL penalty" if kl.controller.coef == 0 else " with a KL penalty whose weight ignores the KL"
-    goal = f"a target of {format_number(kl.target_value)} nats per {kl.unit}"
-    if verdict == "held":
-        return f" while its KL divergence to the reference was held at {goal}"
-    return f" with {goal} for its KL divergence to the reference"
 
 
 def _table(config: TrainConfig, figures: Mapping[str, Any], closing: Mapping[str, control.StartEnd]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_kl import ui
@@ -22,7 +22,7 @@ from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.ops.masked import all_finite
-from rlhf_kl.report.control import closing_figures, control_figures, end, is_update
+from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
@@ -254,6 +254,7 @@ class TrainLoop:
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
         write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
+        closing = closing_figures([*rows, row], self.config.kl.unit)
         return self.run.finish(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
@@ -261,27 +262,23 @@ class TrainLoop:
             best=self.monitors.best,
             best_checkpoint=self.monitors.best_checkpoint,
             control=control_figures(rows, self.config.kl),
-            closing=closing_figures([*rows, row], self.config.kl.unit),
-            tilt_share=self.tilt_share(rows),
+            closing=closing,
+            tilt_share=self.tilt_share(closing),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,
             learning_rate=self.trainer.rate.peak,
             stopped_by=None,
         )
 
-    def tilt_share(self, rows: Sequence[dict[str, Any]]) -> float | None:
+    def tilt_share(self, closing: Mapping[str, StartEnd]) -> float | None:
         """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
 
         The tilt is the best that any policy can do at that KL, so 1 is the limit.
         """
         scores = self.training.reference_scores
-        tail = [row for row in end(rows) if None not in (row["kl/sequence"], row["objective/scores_shaped"])]
-        if not tail:
-            return None
-        gain = sum(row["objective/scores_shaped"] for row in tail) / len(tail) - scores.mean
-        kl = sum(row["kl/sequence"] for row in tail) / len(tail)
-        limit = scores.most_gain(kl)
-        return gain / limit if limit else None
+        kl, shaped = (closing.get(name, (None, None))[1] for name in ("sequence_kl", "shaped_score"))
+        limit = None if kl is None else scores.most_gain(kl)
+        return (shaped - scores.mean) / limit if limit and shaped is not None else None
 
 
 def evaluate_policy(

@@ -22,7 +22,10 @@ def gradient_notes(config: TrainConfig) -> list[str]:
     reason = GRADIENTS.get((kl.placement, kl.estimator))
     if reason is None or kl.controller.coef == 0:
         return []
-    return [f"kl-gradient: kl.estimator {kl.estimator} in the {kl.placement}: {reason}"]
+    return [
+        f"kl-gradient: kl.estimator {kl.estimator} in the {kl.placement}: {reason}. Use kl.placement=reward "
+        "with kl.estimator=k1, or leave both out (rlhf-kl guide kl)"
+    ]
 
 
 def unused_notes(config: TrainConfig) -> list[str]:

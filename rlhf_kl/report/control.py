@@ -71,39 +71,32 @@ def time_in_band(values: Sequence[float]) -> float | None:
     return fmean(abs(value - 1.0) <= BAND for value in late) if late else None
 
 
-def held(values: Sequence[float]) -> bool | None:
-    """Whether a run held its target, by tail error and time in band; None for a run too short for the latter."""
-    error, share = tail_error(values), time_in_band(values)
-    return None if error is None or share is None else error <= HELD_ERROR and share >= HELD_SHARE
-
-
 def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     """`held`, `late`, `missed` or `short`; the update from which the KL stayed in band; its mean distance since.
 
-    held: see `held`. late: a last stretch of ten updates or more would pass as held, and begins in band.
-    short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over that of the ten before, which
-    was below the band, that the same factor once more brings it into the band. missed: anything else.
+    held: by tail error and time in band. late: from an update in band on, ten or more before the end, the run would
+    pass as held. short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over that of the ten
+    before, which was below the band, that the same factor once more brings it into the band. missed: anything else.
     """
-    distances = [abs(value - 1.0) for value in values]
-    stays = (
-        n
-        for n in range(len(values) - END + 1)
-        if distances[n] <= BAND
-        and fmean(each <= BAND for each in distances[n:]) >= HELD_SHARE
-        and fmean(distances[n:]) <= HELD_ERROR
-    )
-    n = next(stays, None)
-    since, error = (None, None) if n is None else (n + 1, fmean(distances[n:]))
-    if held(values):
-        return "held", since, error
-    if len(values) < BAND_FROM:
+    off, share = tail_error(values), time_in_band(values)
+    if off is None or share is None:
         return "short", None, None
-    if since is not None:
-        return "late", since, error
+    kept, total, inside, since, error = off <= HELD_ERROR and share >= HELD_SHARE, 0.0, 0, None, None
+    for count, distance in enumerate((abs(value - 1.0) for value in reversed(values)), start=1):
+        total, inside = total + distance, inside + (distance <= BAND)
+        if count >= END and distance <= BAND and total / count <= HELD_ERROR and inside / count >= HELD_SHARE:
+            since, error = len(values) - count + 1, total / count
+    if kept or since is not None:
+        return "held" if kept else "late", since, error
     last = end(values)
     now, before = fmean(last), fmean(values[-2 * len(last) : -len(last)])
     rising = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
     return "short" if rising else "missed", None, None
+
+
+def held(values: Sequence[float]) -> bool | None:
+    """Whether a run held its target; None where it is too short to say."""
+    return {"held": True, "late": False, "missed": False}.get(verdict(values)[0])
 
 
 def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
@@ -115,44 +108,32 @@ def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any
     word, since, error = verdict(values) if adjusts(kl.controller.kind) else (None, None, None)
     return {
         "kl": closing_figures(rows, kl.unit).get("kl", (None, None))[1],
-        "target": kl.target_value,
-        "unit": kl.unit,
-        "updates": len(rows),
-        "tail_error": tail_error(values),
-        "time_in_band": time_in_band(values),
-        "held": {"held": True, "late": False, "missed": False}.get(word or ""),
-        "verdict": word,
-        "since": since,
-        "error_since": error,
-    }
+        "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
+        "tail_error": tail_error(values), "time_in_band": time_in_band(values),
+        "held": None if word is None else held(values), "verdict": word, "since": since, "error_since": error,
+    }  # fmt: skip
+
+
+WORDS = {
+    "held": "target {target:g} held (within {tail_error:.0%} on average)",
+    "late": "target {target:g} reached late (in band from update {since} on, within {error_since:.0%} since)",
+    "missed": "target {target:g} missed (off by {tail_error:.0%} on average)",
+    "short": "target {target:g}: too short to say ({why})",
+    None: "no target (beta does not depend on the KL)",
+}
 
 
 def verdict_text(figures: Mapping[str, Any]) -> str:
     """The verdict in words; `figures`: of `control_figures`."""
-    target = f"target {figures['target']:g}"
-    match figures["verdict"]:
-        case "held":
-            return f"{target} held (within {figures['tail_error']:.0%} on average)"
-        case "late":
-            since, error = figures["since"], figures["error_since"]
-            return f"{target} reached late (in band from update {since} on, within {error:.0%} since)"
-        case "missed":
-            return f"{target} missed (off by {figures['tail_error']:.0%} on average)"
-        case "short":
-            few = figures["updates"] < BAND_FROM
-            why = f"fewer than {BAND_FROM} updates" if few else "the KL still rises to it"
-            return f"{target}: too short to say ({why})"
-    return "no target (beta does not depend on the KL)"
+    why = f"under {BAND_FROM} updates" if figures["updates"] < BAND_FROM else "the KL still rises"
+    return WORDS[figures["verdict"]].format_map({**figures, "why": why})
 
 
 CLOSING = {
-    "score": "objective/scores",
-    "gold": "objective/gold",
-    "beta": "kl/coef",
-    "length": "rollout/response_length",
-    "perplexity": "eval/perplexity",
-    "forgetting": "eval/forward_kl_token",
-}
+    "score": "objective/scores", "shaped_score": "objective/scores_shaped", "gold": "objective/gold",
+    "sequence_kl": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
+    "perplexity": "eval/perplexity", "forgetting": "eval/forward_kl_token",
+}  # fmt: skip
 
 
 def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> dict[str, StartEnd]:
@@ -161,16 +142,19 @@ def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> d
     rows: those of all updates, and of the closing evaluation. What only evaluations measure (`perplexity`,
     `forgetting`): the first and the last evaluation. unit: of `kl`.
     """
-    updates, figures = [row for row in rows if is_update(row)], {}
+
+    def numbers(some: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+        return [value for row in some if (value := read_number(row, key)) is not None]
+
+    updates = [row for row in rows if is_update(row)]
+    figures: dict[str, StartEnd] = {}
     for name, key in {"kl": f"kl/{unit}", **CLOSING}.items():
+        first, last = numbers(updates[:1], key), numbers(end(updates), key)
         if key.startswith("eval/"):
-            found = [value for row in rows if (value := read_number(row, key)) is not None]
+            found = numbers(rows, key)
             first, last = found[:-1][:1], found[-1:]
-        else:
-            first, last = ([v for row in some if (v := read_number(row, key)) is not None]
-                           for some in (updates[:1], end(updates)))  # fmt: skip
-        if first or last:
-            figures[name] = (fmean(first) if first else None, fmean(last) if last else None)
+        if last:
+            figures[name] = (first[0] if first else None, fmean(last))
     return figures
 
 
@@ -181,7 +165,8 @@ def start_to_end(figure: StartEnd, digits: int = 3) -> str:
 
 def closing_note(updates: int) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
-    return f"first update -> mean of the last {len(end(range(updates)))} (perplexity: before -> after training)"
+    count = len(end(range(updates)))
+    return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
 
 
 def log_beta_sd(coefs: Sequence[float]) -> float | None:

@@ -53,7 +53,7 @@ def test_what_the_hub_reads_of_it(adapter: bool, library: str, kind: str) -> Non
     assert (front["base_model"], front["base_model_relation"], front["library_name"]) == ("owner/base", kind, library)
     assert "| base model | owner/base@v2 |" in card
     assert "at sampling temperature 0.700" in card_of([0.5] * 3, rollout={"temperature": 0.7})
-    assert "| KL reached | 0.500 nats per token, target 0.1: too short to say (fewer than 15 updates) |" in card
+    assert "| KL reached | 0.500 nats per token, target 0.1: too short to say (under 15 updates) |" in card
     assert "| score | 0 -> 1.50 |" in card
     assert ("pretrained=owner/base,revision=v2,peft=." in card) == adapter
 
@@ -68,30 +68,18 @@ def test_an_adapter_on_a_local_base_needs_the_base_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kls", "kl", "sentence", "row"),
+    ("kls", "kl", "words"),
     [
-        ([0.1] * 40, {}, "was held at a target of 0.100 nats per token", "target 0.1 held (within 0% on average)"),
-        ([0.1] * 20 + [0.2] * 20, {}, "with a target of 0.100 nats", "target 0.1 missed (off by 100% on average)"),
-        ([0.1] * 5, {}, "with a target of 0.100 nats", "target 0.1: too short to say"),
-        (
-            [0.3] * 40,
-            {"controller": {"kind": "fixed", "coef": 0.0}},
-            "without a KL penalty",
-            "no target (beta does not depend on the KL)",
-        ),
-        (
-            [0.1] * 40,
-            {"controller": {"kind": "fixed", "coef": 0.2}},
-            "with a KL penalty whose weight ignores",
-            "no target",
-        ),
+        ([0.1] * 40, {}, "target 0.1 held (within 0% on average)"),
+        ([0.1] * 20 + [0.2] * 20, {}, "target 0.1 missed (off by 100% on average)"),
+        ([0.1] * 5, {}, "target 0.1: too short to say (under 15 updates)"),
+        ([0.3] * 40, {"controller": {"kind": "fixed", "coef": 0.0}}, "no target (beta does not depend on the KL)"),
     ],
 )
-def test_it_claims_no_control_that_was_not_there(kls: list[float], kl: dict[str, Any], sentence: str, row: str) -> None:
+def test_it_claims_no_control_that_was_not_there(kls: list[float], kl: dict[str, Any], words: str) -> None:
     card = card_of(kls, kl={"target": 0.1} | kl)
-    assert sentence in card
-    assert row in card
-    assert f"mean of the last {min(10, (len(kls) + 1) // 2)}" in card
+    assert f"nats per token, {words} |" in card
+    assert f"mean of the last {min(10, (len(kls) + 1) // 2)} updates" in card
 
 
 # ---- what the end of a run shows
@@ -117,7 +105,7 @@ def summary(kind: str, kls: list[float], target: float = 0.1) -> dict[str, Any]:
         ("adaptive", [0.03] * 20 + [0.11] * 20, "0.110, target 0.1 reached late (in band from update 21 on, within"),
         ("pid", [0.1] * 20 + [0.2] * 20, "0.200, target 0.1 missed (off by 100% on average)"),
         ("fixed", [0.1] * 40, "0.100, no target (beta does not depend on the KL)"),
-        ("adaptive", [0.02, 0.04, 0.06, 0.08], "0.070, target 0.1: too short to say (fewer than 15 updates)"),
+        ("adaptive", [0.02, 0.04, 0.06, 0.08], "0.070, target 0.1: too short to say (under 15 updates)"),
     ],
 )
 def test_the_verdict_on_the_target(kind: str, kls: list[float], words: str) -> None:

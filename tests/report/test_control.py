@@ -8,7 +8,6 @@ from rlhf_kl.report.control import (
     closing_figures,
     control_figures,
     end,
-    held,
     is_update,
     log_beta_sd,
     ratios,
@@ -61,16 +60,16 @@ def test_how_quiet_beta_is_in_the_second_half() -> None:
 
 def test_short_runs() -> None:
     assert tail_error([]) is None
-    assert time_in_band([1.0] * 14) is held([1.0] * 14) is None
+    assert time_in_band([1.0] * 14) is None
     assert time_in_band([9.0] * 14 + [1.0]) == 1.0
     assert list(tail([1, 2, 3])) == list(end([1, 2, 3])) == [2, 3]
     assert list(end(list(range(30)))) == list(range(20, 30))
 
 
 def test_held_takes_the_tail_error_and_the_time_in_band() -> None:
-    assert held([1.0] * 60) is True
-    assert held([1.0] * 45 + [1.3] * 10 + [1.0] * 5) is False  # tail error 0.1, but 36 of 46 updates in band
-    assert held([1.2] * 60) is False  # always in band, but never at the target
+    assert verdict([1.0] * 60)[0] == "held"
+    assert verdict([1.0] * 45 + [1.3] * 10 + [1.0] * 5)[0] == "missed"  # tail error 0.1, but 36 of 46 updates in band
+    assert verdict([1.2] * 60)[0] == "missed"  # always in band, but never at the target
 
 
 RISES = [0.72 * min(1.0, step / 25) ** 2 for step in range(1, 31)]  # a small real model: 0.72x the target, and rising
@@ -116,4 +115,5 @@ def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
         assert verdict_text(figures) == "target 0.2 reached late (in band from update 21 on, within 4% since)"
     evaluated = [{"eval/perplexity": 2.9}, *rows, {"eval/perplexity": 3.5}]
     found = closing_figures(evaluated, "sequence")
-    assert found == {"kl": pytest.approx((0.02, 0.208)), "score": pytest.approx((0.1, 1.04)), "perplexity": (2.9, 3.5)}
+    assert found == {"kl": pytest.approx((0.02, 0.208)), "score": pytest.approx((0.1, 1.04)), "perplexity": (2.9, 3.5),
+                     "sequence_kl": found["kl"]}  # fmt: skip
