@@ -78,7 +78,7 @@ def _run(
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
-        from rlhf_kl.report.texts import held_out_texts, text_table
+        from rlhf_kl.report.texts import TITLE, held_out_texts, text_table
 
     if merge:
         require_adapter(settings)
@@ -88,7 +88,7 @@ def _run(
         return
     if merge:
         merge_final(settings)
-    texts = text_table(held_out_texts(Path(settings.run.output_dir))) if kind == "train" else None
+    texts = text_table(held_out_texts(Path(settings.run.output_dir)), TITLE) if kind == "train" else None
     closing = train_closing if kind == "train" else supervised_closing
     ui.print_summary(*closing(summary, settings.run.output_dir), texts)
 
