@@ -90,7 +90,7 @@ class Screen:
             self._console.print()
         self._pairs(figures)
         if texts is not None:
-            self._console.print(texts)
+            self._console.print(texts, "")
         if next_steps:
             self._print(Text("Next:", style="bold" if self._terminal else ""))
         for step in next_steps:

@@ -60,10 +60,10 @@ def evaluate(
         return
     from rich.console import Console
 
-    from rlhf_kl.report.texts import text_table
+    from rlhf_kl.report.texts import TITLE, text_table
 
     print(_table(figures))
-    Console().print(text_table(figures.get("texts", [])), end="")
+    Console(highlight=False).print(text_table(figures.get("texts", []), TITLE))
 
 
 def _table(figures: dict[str, Any]) -> str:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rlhf_kl import ui
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
-from rlhf_kl.text import safe_text, stdout_width
-
-SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (float("inf"), "red"))  # nats of a token
 
 
 def generate(
@@ -53,54 +50,13 @@ def generate(
         return
     if as_json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
-    else:
-        _show(results)
-
-
-def _show(samples: list[dict[str, Any]]) -> None:
+        return
     from rich.console import Console
-    from rich.text import Text
 
-    console, width = Console(soft_wrap=True), stdout_width()
+    from rlhf_kl.report.texts import text_table
 
-    def show(label: str, text: Text) -> None:
-        """Broken between words in a terminal."""
-        if width is not None:
-            lines = text.wrap(console, max(20, width - len(label)))
-            text = Text("\n" + " " * len(label)).join(lines)
-        console.print(Text.assemble((label, "bold"), text))
-
-    for number, sample in enumerate(samples):
-        if number:
-            console.print()
-        show("", Text(safe_text(sample["prompt"], keep_newlines=True), style="cyan"))
-        show("policy     ", _coloured(sample) + Text(_figures(sample), style="dim"))
-        if "reference" in sample:
-            score = f"  ({_score(sample['reference_score'])})" if "reference_score" in sample else ""
-            show("reference  ", Text(safe_text(sample["reference"], keep_newlines=True)) + Text(score, style="dim"))
-
-
-def _coloured(sample: dict[str, Any]) -> Any:
-    """The response; if the KL is known, a token with a larger KL is redder."""
-    from rich.text import Text
-
-    if "tokens" not in sample:
-        return Text(safe_text(sample["response"], keep_newlines=True))
-    text = Text()
-    for token in sample["tokens"]:
-        style = next(style for bound, style in SHADES if token["kl"] < bound)
-        text.append(safe_text(token["text"], keep_newlines=True), style=style)
-    return text
-
-
-def _score(score: float | None) -> str:
-    return "not scored" if score is None else f"score {score:.2f}"
-
-
-def _figures(sample: dict[str, Any]) -> str:
-    parts = [_score(sample["score"])] if "score" in sample else []
-    if "kl" in sample:
-        parts.append(f"KL {sample['kl']:.3f} nats, {sample['kl_token']:.4f} per token")
-    if not sample["ended"]:
-        parts.append("cut off")
-    return f"  ({'; '.join(parts)})" if parts else ""
+    texts = [{"prompt": row["prompt"], "policy": [row | {"text": row["response"]}]} for row in results]
+    for text, row in zip(texts, results, strict=True):
+        if with_reference:
+            text["reference"] = {"text": row["reference"], "score": row.get("reference_score")}
+    Console(highlight=False).print(text_table(texts))

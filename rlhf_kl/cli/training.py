@@ -73,8 +73,8 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
+        from rlhf_kl.report.texts import TITLE, held_out_texts, text_table
         from rlhf_kl.run.log import encode_json
-        from rlhf_kl.report.texts import held_out_texts, text_table
 
     if merge:
         require_adapter(settings)
@@ -84,7 +84,7 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
         return
     if merge:
         merge_final(settings)
-    texts = text_table(held_out_texts(Path(settings.run.output_dir))) if kind == "train" else None
+    texts = text_table(held_out_texts(Path(settings.run.output_dir)), TITLE) if kind == "train" else None
     closing = train_closing if kind == "train" else supervised_closing
     if as_json:
         print(encode_json(summary, indent=2).decode())

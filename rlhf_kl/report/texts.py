@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number, safe_text
 
 HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
+TITLE = "\nHeld-out prompts, answered by both (KL in nats):"
 COLUMN = 39  # columns of a text: two fit beside each other
+SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (math.inf, "red"))  # nats of a token
 LONGEST = 800  # characters of a text that are shown
 
 
@@ -49,27 +52,33 @@ def across(folders: Mapping[str, Path]) -> dict[str, Any] | None:
     return None
 
 
-def text_table(texts: Sequence[Mapping[str, Any]]) -> Group:
-    """`held_out_texts` for a terminal: reference and policy at the end, side by side where there is room."""
-    parts: list[RenderableType] = (
-        [Text("\nHeld-out prompts, answered by both; KL in nats", style="bold")] if texts else []
-    )
+def text_table(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
+    """`held_out_texts` for a terminal: reference (if any) and policy at the end, side by side where there is room."""
+    parts: list[RenderableType] = [Text(title, style="bold")] if texts and title else []
     for each in texts:
-        pair = [_shown("reference", each["reference"]), _shown("policy", each["policy"][-1])]
-        parts += [Text(_safe(each["prompt"])[-LONGEST:], style="cyan"), Columns(pair, width=COLUMN), ""]
-    return Group(*parts)
+        prompt = Text(safe_text(each["prompt"].strip()[-LONGEST:], keep_newlines=True), style="cyan")
+        own = _shown("policy", each["policy"][-1])
+        pair = Columns([_shown("reference", each["reference"]), own], width=COLUMN) if "reference" in each else own
+        parts += [prompt, pair, ""]
+    return Group(*parts[:-1])
 
 
 def _shown(name: str, text: Mapping[str, Any]) -> Text:
+    """Its figures and the text; a token with a larger KL is redder."""
     forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f}"}
     figures = [form.format(text[key]) for key, form in forms.items() if read_number(text, key) is not None]
-    body = _safe(text["text"]) or "(empty)"
-    head = ((name, "bold"), (f"  {', '.join(figures)}\n", "dim"))
-    return Text.assemble(*head, body[:LONGEST], "..." if len(body) > LONGEST else "")
-
-
-def _safe(text: str) -> str:
-    return safe_text(text.strip(), keep_newlines=True)
+    figures += ["not ended"] * (text.get("ended") is False)
+    rest, body = text["text"][:LONGEST].lstrip(), Text()
+    for token in text.get("tokens", ()):
+        piece = token["text"] if body else token["text"].lstrip()
+        if not rest.startswith(piece):  # a special token, or a part of a character
+            break
+        style = next(style for bound, style in SHADES if token["kl"] < bound)
+        body.append(safe_text(piece, keep_newlines=True), style=style)
+        rest = rest[len(piece) :]
+    body.append(safe_text(rest, keep_newlines=True) + "..." * (len(text["text"]) > LONGEST))
+    head = ((name, "bold"), (f"  {', '.join(figures)}\n" if figures else "\n", "dim"))
+    return Text.assemble(*head, body if body else "(empty)")
 
 
 def _text(row: Mapping[str, Any]) -> dict[str, Any]:

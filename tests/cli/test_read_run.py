@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from rlhf_kl.cli.evaluate import LABELS
+from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
 
 Cli = Callable[..., Any]
@@ -94,7 +96,7 @@ def test_a_run_as_one_json_document_and_as_a_table(place: Path, rlhf_kl: Cli) ->
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0].split() == ["policy", "reference"]
-    table = lines[1 : lines.index("", 1) - 1]
+    table = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("±"))]
     assert {line[:20].strip() for line in table} == {LABELS[key].strip() for key in TEXT_KEYS | POLICY_KEYS}
     assert found["texts"][0]["policy"][0]["text"] in outcome.out
     assert all(len(line.rstrip()) <= 80 for line in lines)
@@ -136,9 +138,16 @@ def test_the_reference_beside_it_and_the_kl_of_every_token(rlhf_kl: Cli, place: 
     assert sum(sample["kl"] for sample in at_start) < sum(sample["kl"] for sample in found)
     lines = rlhf_kl("generate", *options, "--quiet").out.splitlines()
     assert lines[0] == "ab"
-    assert lines[1].startswith("policy ")
-    assert "per token" in lines[1]
-    assert lines[2].startswith("reference ")
+    assert lines[1].split()[:3:2] == ["reference", "KL"]
+    assert lines[1].index("policy") == 40
+
+
+def test_prompts_of_the_run_or_of_stdin(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [each["prompt"] for each in held_out_texts(place / "run")]
+    assert [sample["prompt"] for sample in document(rlhf_kl("generate", "--run", "run", "--json"))] == shown
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\nd\n"))
+    found = document(rlhf_kl("generate", "--run", "run", "--prompts", "-", "--json"))
+    assert found == document(rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--prompt", "d", "--json"))
 
 
 def test_from_a_file_to_a_file(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
