@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class RlhfKlError(Exception):
@@ -77,13 +78,13 @@ class Interrupted(BaseException):
 
 # ---- the nearest name ----
 
-# What other programs call a key, and its name here.
+# Keys, and what other programs and tutorials call them.
 FAMILIAR = {
-    "updates": "ppo.total_episodes",
-    "steps": "ppo.total_episodes",
-    "max_steps": "ppo.total_episodes",
+    **dict.fromkeys(["updates", "steps", "max_steps", "iterations"], "ppo.total_episodes"),
+    **dict.fromkeys(["beta", "kl_coef", "init_kl_coef"], "kl.controller.coef"),
+    **dict.fromkeys(["max_length", "max_completion_length"], "rollout.max_new_tokens"),
+    **dict.fromkeys(["wandb", "report_to"], "tracking.trackers"),
     "lr": "ppo.learning_rate",
-    "beta": "kl.controller.coef",
     "num_generations": "rollout.samples_per_prompt",
 }
 
@@ -105,3 +106,13 @@ def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
     if close is not None:
         return f"; did you mean {prefix}{close}?"
     return f"; valid: {', '.join(names)}" if names else ""
+
+
+def no_such_file(name: str | Path, *folders: Path) -> InputError:
+    """The error of a file that is in none of the folders (default: the working directory), with the nearest one."""
+    given, places = Path(name).expanduser(), list(dict.fromkeys(folders or [Path.cwd()]))
+    names = [file.name for place in places for file in (place / given.parent).glob("*")]
+    hint = "" if given.is_absolute() else f" (looked in {' and '.join(map(str, places))})"
+    if close := nearest(given.name, names):
+        hint += f"; did you mean {given.with_name(close)}?"
+    return InputError(f"no such file: {name}{hint}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +21,13 @@ from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
-from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
+from rlhf_kl.rollout.collect import Responses, TokenStats, measure, respond, response_layout
 from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
 
 ROWS = 32
+SHOWN = 2  # held-out prompts whose responses people read
 DEFAULT_WINDOW = 1024  # for a model whose config names no context length
 NO_SCORERS = Scorers()
 
@@ -69,9 +72,8 @@ class TextSums(NamedTuple):
     """The sums behind the perplexity of some documents."""
 
     nats: float
-    tokens: int
     bytes: int
-    documents: int
+    each: list[tuple[float, int]]  # nats and tokens of each document
 
 
 @torch.no_grad()
@@ -90,26 +92,33 @@ def text_sums(
     `rows` in one pass, fewer where memory is full; `advance(n)` is called after every n windows. Errors: MemoryFull.
     """
     limit = context_length(lm.model) or DEFAULT_WINDOW
-    pieces = [piece for ids in encode_all(tokenizer, texts, bos=True) for piece in windows(ids, limit)]
-    pieces.sort(key=lambda piece: len(piece.ids))
+    encoded = encode_all(tokenizer, texts, bos=True)
+    pieces = [(place, piece) for place, ids in enumerate(encoded) for piece in windows(ids, limit)]
+    pieces.sort(key=lambda piece: len(piece[1].ids))
+    nats = [0.0] * len(texts)
 
-    def read(start: int, stop: int) -> tuple[float, int]:
-        group = pieces[start:stop]
-        loss, tokens = negative_log_likelihood(lm, [piece.ids for piece in group], [piece.first for piece in group])
+    def read(start: int, stop: int) -> float:
+        places, group = zip(*pieces[start:stop], strict=True)
+        losses = negative_log_likelihood(lm, [piece.ids for piece in group], [piece.first for piece in group])
+        parts = losses.cpu().split([len(piece.ids) - piece.first for piece in group])
+        for place, part in zip(places, parts, strict=True):
+            nats[place] += float(part.sum())
         if advance:
             advance(len(group))
-        return float(loss), tokens
+        return float(losses.sum())
 
-    total, count = 0.0, 0
-    for loss, tokens in fitting_batches(len(pieces), rows, read, "use shorter texts to evaluate on"):
-        total, count = total + loss, count + tokens
+    total = 0.0
+    for loss in fitting_batches(len(pieces), rows, read, "use shorter texts to evaluate on"):
+        total += loss
     size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
-    return TextSums(total, count, size, len(texts))
+    return TextSums(total, size, [(loss, max(0, len(ids) - 1)) for loss, ids in zip(nats, encoded, strict=True)])
 
 
 def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
     """exp(total nll / total scored tokens) of all documents together. Errors: InputError if no token was scored."""
-    total, count, size, documents = (sum(column) for column in zip(*parts, strict=True))
+    total, size = sum(part.nats for part in parts), sum(part.bytes for part in parts)
+    tokens = [count for part in parts for _, count in part.each]
+    count = sum(tokens)
     if not count:
         raise InputError("eval.texts: no document has a token to score")
     nats = total / count
@@ -117,51 +126,51 @@ def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
         perplexity=math.exp(nats) if nats < 700 else math.inf,
         nats_per_token=nats,
         bits_per_byte=total / math.log(2) / size,
-        tokens=int(count),
-        bytes=int(size),
-        documents=int(documents),
+        tokens=count,
+        bytes=size,
+        documents=len(tokens),
     )
 
 
-def distinct_n(texts: Sequence[str], n: int = 2) -> float:
-    """Share of n-grams of words that are distinct, over all texts (Li et al. 2016, 1510.03055)."""
-    grams = [tuple(words[i : i + n]) for words in (text.split() for text in texts) for i in range(len(words) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 0.0
+def _word_pairs(text: str) -> list[tuple[str, str]]:
+    return list(pairwise(text.split()))
 
 
-@dataclass(frozen=True)
-class PolicyFigures:
-    """A policy on held-out prompts. The field names are the keys of `eval --json`."""
-
-    kl_token: float  # exact KL to the reference, nats, token-weighted
-    kl_sequence: float
-    forward_kl_token: float  # exact KL of the reference to the policy, on the reference's own samples: forgetting
-    scores: float | None  # raw, of the reward function, over what it scored
-    unscored: int  # responses for which it returned None
-    gold: float | None
-    length: float  # tokens, EOS included
-    eos_rate: float
-    distinct_2: float
+def distinct_2(texts: Sequence[str]) -> float:
+    """Share of pairs of words that are distinct, over all texts (Li et al. 2016, 1510.03055)."""
+    pairs = [pair for text in texts for pair in _word_pairs(text)]
+    return len(set(pairs)) / len(pairs) if pairs else 0.0
 
 
 @dataclass
-class PolicySamples:
-    """The samples behind a policy's figures: one entry for each response."""
+class Samples:
+    """A model's responses to held-out prompts: one entry for each."""
 
-    kl: list[float] = field(default_factory=list)  # exact KL, nats
-    forward_kl: list[float] = field(default_factory=list)  # of the reference to the policy, on the reference's samples
-    forward_lengths: list[int] = field(default_factory=list)  # tokens of those
-    lengths: list[int] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)  # exact KL of this model to the other one, nats
+    lengths: list[int] = field(default_factory=list)  # tokens, EOS included
     ended: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # NaN = not scored
     gold: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # of the gold scorer
+    tokens: list[list[dict[str, Any]]] = field(default_factory=list)  # of the first `SHOWN` texts, as `token_rows`
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of all ranks."""
+        return cls(*([x for part in parts for x in getattr(part, column.name)] for column in fields(cls)))
+
+    def score(self, scorers: Scorers, prompts: Sequence[str], responses: Sequence[str]) -> None:
+        """Score some more responses; gold no more after a failure."""
+        values, failures = (scorers.trained if self.failures else scorers)(prompts, responses)
+        self.scores += values.get(REWARD, torch.empty(0)).tolist()
+        self.gold += values.get(GOLD, torch.empty(0)).tolist()
+        self.failures += failures
 
 
 def policy_samples(
     policy: LM,
-    reference: LM,
+    reference: LM | None,
     prompts: PromptBatch,
     part: range,
     seed: int,
@@ -171,72 +180,120 @@ def policy_samples(
     batch_size: int = ROWS,
     advance: Callable[[int], None] = lambda _: None,
     cached: CachedSamples | None = None,
-) -> PolicySamples:
-    """One response to each prompt of `part`, at most `batch_size` at a time; it does not depend on the parts.
+    purpose: str = "evaluation",
+    shown: int = SHOWN,
+) -> tuple[Samples, Samples]:
+    """One response of policy and of reference (if any) to each prompt of `part`, at most `batch_size` at a time.
 
-    The reference samples too. What a policy has forgotten follows KL(reference || policy) on such samples (Shenfeld et
-    al. 2025, RL's Razor, 2509.04259). `cached` keeps these samples, which are the same every time, for the next call.
-    `advance(n)` is called after every n responses, of the reference and then of the policy.
-    Errors: InputError from a reward function.
+    The noise that decides the tokens depends on seed, `purpose` and the prompt's row: only the models differ. What a
+    policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
+    2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: for so many of the
+    prompts the tokens are kept, and the reference's responses are scored too, after all of the policy's.
+    `advance(n)` is called after every n responses. Errors: InputError from a reward function.
     """
-    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, "evaluation")[part.start : part.stop]
+    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
     prompts = prompts.part(part.start, part.stop)
-    made = PolicySamples()
+    pair = own, other = Samples(), Samples()
 
-    def sampled_by(one: LM, other: LM, before: CachedSamples) -> Iterator[tuple[Responses, Tensor]]:
-        """Batches of responses of `one`, and its exact KL to `other` at their tokens."""
-        model, states = ActorCritic(one), ReferenceStates(other)
+    def sampled_by(made: Samples, one: LM, to: LM | None, before: CachedSamples) -> Iterator[Responses]:
+        """Batches of responses of `one`, with its exact KL at their tokens."""
+        model, states = ActorCritic(one), None if to is None else ReferenceStates(to)
 
-        def respond_and_measure(start: int, stop: int) -> tuple[Responses, Tensor]:
+        def respond_and_measure(start: int, stop: int) -> tuple[Responses, TokenStats | None]:
             batch = prompts.part(start, stop)
             if (start, stop) not in before:
-                made = respond(one, batch, noise[start:stop], sampling, tokenizer)
-                before[start, stop] = made._replace(sampled=made.sampled._replace(states=None))  # large, and not read
+                new = respond(one, batch, noise[start:stop], sampling, tokenizer)
+                before[start, stop] = new._replace(sampled=new.sampled._replace(states=None))  # large, and not read
             responses = before[start, stop]
             layout = response_layout(batch, responses.sampled)
-            return responses, measure(model, states, layout, sampling.temperature).exact_kl
+            return responses, None if states is None else measure(model, states, layout, sampling.temperature)
 
-        change = "use a lower rollout.max_new_tokens or shorter prompts"
-        return fitting_batches(len(prompts), batch_size, respond_and_measure, change)
+        change = "use fewer new tokens or shorter prompts"
+        for responses, stats in fitting_batches(len(prompts), batch_size, respond_and_measure, change):
+            _, sampled, texts = responses
+            made.lengths += sampled.mask.sum(1).tolist()
+            made.ended += sampled.ended.tolist()
+            made.texts += texts
+            if stats is not None:
+                made.kl += float64(stats.exact_kl).sum(1).tolist()
+                columns = (sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
+                for i in range(min(shown - len(made.tokens), len(texts))):
+                    made.tokens.append(token_rows(tokenizer, *(column[i][sampled.mask[i]] for column in columns)))
+            advance(len(texts))
+            yield responses
 
-    for (_, sampled, _), exact_kl in sampled_by(reference, policy, {} if cached is None else cached):
-        advance(len(sampled.mask))
-        made.forward_kl += float64(exact_kl).sum(1).tolist()
-        made.forward_lengths += sampled.mask.sum(1).tolist()
-    for (batch, sampled, responses), exact_kl in sampled_by(policy, reference, {}):
-        made.kl += float64(exact_kl).sum(1).tolist()
-        made.lengths += sampled.mask.sum(1).tolist()
-        made.ended += sampled.ended.tolist()
-        made.texts += responses
-        advance(len(responses))
-        values, failures = scorers(batch.texts, responses)
-        made.scores += values.get(REWARD, torch.empty(0)).tolist()
-        made.gold += values.get(GOLD, torch.empty(0)).tolist()
-        if failures:
-            scorers, made.failures = scorers.trained, failures
-    return made
+    cached = {} if cached is None else cached
+    drawn = [] if reference is None else list(sampled_by(other, reference, policy, cached))
+    for batch, _, texts in sampled_by(own, policy, reference, {}):
+        own.score(scorers, batch.texts, texts)
+    left = shown - part.start
+    for batch, _, texts in drawn:
+        if left > 0:
+            other.score(scorers, batch.texts[:left], texts[:left])
+        left -= len(texts)
+    return pair
 
 
-def figures_of(parts: Sequence[PolicySamples], facts: dict[str, Any]) -> PolicyFigures:
-    """The figures of all samples together; `facts` gets what is left out, and why, for `monitors.worded`."""
-    kl, forward, forward_lengths, lengths, ended, texts, scores, gold, failures = (
-        [value for part in parts for value in getattr(part, column.name)] for column in fields(PolicySamples)
-    )
-    if failures:
-        facts["gold-failed"] = {"failure": failures[0]}
-    known, golds = ([score for score in each if not math.isnan(score)] for each in (scores, gold))
-    unscored = len(scores) - len(known)
+def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
+    """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
+    columns = zip(ids.tolist(), logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
+    return [{"text": tokenizer.decode([i]), "logprob": p, "ref_logprob": q, "kl": nats} for i, p, q, nats in columns]
+
+
+def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a model on held-out prompts by the keys of `eval --json`, with the KL of the other one to it.
+
+    KL in nats; scores are raw, over what was scored. `facts` gets what is left out, for `monitors.worded`.
+    """
+    if own.failures:
+        facts["gold-failed"] = {"failure": own.failures[0]}
+    known, golds = ([score for score in each if not math.isnan(score)] for each in (own.scores, own.gold))
+    unscored = len(own.scores) - len(known)
     if math.inf in map(abs, known):
         facts["eval-scores"] = {}
         known = []
-    return PolicyFigures(
-        kl_token=sum(kl) / sum(lengths),
-        kl_sequence=fmean(kl),
-        forward_kl_token=sum(forward) / sum(forward_lengths),
-        scores=fmean(known) if known else None,
-        unscored=unscored,
-        gold=fmean(golds) if golds and not failures else None,
-        length=fmean(lengths),
-        eos_rate=fmean(ended),
-        distinct_2=distinct_n(texts),
-    )
+    return {
+        "kl_token": sum(own.kl) / sum(own.lengths),
+        "kl_sequence": fmean(own.kl),
+        "forward_kl_token": sum(other.kl) / sum(other.lengths),
+        "scores": fmean(known) if known else None,
+        "unscored": unscored,
+        "gold": fmean(golds) if golds and not own.failures else None,
+        "length": fmean(own.lengths),
+        "eos_rate": fmean(own.ended),
+        "distinct_2": distinct_2(own.texts),
+    }
+
+
+def errors_of(samples: Samples) -> dict[str, float | None]:
+    """Standard errors of the figures on held-out prompts, by the keys of `figures_of`."""
+    ones, pairs = [1.0] * len(samples.texts), [_word_pairs(text) for text in samples.texts]
+    texts_with = Counter(pair for each in pairs for pair in set(each))
+    own = [sum(texts_with[pair] == 1 for pair in set(each)) for each in pairs]  # that no other text has
+    scores, gold = ([x for x in each if not math.isnan(x)] for each in (samples.scores, samples.gold))
+    return {
+        "scores": standard_error(scores, ones),
+        "gold": standard_error(gold, ones),
+        "kl_token": standard_error(samples.kl, samples.lengths),
+        "kl_sequence": standard_error(samples.kl, ones),
+        "length": standard_error(samples.lengths, ones),
+        "eos_rate": standard_error(samples.ended, ones),
+        "distinct_2": standard_error(own, list(map(len, pairs)), len(texts_with)),
+    }
+
+
+def standard_error(
+    amounts: Sequence[float],
+    counts: Sequence[float],
+    total: float | None = None,
+    of: Callable[[float], float] = float,
+) -> float | None:
+    """Of `of(sum(amounts) / sum(counts))`, by leaving out each entry in turn (jackknife); None where unknown.
+
+    `total`: in place of the first sum, where an amount is what is missing without its entry.
+    """
+    pairs = list(zip(amounts, counts, strict=False))
+    total, count = sum(amounts) if total is None else total, sum(n for _, n in pairs)
+    left = [of((total - x) / (count - n)) for x, n in pairs if count > n]
+    known = len(left) > 1 and all(map(math.isfinite, left))
+    return math.sqrt((len(left) - 1) * pvariance(left)) if known else None

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, no_such_file
 
 PROBE_SECONDS = 10.0
 # Enough to load a model and its tokenizer: pickles only on request, other formats of the weights never.
@@ -38,8 +38,8 @@ def model_folder(ref: str, *, pickled: bool = False) -> str:
     if Path(ref).is_dir():
         return ref
     hub = hub_name(ref)
-    if hub is None or hub.subset is not None:
-        raise InputError(f"{ref} is neither a folder nor a hub id (owner/name, owner/name@revision)")
+    if hub is None or hub.subset is not None or ref.startswith("."):
+        raise InputError(f"neither a folder nor a hub id (owner/name, owner/name@revision): {no_such_file(ref)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -53,9 +53,8 @@ def model_folder(ref: str, *, pickled: bool = False) -> str:
             local_files_only=not reachable,
         )
     except LocalEntryNotFoundError as error:
-        raise InputError(
-            f"{ref}: no such folder here, the hub cannot be reached and its cache does not hold it"
-        ) from error
+        reason = "the hub cannot be reached, its cache does not hold it"
+        raise InputError(f"{ref}: {reason}, and {no_such_file(ref)}") from error
     except Exception as error:  # the hub's clients raise many types
         raise InputError(f"{ref}: cannot be downloaded: {first_line(error)}") from error
 
@@ -75,9 +74,7 @@ def probe(name: str, revision: str | None, kind: str, where: str) -> bool:
     except GatedRepoError as error:
         raise InputError(f"{where}: is gated: accept its terms on the hub and log in (`hf auth login`)") from error
     except RepositoryNotFoundError as error:
-        raise InputError(
-            f"{where}: no local folder or file has this name, and the hub has no {kind} with it"
-        ) from error
+        raise InputError(f"{where}: the hub has no {kind} of this name, and there is {no_such_file(name)}") from error
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code < 500:
             raise InputError(f"{where}: {first_line(error)}") from error

@@ -2,7 +2,7 @@
 
 `Monitors` reads every row of `metrics.jsonl` before it is written. A condition is told once when it begins, and again
 only after it has cleared with a margin. Events that a trainer, a controller or a scorer reports as facts are told each
-time. To add an alarm, add a line to `ALARMS`, and a measurement where there is none yet.
+time. To add an alarm, add a line to `ALARMS` and to the page `GUIDE`, and a measurement where there is none yet.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # what shows a run needs no torch
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
 Facts = Mapping[str, Any]  # of an update: the names of alarms, each with its figures
-Action = Literal["warn", "rollback", "stop"]
+Action = Literal["note", "warn", "rollback", "stop"]
 
+GUIDE = "kl"  # the page that lists the alerts
 WINDOW = 100  # rows that are kept
 START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
@@ -35,6 +36,7 @@ TRENDS = (10, 25, 60)  # windows of `overoptimised-gold`, in updates
 STUCK = 5  # updates in a row: beta at its bound, or all responses nearly equal
 FEW, MANY = 0.2, 0.4  # share of different responses at which `alike` begins, and at which it clears
 BOUGHT = 8  # updates of `kl-not-bought`
+RISE = 10  # updates in which a KL that is called low no longer rises; twice as many for a score
 SURE = 2.0  # standard errors of the score that a KL must exceed
 ROLLBACKS = 5  # at most in a run
 PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
@@ -42,10 +44,10 @@ PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
 
 @dataclass(frozen=True)
 class Alarm:
-    """One line of the table. An alarm that stops or rolls back gives its text as the reason; it makes no alert."""
+    """One line of the table. One that stops or rolls back gives its text as the reason; a note asks for nothing."""
 
     name: str  # the fixed word that an alert begins with
-    text: str | Mapping[str, str]  # with places for figures and for the advice; several by the figure `case`
+    text: str  # with places for figures and for the advice
     measure: Callable[[Monitors], Figures | None] | None = None  # None: not known; no function: an event
     begins: Callable[[Figures], bool] = lambda _: True
     clears: Callable[[Figures], bool] = lambda _: False
@@ -54,10 +56,10 @@ class Alarm:
     part: str = ""  # one of several conditions with this name
     action: Action = "warn"
 
-    def message(self, figures: Figures) -> str:
-        """The text with its figures."""
-        text = self.text if isinstance(self.text, str) else self.text[figures["case"]]
-        return text.format_map(figures)
+    def words(self, figures: Figures) -> str:
+        """The text with its figures; an alert with its name and the page of the guide that lists it."""
+        text = self.text.format_map(figures)
+        return f"{self.name}: {text} (rlhf-kl guide {GUIDE})" if self.action == "warn" else text
 
 
 class Decision(NamedTuple):
@@ -88,6 +90,7 @@ class Monitors:
         self.config, self.scores, self.from_reference = config, scores, from_reference
         self.target = config.kl.target_value if coef else None
         self.unit = config.kl.unit if coef else "token"
+        self.there = 0.5 * (self.target or NO_TARGET)  # a KL below it may still rise
         self.floor = 1.5 * self.target if self.target is not None else NO_TARGET  # a KL below it may move as it likes
         self.warmup = min(20, max(3, config.updates // 6))  # updates in which a KL that starts at 0 still rises
         self.bounds = (control.min_coef, control.max_coef) if control.adjusts else (None, None)
@@ -116,11 +119,11 @@ class Monitors:
         alerts, decision = [], None
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                message = alarm.message(self.advice | dict(figures))
+                words = alarm.words(self.advice | dict(figures))
                 if alarm.action == "warn":
-                    alerts.append(f"{alarm.name}: {message}")
-                elif decision is None:
-                    decision = Decision(alarm.action, alarm.name, message)
+                    alerts.append(words)
+                elif alarm.action != "note" and decision is None:
+                    decision = Decision(alarm.action, alarm.name, words)
         return alerts, decision
 
     def rolled_back(self, decision: Decision, step: int, coef: float) -> str:
@@ -133,10 +136,7 @@ class Monitors:
         return worded({"rolled-back": {"reason": decision.reason, "place": place, "coef": coef}})[0]
 
     def better_checkpoint(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The checkpoint that a row measures, if it is better by `checkpoint.best` than the best so far.
-
-        Row k measures the policy after update k - 1.
-        """
+        """The checkpoint that a row measures (in row k: of update k - 1), if it is the best so far."""
         metric, best = self.config.checkpoint.best, self.best_checkpoint
         value = None if metric is None else read_number(row, metric)
         if value is None or (self.constant_coef is None and not near_target(row)):
@@ -146,10 +146,9 @@ class Monitors:
         return {"step": row["step"] - 1, "metric": metric, "value": value} if better else None
 
     def kl_bought(self, row: Mapping[str, Any]) -> float | None:
-        """Share of an update's KL that its gain in score needs, in [0, 1]; a lower bound beyond the samples.
+        """Share of an update's KL that its gain needs, in [0, 1]: that of tilted reference samples with this gain.
 
-        A gain needs at least the KL of the tilted reference samples with that gain. None without samples or
-        measurements, and if the noise of the score could explain so small a KL.
+        None without samples or measurements, and if the noise of the score could explain so small a KL.
         """
         kl, score = read_number(row, "kl/sequence"), read_number(row, "objective/scores_shaped")
         if self.scores is None or kl is None or score is None or not self.curve:
@@ -230,19 +229,16 @@ class Monitors:
         return fmean(self.values("objective/scores", START))
 
     def score_stderr(self, updates: int) -> float:
-        """Standard error of the gain over some updates: that of their batches, and that of the reference's mean.
-
-        Prompts are the independent draws: several responses to one prompt count once.
-        """
+        """Standard error of the gain over some updates: of their batches (by prompts) and of the reference's mean."""
         assert self.scores is not None
         rollout = self.config.rollout
         draws = updates * rollout.batch_size / rollout.samples_per_prompt
         return math.hypot(self.scores.spread / math.sqrt(draws), self.scores.mean_stderr)
 
 
-def worded(facts: Facts) -> list[str]:
-    """The alerts of events, without a history."""
-    return [f"{alarm.name}: {alarm.message(facts[alarm.name])}" for alarm in ALARMS if alarm.name in facts]
+def worded(facts: Facts, action: Action = "warn") -> list[str]:
+    """The alerts of events, without a history; or the notes, which are plain lines."""
+    return [each.words(facts[each.name]) for each in ALARMS if each.name in facts and each.action == action]
 
 
 def collapsed(row: Mapping[str, Any]) -> bool:
@@ -251,14 +247,9 @@ def collapsed(row: Mapping[str, Any]) -> bool:
     return distinct is not None and distinct <= FEW
 
 
-_BEST = (
-    *("step", "objective/scores_shaped", "objective/scores", "objective/gold"),
-    *("kl/token", "kl/sequence", "kl/error"),
-)
-_STATE = (
-    *("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active"),
-    *("best", "best_checkpoint"),
-)
+_BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
+_STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
+          "best_checkpoint")  # fmt: skip
 
 
 def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
@@ -266,16 +257,16 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
     kind, batch, ceiling = config.kl.controller.kind, config.rollout.batch_size, config.kl.ceiling is not None
     constant = kind in ("fixed", "schedule")
     limit = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
-    noise = (
-        f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
-        f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
-    )
     exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise; or l"
+    noise = f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
+    noise += f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
     rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
+    goal = "Lower kl.target, raise ppo.learning_rate, or train for more updates. A target is a goal: where you want a "
+    goal += "limit only, set kl.controller {kind: fixed, coef: 0} and a kl.ceiling"
     return {
-        "to_rise": rise if constant else "Raise ppo.learning_rate, or lower kl.target",
+        "to_rise": rise if constant else goal,
         "to_fall": "Raise kl.controller.coef, lower ppo.learning_rate" if constant else "Lower ppo.learning_rate",
-        "to_restrain": "Raise kl.controller.coef" if constant else "Lower kl.target",
+        "to_restrain": "Raise kl.controller.coef" if constant else "Lower kl.target (a goal that beta also falls for)",
         "less_noise": (exact if (config.kl.placement, config.kl.estimator) == ("reward", "k1") else "L") + noise,
         "limit_kl": limit,
         "adapt": limit if kind == "adaptive" else "use kl.controller.kind: adaptive",
@@ -288,9 +279,8 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
 class GapSum(NamedTuple):
     """Were tokens sampled from the policy that the trainer computes? Sums of one figure over all updates so far.
 
-    A sampled token's log-prob plus the entropy is 0 on average, whatever came before it; so is its log-ratio to the
-    reference minus the exact KL. Another temperature, top-k or top-p shifts the first from the first update on; other
-    weights, such as an older policy's, shift the second as the policy leaves its reference.
+    A sampled token's log-prob plus the entropy is 0 on average, and its log-ratio to the reference minus the exact KL.
+    Another temperature, top-k or top-p shifts the first; weights of an older policy the second.
     """
 
     total: float = 0.0  # nats
@@ -318,9 +308,8 @@ class GapSum(NamedTuple):
     def shifted(self) -> bool:
         """Whether the sum is larger than sampling from the policy itself gives at any update of a run.
 
-        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240) gives a false alarm in at most one of
-        2,000 runs. Differences of two passes over one text (1e-3 nats) and of bfloat16 (a hundredth of a token's
-        standard deviation) raise none.
+        The normal mixture bound (Robbins 1970; Howard et al. 2021, 1810.08240): a false alarm in one of 2,000 runs at
+        most. Differences of two passes (1e-3 nats) and of bfloat16 (a hundredth of a token's spread) raise none.
         """
         false_alarm, settling, rounding, negligible = 5e-4, 100.0, 1e-3, 0.01
         variance = self.variance + self.tokens * rounding**2
@@ -344,6 +333,11 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
     r = correlation(steps, values)
     change = linear_regression(steps, values).slope * steps[-1]
     return change, r * math.sqrt((len(values) - 2) / max(1 - r * r, 1e-12))
+
+
+def still_rises(values: Sequence[float], window: int) -> bool:
+    """Whether the last values rise clearly, or are too few to tell."""
+    return len(values) < window or trend(values[-window:])[1] > 1.5
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float, float]:
@@ -393,6 +387,15 @@ def usual_kl(m: Monitors) -> Figures | None:
     return {"kl": kl, "usual": median(before), "count": len(before), "jump": jump, "floor": m.floor}
 
 
+def largest_kl(m: Monitors) -> Figures | None:
+    """Of a response, over the mean of all, which it follows while the KL rises: in 11 runs at most 2.2x the median."""
+    pairs = [(row.get("kl/max_sequence"), row.get("kl/sequence")) for row in m.rows[-21:]]
+    times = [largest / mean for largest, mean in pairs if largest and mean]
+    if not m.has("kl", "kl/max_sequence", "kl/sequence") or m.now["kl"] < m.there or len(times) <= START:
+        return None
+    return {"largest": m.now["kl/max_sequence"], "times": times[-1], "before": median(times[:-1])}
+
+
 def rising_kl(m: Monitors) -> Figures | None:
     kls, shortest = m.values("kl"), CLIMBS[0]
     if not m.has("kl") or len(kls) < shortest:
@@ -408,7 +411,8 @@ def mean_kl(m: Monitors) -> Figures | None:
     kls = [row["kl"] for row in m.rows[max(0, len(m.rows) - m.updates + m.warmup) :] if "kl" in row]
     if m.target is None or not m.has("kl") or len(kls) < START:
         return None
-    return {"mean": fmean(kls), "count": len(kls), "ratio": fmean(kls) / m.target}
+    ratio, rises = fmean(kls) / m.target, still_rises(m.values("kl"), RISE)
+    return {"mean": fmean(kls), "count": len(kls), "ratio": ratio, "low": math.inf if rises else ratio}
 
 
 def falling_gold(m: Monitors) -> Figures | None:
@@ -439,42 +443,34 @@ def bought(m: Monitors) -> Figures | None:
     """KL and gain in score of the last updates, once the KL is there."""
     needs = {"kl", "kl/sequence", "objective/scores_shaped"}
     recent = [row for row in m.rows if needs <= row.keys()][-BOUGHT:]
-    there = 0.5 * (NO_TARGET if m.target is None else m.target)  # a KL below it may still rise
     if m.scores is None or not m.curve or not m.from_reference or not m.has(*needs):
         return None
-    if len(recent) < BOUGHT or min(row["kl"] for row in recent) < there:
+    if len(recent) < BOUGHT or min(row["kl"] for row in recent) < m.there:
         return None
     kl = fmean(row["kl/sequence"] for row in recent)
     gain = fmean(row["objective/scores_shaped"] for row in recent) - m.scores.mean
     most = gain + SURE * m.score_stderr(BOUGHT)  # noise of the batches is no reason to warn
-    known = most <= m.curve[-1]["gain"]
+    known = most <= m.curve[-1]["gain"] and not still_rises(m.values("objective/scores_shaped"), 2 * RISE)
     return {"kl": kl, "most": least_kl(m.curve, most) / kl, "share": least_kl(m.curve, gain) / kl, "known": known}
 
 
 def sign(key: str, message: str, size: Callable[[float, float], float], updates: int = START) -> Alarm:
-    """An indirect sign that a policy exploits its reward. `size(start, now)`: 1 where it is reached.
-
-    Alone it is no alarm, since a policy may learn to be brief: it counts while the score is above that of the start
-    by more than its noise. Runs with a gold score have an alarm of their own.
-    """
+    """A sign that a policy exploits its reward: a score that rises, without a gold one. `size`: 1 where it begins."""
 
     def measure(m: Monitors) -> Figures | None:
         found, scores = m.levels(key, updates), m.levels("objective/scores")
-        if found is None or scores is None or m.gold:
-            return None
-        if scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9:
+        if (
+            found is None
+            or scores is None
+            or m.gold
+            or scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9
+        ):
             return None
         return {"low": scores[0], "high": scores[1], "start": found[0], "now": found[1], "size": size(*found)}
 
-    return Alarm(
-        "overoptimised-signs",
-        f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
-        "Read its samples. {to_restrain}",
-        measure,
-        begins=lambda f: f["size"] >= 1,
-        clears=lambda f: f["size"] < 0.8,
-        part=key,
-    )
+    text = f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
+    text += "Read its samples. {to_restrain}"
+    return Alarm("overoptimised-signs", text, measure, lambda f: f["size"] >= 1, lambda f: f["size"] < 0.8, part=key)
 
 
 def _times(start: float, now: float) -> float:
@@ -498,8 +494,8 @@ def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
         recent = [row.get("held", 0.0) for row in m.rows[-PATIENCE:]]
         # While the policy is frozen no update is shortened. A KL that falls is given time.
         waited = m.updates - m.config.ppo.value_warmup >= PATIENCE and min(recent) > limit and kl >= 0.9 * recent[0]
-        figures = {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"]}
-        return figures | {"rollbacks": m.rollbacks, "waited": waited}
+        return {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"], "rollbacks": m.rollbacks,
+                "waited": waited}  # fmt: skip
 
     return measure
 
@@ -518,12 +514,6 @@ def broken(m: Monitors) -> Figures | None:
 
 # ---- the table
 
-_RATE = {
-    "jump": "an update moved the KL from {kl:.3g} to {after:.3g} nats",
-    "sideways": "the policy moved {update_kl:.0%} of the target in one update",
-    "not held": "for {updates} updates beta has not held the KL at its target",
-    "slow": "at this rate the target takes more than 1/{share:.0f} of the remaining updates",
-}
 _MEAN = "KL averages {mean:.3g} nats per {unit} over the last {count} updates"
 _AT_BOUND = f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go further: "
 _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
@@ -531,21 +521,18 @@ _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
 ALARMS = (
     # Events: what the controller, the rate, the trainer and the scorers report.
     Alarm("coef-moved", "auto found beta {wanted:.4g}, but kl.controller.min_coef and max_coef allow {min_coef:.4g} "
-          "to {max_coef:.4g}: it starts at {coef:.4g}"),
+          "to {max_coef:.4g}: it starts at {coef:.4g}. Set them wider"),
     Alarm("controller-too-slow", "in {updates} updates of {batch_size} episodes {kind} can move beta only from "
-          "{coef:.4g} to between {low:.4g} and {high:.4g}"),
+          "{coef:.4g} to between {low:.4g} and {high:.4g}. Use kl.controller.kind=adaptive or a smaller horizon"),
     Alarm("controller-state", "{names} cannot be saved; define state_dict"),
     Alarm("scores-clipped", "reward.clip cuts off {share:.0%} of the reference samples' scores, so the policy cannot "
           "tell them apart: set reward.normalize=true, or a larger reward.clip"),
     Alarm("eval-scores", "a score of the reward model was not finite: left out"),
     Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
-    Alarm("learning-rate-changed",
-          {case: f"{why}: it is now {{factor:.3g}} times the schedule's rate" for case, why in _RATE.items()}),
-    Alarm("learning-rate-at-bound",
-          {case: why + (", with the highest factor {factor:g}: raise" if case == "slow" else
-           ", with the lowest factor {factor:g}: lower") + " ppo.learning_rate" for case, why in _RATE.items()}),
-    Alarm("out-of-memory", "microbatches now have {rows} rows"),
+    Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
+    Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
+    Alarm("out-of-memory", "memory was full: microbatches now have {rows} rows (set ppo.microbatch_size)"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
     Alarm("gold-failed", "{failure}: left out", lambda m: m.facts.get("gold-failed", {}),
@@ -565,12 +552,15 @@ ALARMS = (
           "{usual:.3g}. Lower ppo.learning_rate, set ppo.max_update_kl, or {limit_kl}",
           usual_kl, lambda f: f["jump"] and f["kl"] > max(2.5 * f["usual"], f["floor"]),
           lambda f: f["kl"] < max(1.5 * f["usual"], f["floor"] / 1.5), hold=3),
+    Alarm("kl-max-spike", "one response has a KL of {largest:.3g} nats, {times:.1f}x the mean of the update; usual is "
+          "{before:.1f}x. Read the samples with the largest KL (rlhf-kl report). {to_fall}, or {limit_kl}",
+          largest_kl, lambda f: f["times"] > 3 * f["before"], lambda f: f["times"] < 2 * f["before"], hold=3),
     Alarm("kl-climbing", "KL rose from {low:.3g} to {high:.3g} nats per {unit} over the last {window} updates and is "
           "still rising. {to_fall}, or {adapt}", rising_kl, lambda f: f["window"] > 0, lambda f: f["over"], hold=3),
     Alarm("kl-hardly-learning", _MEAN + ", under a tenth of the target {target:g}: the policy hardly changes. "
-          "{to_rise}", mean_kl, lambda f: f["ratio"] < 0.1, lambda f: f["ratio"] > 0.12),
+          "{to_rise}", mean_kl, lambda f: f["low"] < 0.1, lambda f: f["ratio"] > 0.12),
     Alarm("kl-below-target", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy uses little of its KL budget. "
-          "{to_rise}", mean_kl, lambda f: f["ratio"] < 0.5, lambda f: f["ratio"] > 0.55, unless="kl-hardly-learning"),
+          "{to_rise}", mean_kl, lambda f: f["low"] < 0.5, lambda f: f["ratio"] > 0.55, unless="kl-hardly-learning"),
     Alarm("kl-above-target", _MEAN + ", {ratio:.1f}x the target {target:g}. {to_fall}, or {limit_kl}",
           mean_kl, lambda f: f["ratio"] > 2, lambda f: f["ratio"] < 1.8),
     Alarm("kl-drifting", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy exceeds its KL budget. {to_fall}, "

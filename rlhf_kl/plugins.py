@@ -26,7 +26,7 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from rlhf_kl.errors import FAMILIAR, InputError, suggestion
+from rlhf_kl.errors import FAMILIAR, InputError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
 
 # Files whose lines are not the user's.
@@ -68,7 +68,7 @@ def look_up(ref: str) -> None:
 def _existing_file(ref: str) -> Path:
     path = reference_file(ref, [Path.cwd()])
     if path is None:
-        raise InputError(f"no such file: {ref.rpartition(':')[0]} (looked in {Path.cwd()})")
+        raise no_such_file(ref.rpartition(":")[0])
     return path
 
 
@@ -89,9 +89,8 @@ def _module_file(module: str) -> Path | None:
 
 
 def load_attribute(ref: str) -> Any:
-    """The object that `ref` names. Runs the code of its module.
+    """The object of a "module:attribute" (of the working directory too) or "file.py:attribute". Runs its module.
 
-    ref: "module:attribute" (modules in the working directory too) or "file.py:attribute".
     Raises InputError: no such file, module or attribute, or an error in the imported code.
     """
     source, _, attribute = ref.rpartition(":")

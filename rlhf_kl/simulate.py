@@ -14,7 +14,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.guarded import GuardedController
 from rlhf_kl.kl_controllers.tilt import tilted
 from rlhf_kl.monitors import worded
-from rlhf_kl.report.control import tail_error as tail_error_of
+from rlhf_kl.report.control import BAND, tail_error, verdict
 
 # The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
 LEAST_COEF = math.exp(-7.0)
@@ -78,26 +78,17 @@ def example_scores(sigma: float = 1.0, number: int = 1024, seed: int = 0) -> lis
 
 @dataclass
 class Plant:
-    """A simulated policy under training.
+    """A simulated policy under training: sqrt(KL) goes a share `speed` of the way to that of `law(beta)` per update.
 
-    sqrt(KL) approaches the square root of `law(beta)` by a share `speed` per update, at most by `climb`
-    per update on the way up (a clipped policy update goes only so far). Beyond `sticky_kl` the way down
-    slows in proportion: beta hardly brings back a policy that is far away. `inertia` is the
-    share of the last step that carries over (Adam's momentum, a value model that lags). All in nats per
-    sequence; `measure` divides by `length` for a per-token KL and adds relative noise.
+    All in nats per sequence; `measure` divides by `length` for a per-token KL and adds relative noise.
     """
 
     law: Callable[[float], float]
     speed: float = 0.2
     noise: float = 0.05
     length: float = 1.0
-    climb: float = math.inf
-    sticky_kl: float = math.inf
-    inertia: float = 0.0
     seed: int = 0
     root_kl: float = 0.0
-    last_step: float = 0.0
-    uncut_root_kl: float = 0.0  # the result of the last update without a ceiling
     _rng: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,27 +98,12 @@ class Plant:
             raise InputError(*problems)
         self._rng = random.Random(self.seed)
 
-    @property
-    def kl(self) -> float:
-        """The true KL, in the unit of the measurements."""
-        return self.root_kl**2 / self.length
-
     def measure(self) -> float:
-        return self.kl * max(0.0, 1.0 + self.noise * self._rng.gauss(0.0, 1.0))
+        return self.root_kl**2 / self.length * max(0.0, 1.0 + self.noise * self._rng.gauss(0.0, 1.0))
 
-    def advance(self, coef: float, ceiling: float | None = None) -> float:
-        """One policy update at `coef`, cut where the KL would cross `ceiling`. Returns the fraction kept."""
-        step = self.speed * (math.sqrt(self.law(coef)) - self.root_kl)
-        if step < 0.0 and self.root_kl**2 > self.sticky_kl:
-            step *= self.sticky_kl / self.root_kl**2
-        step = self.inertia * self.last_step + (1.0 - self.inertia) * min(step, self.climb)
-        step = max(step, -self.root_kl)
-        room = math.inf if ceiling is None else max(0.0, math.sqrt(ceiling * self.length) - self.root_kl)
-        kept = 1.0 if step <= room else room / step
-        self.uncut_root_kl = self.root_kl + step
-        self.last_step = kept * step
-        self.root_kl += self.last_step
-        return kept
+    def advance(self, coef: float) -> None:
+        """One policy update at `coef`."""
+        self.root_kl += self.speed * (math.sqrt(self.law(coef)) - self.root_kl)
 
 
 def simulate_sequence(
@@ -149,18 +125,16 @@ def simulate_sequence(
     return rows
 
 
-def simulate_plant(
-    controller: Any, plant: Plant, updates: int = 60, episodes: int = 64, ceiling: float | None = None
-) -> list[SimulatedUpdate]:
+def simulate_plant(controller: Any, plant: Plant, updates: int = 60, episodes: int = 64) -> list[SimulatedUpdate]:
     """Close the loop in the trainer's order: measure, update the policy at coef, then update coef."""
     guarded = _guarded(controller)
     rows = []
     for step in range(1, updates + 1):
         kl, before, coef = plant.measure(), plant.root_kl, guarded.coef
-        plant.advance(coef, ceiling)
+        plant.advance(coef)
         # Measured at the same states: both values have the same noise factor as `kl`.
-        scale = kl / before**2 if before else 1.0 / plant.length
-        guarded.observe_update(kl, scale * plant.root_kl**2, scale * plant.uncut_root_kl**2)
+        after = (kl / before**2 if before else 1.0 / plant.length) * plant.root_kl**2
+        guarded.observe_update(kl, after, after)
         guarded.update(kl, episodes)
         rows.append(SimulatedUpdate(step, kl, coef, guarded.coef))
     return rows
@@ -170,41 +144,41 @@ def _guarded(controller: Any) -> GuardedController:
     return controller if isinstance(controller, GuardedController) else GuardedController(controller)
 
 
-def tail_error(rows: Sequence[SimulatedUpdate], target: float) -> float:
-    """Mean |KL/target - 1| over the second half."""
-    return tail_error_of([row.kl / target for row in rows]) or 0.0
+def conclusion(rows: Sequence[SimulatedUpdate], target: float) -> list[str]:
+    """Marks of all updates, how many were in range, whether and when the KL settled there, and where beta went."""
+    marks = [mark(row.kl / target) for row in rows]
+    values = [row.kl / target if math.isfinite(row.kl) else math.inf for row in rows]
+    word, since, error = verdict(values)
+    if since is not None:
+        settled = f"settled: in range from update {since} on, off by {error:.0%} on average since"
+    elif word == "short":
+        settled = "too short to say whether it settles"
+    else:
+        settled = f"not settled: off by {tail_error(values):.0%} on average in the second half"
+    coefs = [rows[0].coef, *(row.coef_next for row in rows)]
+    return [
+        "".join(symbol for symbol, _ in marks),
+        f"in range in {sum(word == 'in range' for _, word in marks)} of {len(rows)} updates "
+        f"(\u2713: within {BAND:.0%} of the target; v: below, ^: above)",
+        settled,
+        f"beta {coefs[0]:.3g} -> {coefs[-1]:.3g}, between {min(coefs):.3g} and {max(coefs):.3g}",
+    ]
 
 
-def ideal_coef(law: Callable[[float], float], kl: float) -> float:
-    """The beta at which a falling `law` gives `kl` nats per sequence, by bisection in log(beta)."""
-    low, high = -12.0, 12.0
-    for _ in range(60):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if law(math.exp(middle)) > kl else (low, middle)
-    return math.exp(high)
-
-
-def peak(rows: Sequence[SimulatedUpdate], target: float) -> float:
-    """Largest KL/target."""
-    return max(row.kl for row in rows) / target
+def mark(ratio: float) -> tuple[str, str]:
+    """A symbol and a word for a KL over its target."""
+    if not math.isfinite(ratio):
+        return "?", "unknown"
+    if abs(ratio - 1.0) <= BAND:
+        return "\u2713", "in range"
+    return ("v", "below") if ratio < 1.0 else ("^", "above")
 
 
 def plot(rows: Sequence[SimulatedUpdate], target: float | None, file: Path) -> None:
-    """KL with its target above, beta on a log axis below. The format is that of the file's suffix."""
-    from matplotlib.figure import Figure
+    """KL with its target above, beta below. The format is that of the file's suffix."""
+    from rlhf_kl.report.drawing import Chart, Line, log_if_wide, save_sheet
 
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    steps = [row.step for row in rows]
-    above.plot(steps, [row.kl for row in rows], marker=".")
-    if target is not None:
-        above.axhline(target, linestyle="--", color="gray", label="target")
-        above.legend()
-    above.set_ylabel("KL (nats)")
-    below.plot(steps, [row.coef for row in rows], marker=".", color="tab:red")
-    if all(row.coef > 0.0 for row in rows):
-        below.set_yscale("log")
-    below.set_ylabel("beta")
-    below.set_xlabel("update")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    steps, coefs = [row.step for row in rows], [row.coef for row in rows]
+    kl = Chart("kl", "KL", "nats", [Line("KL", "kl", steps, [row.kl for row in rows])], target=target)
+    log = log_if_wide(min(coefs), max(coefs))
+    save_sheet([kl, Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)], file)

@@ -30,6 +30,7 @@ class RunStatus:
         self._first: dict[str, float] = {}
         self._perplexity: float | None = None
         self._perplexity_is_new = False  # since the last line of a log
+        self._evaluated = 0  # the update of the last evaluation
         self._seconds: deque[float] = deque(maxlen=10)  # of the last updates
 
     def __bool__(self) -> bool:
@@ -49,7 +50,7 @@ class RunStatus:
             if (value := read_number(row, key)) is not None:
                 self._first.setdefault(key, value)
         if (perplexity := read_number(row, "eval/perplexity")) is not None:
-            self._perplexity, self._perplexity_is_new = perplexity, True
+            self._perplexity, self._perplexity_is_new, self._evaluated = perplexity, True, int(row.get("step") or 0)
 
     def _number(self, key: str) -> float | None:
         return read_number(self._row, key)
@@ -76,7 +77,7 @@ class RunStatus:
     def line(self) -> str:
         """The row in fixed columns."""
         kl, ratio = self._kl()
-        left = self._seconds_left()
+        left, speed = self._seconds_left(), self._number("perf/tokens_per_s")
         perplexity, self._perplexity_is_new = self._perplexity if self._perplexity_is_new else None, False
         step = f"{self._row.get('step', '-')}"
         return _columns(
@@ -88,7 +89,7 @@ class RunStatus:
                 "-" if ratio is None else f"{ratio:.2f}x",
                 format_number(self._number("kl/coef"), 4),
                 format_number(perplexity),
-                _whole(self._number("perf/tokens_per_s")),
+                "-" if speed is None else f"{speed:.0f}",
                 "-" if left is None else duration(left),
             )
         )
@@ -100,13 +101,13 @@ class RunStatus:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
+        scores = [*self._change("", "objective/scores"), *self._change("   gold ", "objective/gold")]
         for label, pieces in (
             ("update", self._progress()),
-            ("score", [*self._change("", "objective/scores"), *self._change("   gold ", "objective/gold")]),
+            ("score", scores and [*scores, ("   one batch", "dim")]),
             (f"KL/{self._unit}", self._kl_pieces()),
             ("beta", self._beta()),
             ("perplexity", self._perplexity_pieces()),
-            ("speed", self._speed()),
         ):
             if pieces:
                 table.add_row(label, Text.assemble(*pieces))
@@ -116,10 +117,12 @@ class RunStatus:
         step = int(self._number("step") or 0)
         pieces: Pieces = [(f"{step}/{self.total}  " if self.total else f"{step}  ", "")]
         if self.total:
-            filled = round(20 * min(1.0, step / self.total))
-            pieces += [("━" * filled, "cyan"), ("─" * (20 - filled), "dim")]
+            filled = round(16 * min(1.0, step / self.total))
+            pieces += [("━" * filled, "cyan"), ("─" * (16 - filled), "dim")]
         if (left := self._seconds_left()) is not None:
             pieces.append((f"  {duration(left)} left" if left > 0 else "  last update done", ""))
+        if (speed := self._number("perf/tokens_per_s")) is not None:
+            pieces.append((f"  {speed:.0f} tok/s", "dim"))
         return pieces
 
     def _change(self, label: str, key: str) -> Pieces:
@@ -141,25 +144,16 @@ class RunStatus:
             return []
         if ratio is None or self._target is None:
             return [(f"{format_number(kl, 4)} nats, no target", "")]
-        if abs(ratio - 1) <= IN_BAND:
-            label, style = "in band", "green"
-        elif ratio < 1:
-            label, style = "below", "yellow"
-        else:
-            label, style = f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow"
+        above = (f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow")
+        inside = abs(ratio - 1) <= IN_BAND
+        label, style = ("in band", "green") if inside else ("below", "yellow") if ratio < 1 else above
         # A bar from 0 to twice the target, with a mark at the target.
         half = 8
         filled = round(half * min(2.0, max(0.0, ratio)))
-        below, above = min(half, filled), max(0, filled - half)
-        return [
-            (f"{format_number(kl, 4)} of {self._target:.3g}  ", ""),
-            ("█" * below, style),
-            ("░" * (half - below), "dim"),
-            ("│", "bold"),
-            ("█" * above, style),
-            ("░" * (half - above), "dim"),
-            (f"  {label}", style),
-        ]
+        left, right = min(half, filled), max(0, filled - half)
+        bar = [("█" * left, style), ("░" * (half - left), "dim"), ("│", "bold"), ("█" * right, style)]
+        bar += [("░" * (half - right), "dim"), (f"  {label}", style)]
+        return [(f"{format_number(kl, 4)} of {self._target:.3g}  ", ""), *bar]
 
     def _beta(self) -> Pieces:
         coef, following = self._number("kl/coef"), self._number("kl/coef_next")
@@ -176,13 +170,9 @@ class RunStatus:
     def _perplexity_pieces(self) -> Pieces:
         if self._perplexity is None:
             return []
-        first = format_number(self._first["eval/perplexity"])
-        return [(f"{format_number(self._perplexity)} held-out", ""), (f", {first} at the start", "dim")]
-
-    def _speed(self) -> Pieces:
-        figures = [(self._number("perf/tokens_per_s"), "tokens/s"), (self._number("episodes"), "episodes")]
-        text = ", ".join(f"{_whole(value)} {name}" for value, name in figures if value is not None)
-        return [(text, "")] if text else []
+        when = "after training" if 0 < self.total < self._evaluated else f"update {self._evaluated}"
+        first = f"; {format_number(self._first['eval/perplexity'])} at the start" if self._evaluated > 1 else ""
+        return [(f"{format_number(self._perplexity)} held-out, {when}", ""), (first, "dim")]
 
 
 def duration(seconds: float) -> str:
@@ -192,10 +182,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
 
 
 def _columns(cells: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ class Screen:
         self.start(quiet=True)
 
     def start(self, quiet: bool = False, console: Console | None = None) -> None:
-        """Begin a command. `quiet` shows only alerts and errors."""
+        """Begin a command. `quiet` shows only alerts, errors and the summary, which then goes to stdout."""
         if console is None:
             console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
         self._console = console
@@ -78,18 +78,19 @@ class Screen:
         table.add_row(f"{mark}:", message)
         self._console.print(table)
 
-    def print_counts(self, counts: Mapping[str, object]) -> None:
-        """Show the sizes of the run before it starts."""
-        if not self._quiet:
-            self._pairs(counts)
-
-    def print_summary(self, figures: Mapping[str, object], next_steps: Sequence[str] = ()) -> None:
-        """Show the last figures of the run, and next steps (commands or paths)."""
+    def print_summary(
+        self, figures: Mapping[str, object], next_steps: Sequence[str] = (), texts: RenderableType | None = None
+    ) -> None:
+        """Show the last figures of the run, some of its texts, and next steps (commands or paths)."""
         if self._quiet:
+            for name, value in figures.items():
+                print(f"{safe_text(name)}: {_value(value)}")
             return
         if self._terminal:
             self._console.print()
         self._pairs(figures)
+        if texts is not None:
+            self._console.print(texts, "")
         if next_steps:
             self._print(Text("Next:", style="bold" if self._terminal else ""))
         for step in next_steps:
@@ -264,4 +265,4 @@ log.propagate = False
 _screen = Screen()
 start, silence, live = _screen.start, _screen.silence, _screen.live
 progress, waiting, show_work, show_row = _screen.progress, _screen.waiting, _screen.show_work, _screen.show_row
-print_counts, print_summary = _screen.print_counts, _screen.print_summary
+print_summary = _screen.print_summary

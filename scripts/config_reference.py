@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 import rlhf_kl
 from rlhf_kl.config.compare import compare_schema
 from rlhf_kl.config.load import json_schema
-from rlhf_kl.config.schema import KIND_NAMES, MODELS, Section, section_of
+from rlhf_kl.config.schema import MODELS, Section, section_of
 
 PACKAGE = Path(rlhf_kl.__file__).parent
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true, false", type(None): "null"}
@@ -29,7 +29,7 @@ Every key, its values and its default, made from the schema (`python scripts/con
 def config_reference() -> str:
     """The page, as Markdown."""
     parts = [INTRODUCTION]
-    for kind in KIND_NAMES:
+    for kind in MODELS:
         parts.append(f"## rlhf-kl {kind}\n")
         for path, section in _sections(MODELS[kind], ""):
             rows = [_row(name, field) for name, field in section.model_fields.items() if not _inner(field)]
@@ -100,7 +100,7 @@ def _bounds(metadata: Any) -> str:
 
 def documents() -> dict[Path, str]:
     """Path and content of every file."""
-    schemas = {**{kind: json_schema(kind) for kind in KIND_NAMES}, "compare": compare_schema()}
+    schemas = {**{kind: json_schema(kind) for kind in MODELS}, "compare": compare_schema()}
     folder = PACKAGE.parent / "configs" / "schema"
     return {
         PACKAGE / "guide" / "config_reference.md": config_reference(),

@@ -128,29 +128,28 @@ def main() -> None:
     parser.add_argument("--short", action="store_true")
     arguments = parser.parse_args()
 
-    from matplotlib.figure import Figure
-
     from rlhf_kl.integrations.trl import KLBudget
+    from rlhf_kl.report.drawing import Chart, Line, save_sheet
 
     seed, short = arguments.seed, arguments.short
-    figure = Figure(figsize=(7.6, 2.7), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    charts = []
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
-        for name, axis in zip(("constant beta", "KLBudget"), axes, strict=True):
-            for beta in STARTS[arguments.trainer]:
+        for name in ("constant beta", "KLBudget"):
+            lines = []
+            for beta, tint in zip(STARTS[arguments.trainer], ("s1", "s5"), strict=True):
                 trainer = make_trainer(arguments.trainer, folder, f"{folder}/run", beta, seed, short)
                 kls = record_exact_kl(trainer)
                 if name == "KLBudget":
                     KLBudget.attach(trainer, target=TARGET)
                 trainer.train()
                 print(f"{name} from beta {beta:g}: tail error {tail_error(kls):.3f}, highest {max(kls):.3f}")
-                axis.plot(range(1, len(kls) + 1), [max(kl, 1e-3) for kl in kls], label=f"beta from {beta:g}")
-            axis.axhline(TARGET, color="black", linewidth=0.8, linestyle="--")
-            axis.set(title=name, xlabel="step", yscale="log", ylim=(2e-3, 3.0))
-            axis.legend(frameon=False, fontsize="small", loc="lower right")
-    axes[0].set_ylabel("KL, nats per token")
-    figure.savefig(arguments.image, dpi=110)
+                lines.append(Line(f"beta from {beta:g}", tint, range(1, len(kls) + 1), [max(kl, 1e-3) for kl in kls]))
+            charts.append(
+                Chart(name, name, "KL, nats per token", lines, xlabel="step", log="y", ylim=(2e-3, 3.0), target=TARGET)
+            )
+    heading = f"KL of a toy {arguments.trainer.upper()} run of TRL"
+    save_sheet(charts, arguments.image, columns=2, heading=heading, footer="Band: target ± 25 %.")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ configs are validated, its commands are not run.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +24,7 @@ import yaml
 
 from rlhf_kl.cli.guide import FOLDER, PAGES
 from rlhf_kl.config.paths import shipped_configs
+from rlhf_kl.kl_controllers import CONTROLLER_PROVIDED, CONTROLLERS
 from rlhf_kl.run.log import read_jsonl
 
 if TYPE_CHECKING:
@@ -118,6 +121,10 @@ def test_every_command_runs(document: Path, place: Callable[[Path], Path], rlhf_
 def run(words: list[str], rlhf_kl: Any) -> str:
     """Run a command as far as a test can; what went wrong."""
     program, *rest = words
+    if program == "python":  # a file of the document, which says what it prints
+        done = subprocess.run([sys.executable, *rest], capture_output=True, text=True, check=False)
+        told = any(done.stdout.strip() in document.read_text(encoding="utf-8") for document in DOCUMENTS)
+        return "" if done.stdout and told else done.stdout + done.stderr or "nothing printed"
     if program in ("git", "source"):  # a clone, and its environment in the shell
         return ""
     if program == "make":
@@ -188,6 +195,50 @@ def test_links_lead_somewhere(document: Path) -> None:
             titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
             slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
             assert heading in slugs, (target, slugs)
+
+
+def cells(page: str) -> list[list[str]]:
+    """The cells of the rows of a page's tables."""
+    lines = (FOLDER / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")]
+
+
+def test_the_page_of_metrics_names_what_a_run_writes(
+    tmp_path: Path, tiny_settings: dict[str, Any], rlhf_kl: Any
+) -> None:
+    reward = {"terms": {"TERM": {"kind": tiny_settings["reward"]["kind"]}}, "length_penalty": 0.01}
+    penalties = {"missing_eos_penalty": 1.0, "repetition_penalty": 0.1}
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(tiny_settings | {"reward": {"kind": "sum", **reward, **penalties}})
+    )
+    words = ["train", "--config", tmp_path / "run.yaml", "--output-dir", tmp_path / "run", "--quiet", "--updates", 2]
+    assert rlhf_kl(*words).code == 0
+    written = {key for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") for key in row}
+    named = {name for names, *_ in cells("metrics") for name in re.findall(r"`([\w/]+)`", names)}
+    penalties_written = {f"penalty/{name}" for name in ("missing_eos", "length", "repetition")}
+    assert penalties_written <= written
+    assert named - {"penalty/NAME"} == written - penalties_written
+
+
+def test_the_page_on_kl_names_every_option_of_a_controller_and_its_default() -> None:
+    described = {name: row[-1] for row in cells("kl") for name in re.findall(r"`(\w+)`", row[0])}
+    common = {*CONTROLLER_PROVIDED, "coef", "min_coef", "max_coef", "self"}
+    for name, law in CONTROLLERS.items():
+        options = {
+            option: "null" if parameter.default is None else str(parameter.default)
+            for option, parameter in inspect.signature(law).parameters.items()
+            if option not in common
+        }
+        shown = dict(re.findall(r"`(\w+): ([\w.]+)`", described[name]))
+        assert shown == options, name
+
+
+def test_the_page_on_running_names_the_environment_variables_that_the_program_reads() -> None:
+    page = (FOLDER / "running.md").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in FOLDER.parent.rglob("*.py"))
+    read = set(re.findall(r"environ(?:\.get\(|\.setdefault\(|\[)\"(\w+)", source))
+    assert "RLHF_KL_CACHE" in read
+    assert [name for name in sorted(read) if f"`{name}`" not in page] == []
 
 
 def test_what_is_made_from_the_schema_is_fresh() -> None:

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +16,13 @@ from torch.distributions import Categorical, kl_divergence
 from rlhf_kl.errors import InputError, MemoryFull
 from rlhf_kl.evaluate import (
     Perplexity,
-    PolicySamples,
-    distinct_n,
+    Samples,
+    distinct_2,
+    errors_of,
     figures_of,
     perplexity_of,
     policy_samples,
+    standard_error,
     text_sums,
     windows,
 )
@@ -42,7 +47,8 @@ def policy_figures(
     policy: LM, reference: LM, prompts: PromptBatch, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
 ) -> Any:
     every = range(len(prompts))
-    return figures_of([policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)], {})
+    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)
+    return SimpleNamespace(**figures_of(*samples, {}))
 
 
 @torch.no_grad()
@@ -191,17 +197,48 @@ def test_progress_tells_of_every_window(new_model: Make, letters: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "n", "share"),
+    ("texts", "share"),
     [
-        (["a b c"], 2, 1.0),
-        (["a b a b a"], 2, 0.5),  # ab ba ab ba
-        (["a b", "a b", "a c"], 2, 2 / 3),
-        (["a a a"], 1, 1 / 3),
-        (["a", ""], 2, 0.0),
+        (["a b c"], 1.0),
+        (["a b a b a"], 0.5),  # ab ba ab ba
+        (["a b", "a b", "a c"], 2 / 3),
+        (["a", ""], 0.0),
     ],
 )
-def test_distinct_n(texts: list[str], n: int, share: float) -> None:
-    assert distinct_n(texts, n) == pytest.approx(share)
+def test_share_of_distinct_word_pairs(texts: list[str], share: float) -> None:
+    assert distinct_2(texts) == pytest.approx(share)
+
+
+def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
+    """Of a mean sd / sqrt(n); of a ratio, a perplexity and word pairs as far apart as figures of new samples."""
+    draws = random.Random(0)
+    scores = [draws.gauss(0, 1) for _ in range(50)]
+    assert standard_error(scores, [1.0] * 50) == pytest.approx(stdev(scores) / math.sqrt(50))
+    assert standard_error([1.0], [1.0]) is None
+
+    def drawn() -> Samples:
+        lengths = [draws.randint(1, 20) for _ in range(60)]
+        kl = [draws.expovariate(1 / n) for n in lengths]
+        texts = [" ".join(str(min(int(draws.expovariate(0.1)), 50)) for _ in range(n)) for n in lengths]
+        return Samples(kl, lengths, [True] * 60, texts, [1.0, math.nan] * 30, [1.0] * 60)
+
+    made = [drawn() for _ in range(300)]
+    figures, errors = [figures_of(each, each, {}) for each in made], [errors_of(each) for each in made]
+    for name in ("kl_token", "kl_sequence", "length", "distinct_2"):
+        told = math.sqrt(fmean(error[name] ** 2 for error in errors))  # type: ignore[operator]
+        assert told == pytest.approx(stdev(figure[name] for figure in figures), rel=0.2), name
+    assert errors[0]["scores"] == errors[0]["eos_rate"] == 0.0
+    nats = [[(draws.gauss(1, 0.5) * n, n) for n in (5, 10, 20) * 10] for _ in range(300)]
+    told = math.sqrt(fmean(standard_error(*zip(*each, strict=True), of=math.exp) ** 2 for each in nats))
+    found = [math.exp(sum(x for x, _ in each) / sum(n for _, n in each)) for each in nats]
+    assert told == pytest.approx(stdev(found), rel=0.2)
+
+
+def test_the_parts_of_a_perplexity_are_those_of_its_documents(new_model: Make, letters: Any) -> None:
+    lm, texts = LM(new_model(context=8)), ["abcd", "", "ddddcccc", "badc" * 6]
+    for each, text in zip(text_sums(lm, letters, texts).each, texts, strict=True):
+        alone = text_sums(lm, letters, [text])
+        assert each == (pytest.approx(alone.nats, rel=1e-5), len(text))
 
 
 def lengths(prompts: Any, responses: Any) -> list[float]:
@@ -265,7 +302,7 @@ def test_the_samples_of_the_reference_are_drawn_once(
     for policy in (first, second):
         rest = (prompts, range(12), 0, Sampling(6, 1.0, [2], 0), letters)
         kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
-        assert kept.forward_kl == policy_samples(policy, reference, *rest, batch_size=5).forward_kl
+        assert kept == policy_samples(policy, reference, *rest, batch_size=5)
     assert all(responses.sampled.states is None for responses in drawn.values())
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
@@ -290,10 +327,10 @@ def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make
 
 
 def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
-    samples = PolicySamples([0.1] * 3, [0.1], [1], [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
+    samples = Samples([0.1] * 3, [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
     facts: dict[str, Any] = {}
-    figures = figures_of([samples], facts)
-    assert (figures.scores, figures.unscored, facts) == (None, 1, {"eval-scores": {}})
+    figures = figures_of(samples, samples, facts)
+    assert (figures["scores"], figures["unscored"], facts) == (None, 1, {"eval-scores": {}})
 
 
 def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import rlhf_kl
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.monitors import ALARMS, FEW, SAMPLED, GapSum, Monitors, collapsed
+from rlhf_kl.monitors import ALARMS, FEW, GUIDE, SAMPLED, GapSum, Monitors, collapsed, worded
 
 Row = dict[str, Any]
 MakeRow = Callable[[int], Row]
@@ -116,6 +119,22 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
         [(30, "kl-spike"), (50, "kl-spike")],
     ),
     "a jump under the target": ({}, kl(lambda step: 0.07 if step % 50 == 30 else 0.06), []),
+    "one response leaves": (
+        {},
+        lambda step: {"kl/token": 0.1, "kl/sequence": 3.0, "kl/max_sequence": 30.0 if step in {30, 31} else 6.0},
+        [(30, "kl-max-spike")],
+    ),
+    "one response leaves, and all with it": (
+        {},
+        lambda step: {"kl/token": 0.01, "kl/sequence": 0.3 * step, "kl/max_sequence": 3.0 * step},
+        [(15, "kl-hardly-learning")],
+    ),
+    "a short run on its way": ({"updates": 10}, kl(lambda step: 0.0004 * step**2), []),
+    "low at the end of its way": (
+        {"updates": 30},
+        kl(lambda step: 0.004 * min(step, 10)),
+        [(19, "kl-below-target")],
+    ),
     "a climb": (NO_TARGET, kl(lambda step: 0.004 * step**1.6), [(12, "kl-climbing")]),
     "a slow climb": (
         {"updates": 120},
@@ -316,7 +335,8 @@ def test_noise_is_told_from_score(seed: int) -> None:
     assert not_bought(bought(lambda step: min(0.7, 0.16 + 0.01 * step), seed, grows), 100) == []
     for share in (0.0, 0.04):
         [step] = not_bought(bought(share, seed, grows), 100)
-        assert 13 <= step <= 16
+        assert 20 <= step <= 32  # a score that rises is waited for
+    assert not_bought(bought(lambda step: 0.0015 * step**1.3, seed, grows), 60) == []  # a third of it at the end
 
 
 def test_when_nothing_is_said_of_the_kl() -> None:
@@ -333,9 +353,9 @@ def test_when_nothing_is_said_of_the_kl() -> None:
     lost = {"kl/sequence": math.nan, "objective/scores_shaped": math.nan}
     assert len(not_bought(lambda step: rows(step) | (lost if step % 2 else {}))) == 1
     waves = {True: 0.02, False: 0.5}
-    assert len(not_bought(bought(lambda step: waves[step // 20 != 1]), 60)) == 2
+    assert len(not_bought(bought(lambda step: waves[step // 30 != 1]), 90)) == 2
     waves[False] = 0.11  # above the threshold, not by the margin
-    assert len(not_bought(bought(lambda step: waves[step // 20 != 1]), 60)) == 1
+    assert len(not_bought(bought(lambda step: waves[step // 30 != 1]), 90)) == 1
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
@@ -351,15 +371,28 @@ def test_a_noisy_penalty_is_mended_first(placement: str) -> None:
 # ---- events and decisions
 
 
+def test_the_guide_lists_every_alert() -> None:
+    page = (Path(rlhf_kl.__file__).parent / "guide" / f"{GUIDE}.md").read_text()
+    assert {alarm.name for alarm in ALARMS if alarm.action != "note"} <= set(re.findall(r"`([a-z-]+)`", page))
+    [(_, text)] = texts(monitors(), kl(0.25))
+    assert text.endswith(f"(rlhf-kl guide {GUIDE})")
+
+
+def test_a_changed_learning_rate_asks_for_nothing() -> None:
+    facts = {"learning-rate-changed": {"why": "so it was", "factor": 0.5}}
+    assert monitors()({"step": 1}, facts) == ([], None)
+    assert worded(facts) == []
+    assert worded(facts, "note") == ["the learning rate is now 0.5x its schedule: so it was"]
+
+
 def test_events_are_told_each_time_and_a_failing_gold_scorer_where_it_begins_to_fail() -> None:
-    m, rate = monitors(), {"learning-rate-changed": {"case": "not held", "updates": 4, "factor": 0.5}}
+    m, rate = monitors(), {"learning-rate-at-bound": {"why": "so it was", "factor": 0.01, "change": "lower"}}
     gold = {"gold-failed": {"failure": "reward gold: {no} route"}}
     told = [m({"step": step}, facts)[0] for step, facts in enumerate([rate, rate, gold, gold, {}, gold | rate], 1)]
     change = (
-        "learning-rate-changed: for 4 updates beta has not held the KL at its target: it is now 0.5 times the "
-        "schedule's rate"
+        "learning-rate-at-bound: so it was; the factor is at its bound 0.01: lower ppo.learning_rate (rlhf-kl guide kl)"
     )
-    failure = "gold-failed: reward gold: {no} route: left out"
+    failure = "gold-failed: reward gold: {no} route: left out (rlhf-kl guide kl)"
     assert told == [[change], [change], [failure], [], [], [change, failure]]
 
 

@@ -10,21 +10,45 @@ import typer
 from rlhf_kl.cli.simulate import simulate
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ZieglerKL, build_controller
+from rlhf_kl.report import control
 from rlhf_kl.simulate import (
     Plant,
     example_scores,
     gaussian_law,
-    ideal_coef,
     measured_law,
-    peak,
     simulate_plant,
     simulate_sequence,
-    tail_error,
     tilt_law,
 )
 
 TARGET, LENGTH = 0.1, 20.0
 SATURATING = tilt_law(example_scores())
+
+
+class ClippedPlant(Plant):
+    """Its sqrt(KL) rises by at most 0.25 per update, as that of a policy whose updates are clipped."""
+
+    def advance(self, coef):
+        before = self.root_kl
+        super().advance(coef)
+        self.root_kl = min(self.root_kl, before + 0.25)
+
+
+def ideal_coef(law, kl):
+    """The beta at which a falling `law` gives `kl` nats per sequence, by bisection in log(beta)."""
+    low, high = -12.0, 12.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if law(math.exp(middle)) > kl else (low, middle)
+    return math.exp(high)
+
+
+def tail_error(rows, target):
+    return control.tail_error([row.kl / target for row in rows])
+
+
+def peak(rows, target):
+    return max(row.kl for row in rows) / target
 
 
 def adaptive(coef):
@@ -81,30 +105,6 @@ def test_without_a_penalty_the_kl_goes_where_the_least_beta_leads(law, limit):
     assert rows[-1].kl == pytest.approx(limit, rel=1e-3)
 
 
-def test_a_ceiling_cuts_updates_and_the_controller_gets_the_uncut_kl():
-    class Recorder(FixedKL):
-        def observe_update(self, kl_before, kl_after, kl_uncut):
-            observed.append((kl_before, kl_after, kl_uncut))
-
-    observed: list[tuple[float, float, float]] = []
-    rows = simulate_plant(Recorder(coef=0.1), Plant(gaussian_law(1.0), noise=0.0), 20, ceiling=0.5)
-    assert max(row.kl for row in rows) == pytest.approx(0.5)
-    for (_, after, uncut), (measured, _, _) in pairwise(observed):
-        assert after == pytest.approx(measured)
-        assert uncut >= after - 1e-12
-    assert observed[-1][2] > 2 * observed[-1][1]  # at the ceiling: it would have gone far beyond
-
-
-def test_sticky_and_climbing_plants_do_what_they_say():
-    climbing = Plant(gaussian_law(1.0), noise=0.0, climb=0.1)
-    roots = [math.sqrt(row.kl) for row in simulate_plant(FixedKL(coef=0.01), climbing, 10)]
-    assert [b - a for a, b in pairwise(roots)] == pytest.approx([0.1] * 9)
-    free, sticky = (Plant(gaussian_law(1.0), noise=0.0, root_kl=3.0, sticky_kl=s) for s in (math.inf, 1.0))
-    for plant in (free, sticky):
-        plant.advance(10.0)
-    assert free.kl < sticky.kl < 9.0
-
-
 @pytest.mark.parametrize("law", ["gaussian", "saturating"])
 @pytest.mark.parametrize(("sigma", "speed"), [(0.5, 0.1), (1.0, 0.2), (2.0, 0.4)])
 def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
@@ -112,7 +112,7 @@ def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
     ideal = ideal_coef(equilibrium, TARGET * LENGTH)
     errors = []
     for start in (0.1, 0.3, 1.0, 3.0, 10.0):
-        plant = Plant(equilibrium, speed=speed, length=LENGTH, climb=0.25, seed=7)
+        plant = ClippedPlant(equilibrium, speed=speed, length=LENGTH, seed=7)
         rows = simulate_plant(adaptive(ideal * start), plant)
         errors.append(tail_error(rows, TARGET))
         assert peak(rows, TARGET) < 1.65  # measured, with its noise
@@ -126,7 +126,7 @@ def test_adaptive_beats_ziegler_where_both_start_wrong():
     ideal = ideal_coef(law, TARGET * LENGTH)
 
     def run(controller):
-        return simulate_plant(controller, Plant(law, length=LENGTH, climb=0.25))
+        return simulate_plant(controller, ClippedPlant(law, length=LENGTH))
 
     ours = run(adaptive(0.3 * ideal))
     theirs = run(ZieglerKL(coef=0.3 * ideal, target=TARGET, horizon=320))
@@ -187,11 +187,35 @@ def test_the_plant_of_a_finished_run(run, tmp_path):
         run("--plant", str(tmp_path))
 
 
-def test_table_and_picture(run, tmp_path):
+def test_table_conclusion_and_picture(run, tmp_path):
     picture = tmp_path / "sub" / "loop.png"
-    output = run("--updates", "5", "--plot", str(picture))
-    assert "coef_next" in output.out
+    output = run("--controller", "threshold", "--target", "0.1", "--kl", "0.01,0.1,0.2,nan", "--plot", str(picture))
+    lines = output.out.splitlines()
+    assert lines[2].split() == ["update", "KL", "KL/target", "beta", "next", "beta"]
+    assert [line.split()[3] for line in lines[3:7]] == ["v", "\u2713", "^", "?"]
+    assert lines[8] == "v\u2713^?"
+    assert lines[9].startswith("in range in 1 of 4 updates")
+    assert lines[10] == "too short to say whether it settles"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("kls", "word"),
+    [
+        ([0.01] * 5 + [0.11] * 15, "settled: in range from update 6 on, off by 10% on average since"),
+        ([0.01] * 5 + [0.2] * 15, "not settled: off by 100% on average in the second half"),
+    ],
+)
+def test_whether_the_kl_settled(run, kls, word):
+    output = run("--controller", "fixed", "--target", "0.1", "--kl", ",".join(map(str, kls)))
+    assert word in output.out.splitlines()
+
+
+def test_a_long_run_is_shown_by_a_row_in_three(run):
+    lines = run("--updates", "60").out.splitlines()
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "3", "6"]
+    assert len(next(line for line in lines if line.startswith("vv"))) == 60
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_the_runs_own_controller_and_sizes(run, tmp_path):

@@ -14,8 +14,6 @@ from rlhf_kl import ui
 from rlhf_kl.status import RunStatus, duration
 from rlhf_kl.ui import log
 
-COUNTS = {"rollout batch": 64, "minibatch": 64, "microbatch": 16, "PPO epochs": 4, "updates": 60}
-
 
 def _terminal(width: int) -> Console:
     environment = {"TERM": "xterm"}
@@ -77,17 +75,17 @@ def _live(width: int, *rows: dict[str, Any], **options: Any) -> list[str]:
 @pytest.mark.parametrize("width", [60, 80])
 def test_the_live_view_fits_and_shows_all(width: int) -> None:
     lines = _live(width, _row(1, **{"eval/perplexity": 3.62}), _row(5, **{"kl/backtrack_factor": 0.5}))
-    assert [line.split()[0] for line in lines] == ["update", "score", "KL/token", "beta", "perplexity", "speed"]
+    assert [line.split()[0] for line in lines] == ["update", "score", "KL/token", "beta", "perplexity"]
     text = "\n".join(lines)
     for part in (
         *("5/60", "1:50 left", "2.50 ▲ +2.00", "gold -0.250 ▼ -1.00", "0.1000 of 0.1", "in band"),
-        *("0.1000 → 0.1200", "ceiling kept 50%", "3.62 held-out", "2310 tokens/s", "320 episodes"),
+        *("0.1000 → 0.1200", "ceiling kept 50%", "3.62 held-out, update 1", "2310 tok/s"),
     ):
         assert part in text
     assert "…" not in text
     large = {"episodes": 12_345_678, "objective/scores": -123456.7, "objective/gold": 98765.4, "kl/token": 12.3}
     wide = _live(width, _row(1), _row(99_999, **large), total=100_000)
-    assert len(wide) == 5
+    assert len(wide) == 4
     assert all(cell_len(line) <= width for line in lines + wide)
 
 
@@ -108,8 +106,12 @@ def test_after_a_resume_the_start_is_that_of_the_run() -> None:
     console = Console(width=80)
     with console.capture() as captured:
         console.print(status.table())
-    for part in ("4.00 ▲ +3.00", "2.50 held-out, 2.50 at the start", "10 s left"):  # at the speed of now
+    for part in ("4.00 ▲ +3.00", "2.50 held-out, update 1", "10 s left"):  # at the speed of now
         assert part in captured.get()
+    status.remember({"step": 11, "eval/perplexity": 3.5})  # of the closing evaluation
+    with console.capture() as captured:
+        console.print(status.table())
+    assert "3.50 held-out, after training; 2.50 at the start" in captured.get()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1:00"), (72, "1:12"), (7384, "2:03:04")])
@@ -155,10 +157,9 @@ def test_outside_text_is_shown_as_text(terminal: bool) -> None:
         log.info(nasty)
         log.warning(nasty)
         log.error(nasty)
-        ui.print_counts({nasty: nasty})
         with ui.progress(nasty, 2) as advance:
             advance(1, nasty)
-        ui.print_summary({"prompt": nasty}, [nasty])
+        ui.print_summary({nasty: nasty}, [nasty])
     written = _written(console)
     assert "\x1b[2J" not in written
     assert "\x07" not in written
@@ -169,12 +170,10 @@ def test_outside_text_is_shown_as_text(terminal: bool) -> None:
 def test_tables_alerts_and_summary_fit(width: int) -> None:
     console = _terminal(width)
     with shown(console):
-        ui.print_counts(COUNTS)
         log.warning("kl-above-target: " + "many words about what happened and what to do " * 3)
         ui.print_summary({"KL per token": 0.10321, "score": None, "time": "2:04"}, ["rlhf-kl report runs/a"])
     lines = console.export_text().splitlines()
     assert all(cell_len(line) <= width for line in lines)
-    assert "  rollout batch  64" in [line.rstrip() for line in lines]
     assert "  KL per token  0.1032" in [line.rstrip() for line in lines]
     assert "  rlhf-kl report runs/a" in lines
     alert = [line for line in lines if "words" in line]
@@ -186,7 +185,6 @@ def test_quiet_leaves_alerts_and_errors() -> None:
     console = _plain()
     with shown(console, quiet=True):
         log.info("no")
-        ui.print_counts(COUNTS)
         with ui.progress("no", 3) as advance:
             advance()
         ui.show_row(_row(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, config, evaluate, generate, guide, simulate, training
-from rlhf_kl.errors import Interrupted, RlhfKlError
+from rlhf_kl.cli import compare, config, evaluate, generate, guide, init, simulate, training
+from rlhf_kl.cli.options import Command, Group
+from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import shell_command, prepare_torch
 from rlhf_kl.text import safe_text
@@ -24,23 +26,23 @@ TRAINING = {  # commands that take a config, and one that comes along
     "compare": "compare_adaptive_vs_static.yaml",
     "doctor": "ppo_adaptive.yaml",
 }
+TAKES = {"eval": "--run", "generate": "--prompt"}  # what a word without an option was probably meant for
 app = typer.Typer(
     name="rlhf-kl",
     help="Fine-tune a language model with PPO, and hold its KL to the reference at a target.\n\n"
     f"Start with `{shell_command()} train --config smoke.yaml` (seconds) or `ppo_adaptive.yaml` (minutes, CPU).",
     pretty_exceptions_enable=False,
     add_completion=False,
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(training.train)
-app.command("eval")(evaluate.evaluate)
-app.command("sft", help="Train a language model on texts: fine-tuning, or from scratch.")(training.supervised)
-app.command("reward-model", help="Train a reward model from preference pairs (Bradley-Terry).")(training.supervised)
-app.command()(compare.compare)
-app.command()(compare.report)
-app.command()(generate.generate)
-app.command()(training.doctor)
-app.command()(simulate.simulate)
-app.command()(guide.guide)
+app.command(cls=Command)(init.init)
+app.command(cls=Command)(training.train)
+app.command("eval", cls=Command)(evaluate.evaluate)
+app.command("sft", cls=Command, help="A language model from texts: fine-tuned, or from scratch.")(training.supervised)
+app.command("reward-model", cls=Command, help="A reward model from pairs (Bradley-Terry).")(training.supervised)
+for function in (compare.compare, compare.report, generate.generate, training.doctor, simulate.simulate, guide.guide):
+    app.command(cls=Command)(function)
 app.add_typer(config.app, name="config")
 
 
@@ -67,8 +69,11 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; problems go to stderr, one line each."""
+    arguments = list(arguments) or ["--help"]
+    if arguments[0] in TRAINING and arguments[1:] and not arguments[1].startswith("-") and arguments[0] != "compare":
+        arguments[1:1] = [] if {"--config", "-c"} & {*arguments} else ["--config"]  # `train smoke`
     try:
-        result: Any = app(list(arguments) or ["--help"], prog_name=shell_command(), standalone_mode=False)
+        result: Any = app(arguments, prog_name=shell_command(), standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return result if isinstance(result, int) else 0
     except RlhfKlError as error:
@@ -88,9 +93,8 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except Exception as error:
         if memory_is_full(error):
-            print(
-                "error: memory is full: use a smaller model, or a device with more memory (run.device)", file=sys.stderr
-            )
+            advice = "use a smaller model, or a device with more memory (run.device)"
+            print(f"error: memory is full: {advice}", file=sys.stderr)
             return 1
         if not hasattr(error, "format_message"):  # of typer's usage errors: it has a click of its own
             raise
@@ -119,14 +123,34 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> str:
     message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
     path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
     command, kind = arguments[0], type(error).__name__
-    if command in TRAINING and kind == "NoSuchOption":
-        from rlhf_kl.config.errors import all_keys, nearest_keys
-        from rlhf_kl.config.schema import MODELS
+    extra, hint = re.search(r"extra argument\S* \((\S+?)[ )]", message), ""
+    if kind == "NoSuchOption":
+        message = f"No such option: {safe_text(error.option_name)}"
+        near = f"did you mean {error.possibilities[0]}?" if error.possibilities else ""
+        hint = _key_option(error.option_name, command, near) if command in TRAINING else near
+    elif kind == "MissingParameter" and command in TRAINING:
+        hint = f"such as {path} --config {TRAINING[command]}"
+    elif kind == "BadParameter" and (given := next((o for o in error.param.opts if o in arguments), None)):
+        message += f": {safe_text(arguments[arguments.index(given) + 1])!r}"
+    elif extra and command in TAKES:
+        hint = f"did you mean {TAKES[command]} {extra[1]}?"
+    elif extra and command in TRAINING:
+        hint = f"did you mean --set {extra[1]}?" if "=" in extra[1] else "a flag such as --resume takes no value"
+    elif command in ("show", "validate", "schema"):
+        hint = f"did you mean {path} config {command}?"
+    return f"{message}; {hint} (see {path} --help)" if hint else f"{message}; see {path} --help"
 
-        key = error.option_name.lstrip("-").replace("-", "_")
-        model = next((model for kind, model in MODELS.items() if kind == command), MODELS["train"])
-        nearest = (nearest_keys(key, all_keys(model)) or ["KEY"])[0]
-        return f"{message}; config keys are changed with --set: --set {nearest}=VALUE (see {path} --help)"
-    if command in TRAINING and kind == "MissingParameter":
-        return f"{message}; such as {path} --config {TRAINING[command]} (see {path} --help)"
-    return f"{message}; see {path} --help"
+
+def _key_option(option: str, command: str, near: str) -> str:
+    """What to write in place of an option that a training command does not have: another one, or a config key."""
+    from rlhf_kl.config.errors import all_keys, nearest_keys
+    from rlhf_kl.config.schema import MODELS
+
+    key, models = option.lstrip("-").replace("-", "_"), dict[str, Any](MODELS.items())
+    known = all_keys(models.get(command, models["train"]))
+    if near and not any(f".{dotted}".endswith(f".{key}") for dotted in [*known, *FAMILIAR]):
+        return near
+    nearest = (nearest_keys(key, known) or ["KEY"])[0]
+    if nearest == "ppo.total_episodes" and command == "train":
+        return "did you mean --updates N?"
+    return f"config keys are changed with --set: --set {nearest}=VALUE"

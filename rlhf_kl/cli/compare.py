@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def compare(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN...]", help="Finished runs, or folders of comparisons.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Finished runs, or folders of comparisons.")
     ] = None,
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE", help="Variants and seeds to train and compare.")
@@ -35,6 +35,7 @@ def compare(
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs, which share the cores.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
     overwrite: Overwrite = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print compare.json instead.")] = False,
     quiet: Quiet = False,
 ) -> int:
     """Train variants x seeds, or read finished runs: table, pictures and a verdict."""
@@ -63,30 +64,36 @@ def compare(
     folder = plan.folder if plan else output_dir or Path("runs/compare")
     with ui.waiting("drawing the comparison"):
         text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
-    print(text)
+    print((folder / "compare.json").read_text(encoding="utf-8").rstrip() if as_json else text)
     return 1 if failures else 0
 
 
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders; default: the newest under runs/.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; default: the newest under runs/.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Write it again while the run goes on.")] = False,
     every: Annotated[int, typer.Option(metavar="SECONDS", min=1, help="With --watch: how often.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures of each run, by folder.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Show a finished or running run as one self-contained page: RUN/report.html."""
     from rlhf_kl.commands.report import watch_reports, write_report
     from rlhf_kl.run.folder import newest_run
+    from rlhf_kl.run.log import encode_json
 
     ui.start(quiet)
     paths = runs or [newest_run()]
     if watch:
         log.info(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
         watch_reports(paths, every)
+    figures = {}
     for path in paths:
         with ui.waiting(f"drawing {path / 'report.html'}"):
-            notes = write_report(path).notes
-        for note in notes:
+            run = write_report(path)
+        for note in run.notes:
             log.info(f"{path}: {note}")
-        print(path / "report.html")
+        figures[str(path)] = run.figures | {"page": str(path / "report.html"), "status": run.status}
+    print(
+        encode_json(figures, indent=2).decode() if as_json else "\n".join(str(path / "report.html") for path in paths)
+    )

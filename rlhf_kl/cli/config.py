@@ -8,15 +8,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlhf_kl.cli.options import Set
+from rlhf_kl.cli.options import Command, Group, Json, Set
+from rlhf_kl.errors import InputError, collected
 from rlhf_kl.text import safe_text
 
-app = typer.Typer(help="Show, check or describe a config.")
+app = typer.Typer(help="Show, check or describe a config.", cls=Group)
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the name of a shipped config.")]
 
 
-@app.command()
+@app.command(cls=Command)
 def show(file: File, sets: Set = None) -> None:
     """Print the resolved config: every key, after `extends` and `--set`."""
     from rlhf_kl.config.load import dump_config, load_any
@@ -24,8 +25,8 @@ def show(file: File, sets: Set = None) -> None:
     print(dump_config(load_any(file, sets or [])[1]), end="")
 
 
-@app.command()
-def validate(file: File, sets: Set = None) -> None:
+@app.command(cls=Command)
+def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
     """Check a config and list all of its problems. It runs none of the code that the config names."""
     from rlhf_kl.config.compare import is_compare_config, load_compare
     from rlhf_kl.config.load import load_any
@@ -33,17 +34,25 @@ def validate(file: File, sets: Set = None) -> None:
     from rlhf_kl.config.plugins import plugin_notes
     from rlhf_kl.config.schema import AnyConfig
 
-    configs: list[AnyConfig] = []
-    if is_compare_config(find_config(file)):
-        configs += [run.config for run in load_compare(file, sets or []).runs]
-    else:
-        configs.append(load_any(file, sets or [])[1])
-    for note in dict.fromkeys(note for config in configs for note in plugin_notes(config)):
+    configs, problems = list[AnyConfig](), list[str]()
+    with collected(problems):
+        if is_compare_config(find_config(file)):
+            configs += [run.config for run in load_compare(file, sets or []).runs]
+        else:
+            configs.append(load_any(file, sets or [])[1])
+    notes = list(dict.fromkeys(note for config in configs for note in plugin_notes(config)))
+    if as_json:
+        print(json.dumps({"file": file, "problems": problems, "notes": notes}, indent=2))
+        return 2 if problems else 0
+    if problems:
+        raise InputError(*problems)
+    for note in notes:
         print(f"note: {safe_text(note)}", file=sys.stderr)
     print(f"{safe_text(file)}: ok")
+    return 0
 
 
-@app.command()
+@app.command(cls=Command)
 def schema(
     kind: Annotated[
         Literal["train", "sft", "reward-model", "compare"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,22 +11,24 @@ import typer
 
 from rlhf_kl import ui
 from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.text import format_number, hanging, stdout_width
 
 LABELS = {
+    "scores": "score",
+    "gold": "gold score",
+    "kl_token": "KL per token",
+    "kl_sequence": "KL per response",
+    "forward_kl_token": "forgetting",
+    "length": "response length",
+    "eos_rate": "share with an EOS",
+    "distinct_2": "distinct word pairs",
+    "prompts": "held-out prompts",
     "perplexity": "held-out perplexity",
     "nats_per_token": "  nats per token",
     "bits_per_byte": "  bits per byte",
     "tokens": "  tokens",
     "bytes": "  bytes",
     "documents": "  documents",
-    "kl_token": "KL per token",
-    "kl_sequence": "KL per response",
-    "forward_kl_token": "forgetting",
-    "scores": "score",
-    "gold": "gold score",
-    "length": "response length",
-    "eos_rate": "share with an EOS",
-    "distinct_2": "distinct word pairs",
 }
 
 
@@ -52,25 +55,35 @@ def evaluate(
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, permissions)
     figures = run_eval(request)
-    print(json.dumps(figures, indent=2) if as_json else _table(figures))
+    if as_json:
+        print(json.dumps(figures, indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    from rlhf_kl.report.texts import TITLE, text_table
+
+    print(_table(figures))
+    Console(highlight=False).print(text_table(figures.get("texts", []), TITLE))
 
 
 def _table(figures: dict[str, Any]) -> str:
-    """Name, value, and the reference's value where there is one."""
-    beside = figures.get("reference", {})
-    rows = [("", "policy", "reference")] if beside else []
-    for name, value in figures.items():
-        if name != "reference" and value is not None:
-            rows.append((LABELS[name], _shown(value), _shown(beside.get(name))))
-    width = max(12, *(2 + len(cell) for row in rows for cell in row[1:]))
-    label = max(map(len, LABELS.values()))
-    lines = [f"{name:<{label}}{own:>{width}}{other:>{width}}".rstrip() for name, own, other in rows]
+    """Name, value and standard error, beside those of the reference where there is one."""
+    columns = [figures, figures["reference"]] if "reference" in figures else [figures]
+    rows = [["", "policy", "reference"]] if len(columns) > 1 else []
+    rows += [[label, *(_shown(of, key) for of in columns)] for key, label in LABELS.items() if key in figures]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows if row[1]]
+    notes = "±: one standard error."
     if "forward_kl_token" in figures:
-        lines.append("KL and forgetting in nats. Forgetting: KL(reference || policy), per token.")
-    return "\n".join(lines)
+        notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
+    return "\n".join([*lines, hanging(notes, stdout_width() or 80, 0)])
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+def _shown(figures: dict[str, Any], key: str) -> str:
+    value, error = figures.get(key), figures["standard_errors"].get(key)
+    if value is None or isinstance(value, int):
+        return "" if value is None else str(value)
+    if error is None:
+        return format_number(value, 4)
+    digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4  # two of the error
+    return f"{value:.{digits}f} ± {error:.{digits}f}"

@@ -15,23 +15,19 @@ from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.program import shell_command
 
 PAGES = (
-    "kl",
-    "models_and_data",
-    "rewards_and_controllers",
-    "running",
-    "coming_from",
-    "measurements",
-    "config_reference",
-    "changes",
+    *("kl", "questions", "lab", "models_and_data", "rewards_and_controllers", "running", "metrics"),
+    *("coming_from", "measurements", "config_reference", "changes"),
 )
 FOLDER = Path(rlhf_kl.__file__).parent / "guide"
 WIDTH = 100  # most columns of a page: longer lines are hard to read
 
 
 def guide(
-    page: Annotated[str | None, typer.Argument(metavar="[PAGE]", help="Name of a page; default: list them.")] = None,
+    page: Annotated[
+        str | None, typer.Argument(metavar="PAGE", help="A page, or the beginning of its name; default: list them.")
+    ] = None,
 ) -> None:
-    """Read the guide: KL control, models, rewards, running, other trainers, measurements, every config key."""
+    """Read the guide: KL control, questions, a lab, models, rewards, running, every metric and config key."""
     if page is None:
         width = max(map(len, PAGES))
         for name in PAGES:
@@ -40,7 +36,11 @@ def guide(
         return
     name = page.removesuffix(".md").lower().replace("-", "_")
     if name not in PAGES:
-        raise InputError(f"guide: no page {page!r}{suggestion(name, PAGES)}")
+        found = [known for known in PAGES if name and known.startswith(name)]
+        if len(found) != 1:
+            hint = f": {' or '.join(found)}?" if found else suggestion(name, PAGES)
+            raise InputError(f"guide: no page {page!r}{hint}")
+        name = found[0]
     if not sys.stdout.isatty():
         print(_text(name), end="")
         return

@@ -5,47 +5,44 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-Config: TypeAlias = Annotated[
-    str,
-    typer.Option("--config", metavar="FILE", help="YAML file: a path, a name in configs/, or a shipped config."),
+
+class PlainFlags:
+    """A command whose help shows no `<bool>` beside a flag, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
+        return params
+
+
+Command: Any = type("Command", (PlainFlags, TyperCommand), {})
+Group: Any = type("Group", (PlainFlags, TyperGroup), {})
+
+Config = Annotated[
+    str, typer.Option("--config", "-c", metavar="FILE", help="YAML: a path, a name in configs/, or a shipped config.")
 ]
-Set: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. --set kl.target=0.05. Repeatable."),
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: --set kl.target=0.05. Repeatable.")
 ]
-OutputDir: TypeAlias = Annotated[
-    Path | None, typer.Option("--output-dir", metavar="DIR", help="Folder of the run (default: runs/NAME).")
-]
-Seed: TypeAlias = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Seed, instead of the config's run.seed.")
-]
-Updates: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--updates", min=1, metavar="N", help="Updates of rollout.batch_size responses (ppo.total_episodes)."),
-]
-Resume: TypeAlias = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")
-]
-Overwrite: TypeAlias = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")]
-Merge: TypeAlias = Annotated[
-    bool, typer.Option("--merge", help="With policy.lora: write merged/ too, the whole model beside the adapter.")
-]
-Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only results and errors.")]
+OutputDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run (default: runs/NAME).")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed, instead of the config's run.seed.")]
+Updates = Annotated[int | None, typer.Option(min=1, metavar="N", help="Updates, instead of ppo.total_episodes.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")]
+Merge = Annotated[bool, typer.Option("--merge", help="With policy.lora: also write merged/, the adapter in the model.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result, alerts and errors.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
 # A run folder may come from anybody: the command line decides what it may run, not the folder's config.
-Plugins: TypeAlias = Annotated[
-    bool, typer.Option("--plugins", help="Run the reward functions that the run names. Read them first.")
-]
-RemoteCode: TypeAlias = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with a model's weights. Read it first.")
-]
-Pickle: TypeAlias = Annotated[
-    bool, typer.Option("--allow-pickle", help="Load pickled weights if there are no safetensors. They can run code.")
-]
+Plugins = Annotated[bool, typer.Option("--plugins", help="Run the reward functions of the run. Read them first.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code. Read it first.")]
+Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run code.")]
 
 
 def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_kl.kl_controllers import GuardedController
     from rlhf_kl.simulate import Plant, SimulatedUpdate
 
+MOST_ROWS = 20  # of the table
 PLANT_NATS = 2.0  # per sequence: the target of a plant whose unit is the token
 
 
@@ -166,13 +167,17 @@ def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
         # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl
         print(json.dumps([{k: v if math.isfinite(v) else None for k, v in r._asdict().items()} for r in rows]))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from rlhf_kl.report.verdict import text_table
+    from rlhf_kl.simulate import conclusion, mark
 
-    table = Table(title=f"{setup.kind}, target {setup.target:g} nats, {setup.episodes} episodes per update")
-    for name in ("step", "kl", "kl/target", "coef", "coef_next"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        kl, ratio = f"{row.kl:.4f}", f"{row.kl / setup.target:.2f}"
-        table.add_row(str(row.step), kl, ratio, f"{row.coef:.4f}", f"{row.coef_next:.4f}")
-    Console().print(table)
+    every = -(-len(rows) // MOST_ROWS)
+    body = [
+        [str(r.step), f"{r.kl:.4f}", f"{r.kl / setup.target:.2f}", *mark(r.kl / setup.target), f"{r.coef:.4f}",
+         f"{r.coef_next:.4f}"]
+        for r in rows if r.step % every == 0 or r.step in (1, len(rows))
+    ]  # fmt: skip
+    print(f"{setup.kind}, target {setup.target:g} nats, {setup.episodes} responses per update\n")
+    print(text_table(("update", "KL", "KL/target", "", "", "beta", "next beta"), body))
+    if every > 1:
+        print(f"(1 update in {every}; --json has all)")
+    print("", *conclusion(rows, setup.target), sep="\n")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Config, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
+from rlhf_kl.cli.options import Config, Json, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
+from rlhf_kl.errors import InputError
+from rlhf_kl.program import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
 if TYPE_CHECKING:
@@ -26,11 +30,13 @@ def train(
     resume: Resume = False,
     overwrite: Overwrite = False,
     merge: Merge = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    changes = overrides(set_, output_dir, seed)
-    _run("train", config, changes, updates, resume=resume, overwrite=overwrite, merge=merge, quiet=quiet)
+    if updates is not None and any(change.startswith("ppo.total_episodes") for change in set_ or []):
+        raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
+    _run("train", config, overrides(set_, output_dir, seed), updates, resume, overwrite, merge, as_json, quiet)
 
 
 def supervised(
@@ -45,25 +51,15 @@ def supervised(
     quiet: Quiet = False,
 ) -> None:
     kind: Any = context.info_name
-    changes = overrides(set_, output_dir, seed)
-    _run(kind, config, changes, None, resume=resume, overwrite=overwrite, merge=merge, quiet=quiet)
+    _run(kind, config, overrides(set_, output_dir, seed), None, resume, overwrite, merge, False, quiet)
 
 
-def _run(
-    kind: Kind,
-    config: str,
-    changes: list[str],
-    updates: int | None,
-    *,
-    resume: bool,
-    overwrite: bool,
-    merge: bool,
-    quiet: bool,
-) -> None:
+def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flags: bool) -> None:
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_plugins
     from rlhf_kl.config.schema import TrainConfig
 
+    resume, overwrite, merge, as_json, quiet = flags
     # Errors of the config come before torch is imported.
     settings: Any = load_config(kind, config, changes)
     if updates is not None:
@@ -77,6 +73,8 @@ def _run(
         from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
+        from rlhf_kl.report.texts import TITLE, held_out_texts, text_table
+        from rlhf_kl.run.log import encode_json
 
     if merge:
         require_adapter(settings)
@@ -86,8 +84,12 @@ def _run(
         return
     if merge:
         merge_final(settings)
+    texts = text_table(held_out_texts(Path(settings.run.output_dir)), TITLE) if kind == "train" else None
     closing = train_closing if kind == "train" else supervised_closing
-    ui.print_summary(*closing(summary, settings.run.output_dir))
+    if as_json:
+        print(encode_json(summary, indent=2).decode())
+    else:
+        ui.print_summary(*closing(summary, settings.run.output_dir), texts)
 
 
 def doctor(
@@ -95,12 +97,10 @@ def doctor(
     set_: Set = None,
     seed: Seed = None,
     pairs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Held-out preference pairs to test the reward model on.")
+        str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
     ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of processes of the training, for the memory estimate.")
-    ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training, for the memory estimate.")] = 1,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
     """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
@@ -125,4 +125,8 @@ def doctor(
             head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
             words = text + (f"; advice: {change}" if change else "")
             console.print(head + hanging(words, stdout_width(), len(head)))
+        counts = Counter[str](finding.level for finding in findings)
+        told = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
+        after = "change what is fatal" if counts["fatal"] else f"next: {shell_command()} train --config {config}"
+        print(f"{'not ready' if counts['fatal'] else 'ready'}: {told}; {after}")
     return 2 if any(finding.level == "fatal" for finding in findings) else 0

@@ -133,8 +133,10 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
 
 def build_prompts(config: TrainConfig, loader: Loader, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
-    context = context_length(policy)
-    room = None if context is None else context - config.rollout.max_new_tokens
+    context, new = context_length(policy), config.rollout.max_new_tokens
+    if context is not None and new >= context:
+        raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
+    room = None if context is None else context - new
     form = prompt_format(config.data)
     train_texts, kept_texts = loader.prompts(config.data, config.eval)
     train = usable_prompts("data.prompts", train_texts, policy, tokenizer, room, form)

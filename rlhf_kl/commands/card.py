@@ -11,24 +11,23 @@ from typing import Any
 import yaml
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.kl_controllers import adjusts
-from rlhf_kl.report.control import end, held, ratios
-from rlhf_kl.text import format_number, read_number
+from rlhf_kl.report import control
+from rlhf_kl.text import format_number
 
 CARD = """---
 {front}---
 
 # {name}
 
-{base}, trained with PPO toward a reward{control}, by rlhf-kl {version}.
+{base}, trained with PPO toward a reward by rlhf-kl {version}.
 
 | | |
 |---|---|
 {table}
 
-The KL is exact, over the whole vocabulary, at sampling temperature {temperature}.
-KL and score are means over the last {count} updates. Forgetting is the KL of the reference to the policy, on samples
-of the reference.
+`a -> b`: {note}.
+The KL is exact, over the whole vocabulary, at sampling temperature {temperature}. Forgetting is the KL of the reference
+to the policy, on samples of the reference.
 
 ## Load it
 
@@ -70,17 +69,17 @@ def model_card(
     front: dict[str, Any] = {"tags": ["rlhf", "ppo", "rlhf-kl"], "library_name": "peft" if adapter else "transformers"}
     if on_hub:
         front |= {"base_model": base.partition("@")[0], "base_model_relation": "adapter" if adapter else "finetune"}
-    last = end(rows)
+    figures = control.control_figures(rows, config.kl)
+    start_end = control.closing_figures([*rows, closing], config.kl.unit)
     loaded = base.replace("@", ",revision=") if on_hub else "FOLDER-OF-THE-BASE"
     return CARD.format(
         front=yaml.safe_dump(front, sort_keys=True),
         name=name,
         base=base,
         version=version("rlhf-kl"),
-        control=_control(config, held(ratios(rows))),
-        table="\n".join(f"| {key} | {value} |" for key, value in _table(config, rows, closing).items()),
+        table="\n".join(f"| {key} | {value} |" for key, value in _table(config, figures, start_end).items()),
         temperature=format_number(config.rollout.temperature),
-        count=len(last),
+        note=control.closing_note(len(rows)),
         library=front["library_name"],
         auto=f"Auto{'Peft' * adapter}ModelForCausalLM",
         local_base=LOCAL_BASE.format(base=base) if adapter and not on_hub else "",
@@ -89,23 +88,9 @@ def model_card(
     )
 
 
-def _control(config: TrainConfig, held_target: bool | None) -> str:
-    """What kept the KL, as the end of a sentence."""
-    kl = config.kl
-    if adjusts(kl.controller.kind):
-        goal = f"a target of {format_number(kl.target_value)} nats per {kl.unit}"
-        if held_target:
-            return f" while its KL divergence to the reference was held at {goal}"
-        return f" with {goal} for its KL divergence to the reference"
-    return " without a KL penalty" if kl.controller.coef == 0 else " with a KL penalty whose weight ignores the KL"
-
-
-def _table(config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any]) -> dict[str, str]:
-    kl, last, unit = config.kl, end(rows), f"nats per {config.kl.unit}"
-    target = f"{format_number(kl.target_value)} {unit}"
-    if (kept := held(ratios(rows))) is not None:
-        target += ", held" if kept else ", missed"
-    coef = read_number(rows[-1], "kl/coef_next") if rows else None
+def _table(config: TrainConfig, figures: Mapping[str, Any], closing: Mapping[str, control.StartEnd]) -> dict[str, str]:
+    kl, unit, missing = config.kl, f"nats per {config.kl.unit}", (None, None)
+    _, beta = closing.get("beta", missing)
     terms = config.reward.terms
     reward = ", ".join(terms) if terms else _name(config.reward.model or config.reward.kind)
     return {
@@ -114,12 +99,11 @@ def _table(config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapp
         "prompts": _name(config.data.prompts),
         "reward": reward,
         "advantages": config.ppo.advantage,
-        **({"KL target": target} if adjusts(kl.controller.kind) else {}),
-        "KL reached": f"{format_number(_mean(last, f'kl/{kl.unit}'))} {unit}",
-        "controller": f"{kl.controller.kind}, beta {format_number(coef)} at the end",
-        "score": format_number(_mean(last, "objective/scores")),
-        "held-out perplexity": format_number(read_number(closing, "eval/perplexity")),
-        "forgetting": f"{format_number(read_number(closing, 'eval/forward_kl_token'))} nats per token",
+        "KL reached": f"{format_number(figures['kl'])} {unit}, {control.verdict_text(figures)}",
+        "controller": f"{kl.controller.kind}, beta {format_number(beta)} at the end",
+        "score": control.start_to_end(closing.get("score", missing)),
+        "held-out perplexity": control.start_to_end(closing.get("perplexity", missing)),
+        "forgetting": f"{format_number(closing.get('forgetting', missing)[1])} nats per token",
         "responses trained on": str(config.updates * config.rollout.batch_size),
         "seed": str(config.run.seed),
     }
@@ -131,8 +115,3 @@ def _name(source: str | None) -> str:
     if not path.is_absolute():
         return source or ""
     return path.parent.name if path.name in ("final", "merged") else path.name
-
-
-def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [value for row in rows if (value := read_number(row, key)) is not None]
-    return sum(values) / len(values) if values else None

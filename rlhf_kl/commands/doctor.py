@@ -44,13 +44,6 @@ PAIRS = 200
 LOW_ACCURACY = 0.6
 FEW_VALUES = 5
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
-# What to do about a warning that another module words, by its first word.
-ADVICE = {
-    "coef-moved": "wider kl.controller.min_coef and max_coef",
-    "controller-too-slow": "kl.controller.kind=adaptive, a smaller horizon, or more updates",
-    "kl-gradient": "kl.placement=reward with kl.estimator=k1",
-    "out-of-memory": "a smaller ppo.microbatch_size",
-}
 
 
 class Finding(NamedTuple):
@@ -65,11 +58,6 @@ class Finding(NamedTuple):
 def judged(topic: str, good: bool, text: str, change: str = "") -> Finding:
     """Fine where it is `good`; else doubtful, with advice."""
     return Finding("fine", topic, text) if good else Finding("doubtful", topic, text, change)
-
-
-def warned(topic: str, warning: str) -> Finding:
-    """A warning of the start or of an update, with advice where its text has none."""
-    return judged(topic, False, warning, ADVICE.get(warning.partition(":")[0], ""))
 
 
 def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1) -> list[Finding]:
@@ -244,14 +232,14 @@ def check_update(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     row, facts = update_row(result, config), dict(result.facts)
     update = time.perf_counter() - began - start
     with ui.waiting("one evaluation"):
-        evaluated = evaluate_policy(config, setup, facts)
+        evaluated, _ = evaluate_policy(config, setup, facts)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
     yield check_endings(config, setup, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
     for alert in worded(facts):
-        yield warned("update", alert)
+        yield judged("update", False, alert)
     yield check_perplexity(evaluated["eval/perplexity"], setup.texts, setup.tokenizer)
     evaluations = 2 + (config.updates - 1) // config.eval.every
     seconds = start + config.updates * update + evaluations * evaluation
@@ -282,7 +270,7 @@ def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     control, batch = training.trainer.controller, config.rollout.batch_size
     warnings = [*worded(control.start_facts(config.controlled_updates, batch)), *gradient_notes(config)]
     for warning in warnings:
-        yield warned("beta", warning)
+        yield judged("beta", False, warning)
     if not warnings:
         low, high = control.reach(config.controlled_updates, batch)
         course = "stays there" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"

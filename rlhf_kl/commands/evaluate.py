@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rlhf_kl import ui
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.commands.build import build_prompts, sampling_of
 from rlhf_kl.commands.load import Loader
+from rlhf_kl.commands.samples import heldout_rows
 from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
@@ -17,11 +19,12 @@ from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
-from rlhf_kl.evaluate import figures_of, perplexity_of, policy_samples, text_sums
+from rlhf_kl.evaluate import errors_of, figures_of, perplexity_of, policy_samples, standard_error, text_sums
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.monitors import worded
+from rlhf_kl.report.texts import grouped
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.folder import RunFolder, newest_run
 from rlhf_kl.ui import log
@@ -42,7 +45,10 @@ class EvalRequest:
 
 
 def run_eval(request: EvalRequest) -> dict[str, Any]:
-    """The figures of `eval --json`, by their keys: of a model on texts; of a run also on its held-out prompts."""
+    """The figures of `eval --json`, by their keys: of a model on texts; of a run also on its held-out prompts.
+
+    With their `standard_errors`, those of a reference under `reference`, and some `texts` as `held_out_texts` has them.
+    """
     _check(request)
     folder = None
     if request.model is not None:
@@ -68,10 +74,10 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     beside = load_run_reference(loader, config, request.reference)
     reference = frozen_lm(beside.model, dtype, loader.device)
     figures["reference"] = _perplexity(reference, beside.tokenizer, texts, "reference")
-    if request.model is not None:
-        return figures
-    scorers = _scorers(request, config, loader, of_run=folder is not None)
-    return figures | _on_prompts(config, loader, policy, reference, tokenizer, scorers)
+    if request.model is None:
+        scorers = _scorers(request, config, loader, of_run=folder is not None)
+        _add_prompts(figures, config, loader, policy, reference, tokenizer, scorers)
+    return figures
 
 
 def _check(request: EvalRequest) -> None:
@@ -97,7 +103,10 @@ def _texts(request: EvalRequest, config: TrainConfig, loader: Loader) -> list[st
 
 def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> dict[str, Any]:
     with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
-        return asdict(perplexity_of([text_sums(lm, tokenizer, texts, advance=advance)]))
+        sums = text_sums(lm, tokenizer, texts, advance=advance)
+    nats, tokens = zip(*sums.each, strict=True)
+    errors = {"perplexity": standard_error(nats, tokens, of=exp), "nats_per_token": standard_error(nats, tokens)}
+    return asdict(perplexity_of([sums])) | {"standard_errors": errors}
 
 
 def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_run: bool) -> Scorers:
@@ -110,14 +119,21 @@ def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_ru
     return loader.scorers(config.reward, reward=not for_scores, gold=not for_gold)
 
 
-def _on_prompts(
-    config: TrainConfig, loader: Loader, policy: LM, reference: LM, tokenizer: Any, scorers: Scorers
-) -> dict[str, Any]:
+def _add_prompts(
+    figures: dict[str, Any],
+    config: TrainConfig,
+    loader: Loader,
+    policy: LM,
+    reference: LM,
+    tokenizer: Any,
+    scorers: Scorers,
+) -> None:
+    """Adds the figures of both on held-out prompts, and some of their texts."""
     _, kept = build_prompts(config, loader, policy.model, tokenizer)
     prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
     scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
-        samples = policy_samples(
+        own, other = policy_samples(
             policy,
             reference,
             prompts,
@@ -128,11 +144,17 @@ def _on_prompts(
             scorers,
             batch_size=config.rollout.batch_size,
             advance=advance,
+            shown=len(prompts),
         )
     facts: dict[str, Any] = {}
-    figures = asdict(figures_of([samples], facts))
+    found = figures_of(own, other, facts) | {"prompts": len(prompts)}
     for alert in worded(facts):
         log.warning(alert)
-    if unscored := figures.pop("unscored"):
+    if unscored := found.pop("unscored"):
         log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
-    return figures
+    figures |= found | {"texts": grouped(heldout_rows(prompts.texts, own, other))}
+    errors, of_reference = errors_of(own), errors_of(other)
+    figures["standard_errors"] |= errors | {"forward_kl_token": of_reference["kl_token"]}
+    beside, found = figures["reference"], figures_of(other, own, {})
+    for name in ("scores", "gold", "length", "eos_rate", "distinct_2"):
+        beside[name], beside["standard_errors"][name] = found[name], of_reference[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,17 @@ from rlhf_kl.commands.load import Loader
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.distributed import tensors_of
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.monitors import collapsed
 from rlhf_kl.program import shell_command, short_path
-from rlhf_kl.report.control import is_update
+from rlhf_kl.report.control import closing_note, is_update, start_to_end, verdict_text
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.status import duration
+from rlhf_kl.text import format_number
 from rlhf_kl.trainers.reward_figures import sketch
 from rlhf_kl.ui import log
 
@@ -34,23 +33,20 @@ Closing = tuple[dict[str, object], list[str]]
 
 def train_closing(summary: dict[str, Any], folder: str) -> Closing:
     """Figures and next steps after `train`. folder: where the run is now, which its summary may not know."""
-    final, place = summary["final"], short_path(folder)
-    kl, control, share = summary["config"]["kl"], summary["control"], summary.get("tilt_share")
+    final, closing, place = summary["final"], summary["closing"], short_path(folder)
+    control, share = summary["control"], summary.get("tilt_share")
     same = collapsed(final)  # which a gain in score does not make good
-    verdict = _verdict(kl["controller"]["kind"], final["kl/target"], control)
-
-    def number(key: str, form: str) -> str | None:
-        return None if final.get(key) is None else format(final[key], form)
-
+    figures = {name: start_to_end(figure) for name, figure in closing.items()}
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
-        "score": number("objective/scores", ".2f"),
+        f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",
+        "score": figures.get("score"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
-        "gold": number("objective/gold", ".2f"),
-        f"KL per {kl['unit']}": None if control["kl"] is None else f"{control['kl']:.3f}, {verdict}",
-        "beta": number("kl/coef_next", ".4g"),
-        "held-out perplexity": number("eval/perplexity", ".2f"),
+        "gold": figures.get("gold"),
+        "beta": figures.get("beta"),
+        "held-out perplexity": figures.get("perplexity"),
+        "figures": closing_note(control["updates"]),
     }
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",
@@ -59,16 +55,6 @@ def train_closing(summary: dict[str, Any], folder: str) -> Closing:
         f"{place}/samples.jsonl  responses, token by token",
         f"{place}/final          the policy",
     ]
-
-
-def _verdict(kind: str, target: float, control: Mapping[str, Any]) -> str:
-    """Whether the run held its target; see `report.control.held`."""
-    goal = f"target {target:g}"
-    if control["held"] is None:
-        return goal
-    if not adjusts(kind):
-        return f"{goal} {'reached' if control['held'] else 'not reached'} (beta does not depend on the KL)"
-    return f"{goal} {'held' if control['held'] else 'missed'} (within {control['tail_error']:.0%} on average)"
 
 
 def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import prompt_format, usable_prompts
+from rlhf_kl.commands.build import build_prompts, prompt_format, sampling_of, usable_prompts
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.samples import token_rows
+from rlhf_kl.commands.samples import score_at
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
-from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream
+from rlhf_kl.data.prompts import Prompts, PromptStream
 from rlhf_kl.errors import InputError, RunFailed
-from rlhf_kl.memory import fitting_batches
-from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import compute_dtype, context_length, eos_ids
-from rlhf_kl.models.value import ActorCritic, frozen_lm
-from rlhf_kl.rewards.scorer import REWARD
-from rlhf_kl.rollout.collect import measure, respond, response_layout
-from rlhf_kl.rollout.states import ReferenceStates
+from rlhf_kl.evaluate import NO_SCORERS, SHOWN, policy_samples
+from rlhf_kl.models.load import compute_dtype, context_length
+from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.run.folder import RunFolder, check_writable, newest_run, write_atomic
-from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, Sampling
 from rlhf_kl.ui import log
-
-ROWS = 32  # responses in a batch, fewer if memory is full
 
 
 @dataclass(frozen=True)
@@ -54,10 +46,7 @@ class GenerateRequest:
     permissions: Permissions = NO_PERMISSIONS
 
 
-Sample = dict[str, Any]
-
-
-def run_generate(request: GenerateRequest) -> list[Sample]:
+def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens.
 
     With `output` they are written there as .jsonl too.
@@ -71,15 +60,49 @@ def run_generate(request: GenerateRequest) -> list[Sample]:
         config = permissions.run_config(folder)
         if request.scores and (refused := permissions.refused(config)[0]):
             raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
-        config = with_files(config, ("policy", "reference", *["reward"] * request.scores))
-    loader = Loader.for_run(config.run, run_device(config.run))
+        config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * request.scores))
+    given = {"max_new_tokens": request.max_new_tokens, "temperature": request.temperature}
+    rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
+    config = config.model_copy(update={"rollout": rollout})
+    loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
     with ui.waiting("loading the models and prompts"):
-        writer = _Writer(request, config, loader, folder)
-    with ui.progress("sampling", len(writer.prompts) * request.samples) as advance:
-        samples = []
-        for batch in writer.batches():
-            samples += batch
-            advance(len(batch))
+        if request.model is not None:
+            loaded = loader.language_model(world_file(located(request.model), "policy"), "--model")
+            model, tokenizer = loaded.model, loaded.tokenizer
+        else:
+            model, tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
+            if request.with_reference:
+                reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
+        scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
+        scorers.begin(config.updates + 1, config.updates)
+        prompts = _prompts(request, config, loader, model, tokenizer)
+    places = [i for i in range(len(prompts)) for _ in range(request.samples)]
+    batch = PromptStream(prompts.texts, tokenizer, 1, 0, prompts.rows).pick(places)
+    with ui.progress("sampling", len(batch) * (1 if reference is None else 2)) as advance:
+        own, other = policy_samples(
+            frozen_lm(model, dtype, loader.device),
+            reference,
+            batch,
+            range(len(batch)),  # noise by position: a response does not depend on the number of other responses
+            request.seed,
+            sampling_of(config, model, tokenizer),
+            tokenizer,
+            scorers,
+            advance=advance,
+            purpose="generate",
+            shown=len(batch),
+        )
+    samples = []
+    for i, prompt in enumerate(batch.texts):
+        row = {"prompt": prompt, "response": own.texts[i], "ended": own.ended[i]}
+        if request.scores:
+            row["score"] = score_at(own.scores, i)
+        if reference is not None:
+            kl = {"kl": own.kl[i], "kl_token": own.kl[i] / own.lengths[i], "tokens": own.tokens[i]}
+            row |= {"reference": other.texts[i], **kl}
+            if request.scores:
+                row["reference_score"] = score_at(other.scores, i)
+        samples.append(row)
     if request.output is not None:
         lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         try:
@@ -94,7 +117,9 @@ def _check(request: GenerateRequest) -> None:
     problems = []
     if request.run is not None and request.model is not None:
         problems.append("--run and --model exclude each other: name one policy")
-    if bool(request.prompts) == (request.file is not None):
+    if request.prompts and request.file is not None:
+        problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
+    if request.model is not None and not request.prompts and request.file is None:
         problems.append("name prompts with --prompt, or a file of them with --prompts")
     if request.model is not None:
         given = {
@@ -115,81 +140,20 @@ def _check(request: GenerateRequest) -> None:
         raise InputError(*problems)
 
 
-class _Writer:
-    """The models and prompts of one command."""
-
-    def __init__(self, request: GenerateRequest, config: TrainConfig, loader: Loader, folder: RunFolder | None) -> None:
-        self.request = request
-        self.reference: LM | None = None
-        dtype = compute_dtype(config.run.dtype)
-        if request.model is not None:
-            loaded = loader.language_model(world_file(located(request.model), "policy"), "--model")
-            policy, self.tokenizer, form = loaded.model, loaded.tokenizer, PromptFormat()
-        else:
-            policy, self.tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
-            form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
-            if request.with_reference:
-                self.reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
-        self.policy = frozen_lm(policy, dtype, loader.device)
-        self.scorers = loader.scorers(config.reward, gold=False) if request.scores else None
-        if self.scorers is not None:
-            self.scorers.begin(config.updates + 1, config.updates)
-        self.sampling = Sampling(
-            max_new_tokens=request.max_new_tokens or config.rollout.max_new_tokens,
-            temperature=request.temperature or config.rollout.temperature,
-            eos_ids=eos_ids(policy, self.tokenizer),
-            pad_id=self.tokenizer.pad_token_id,
-        )
-        self.prompts = self._prompts(loader, policy, form)
-
-    def _prompts(self, loader: Loader, policy: Any, form: PromptFormat) -> Prompts:
-        request, key = self.request, "--prompt"
-        texts: Sequence[str] = request.prompts
-        if request.file is not None:
-            key, ref = "--prompts", located(request.file)
-            section = PromptsSection(prompts=ref, column=request.column or "prompt", chat_template=form.chat)
-            texts = loader.all_prompts(section, key, ref, "test")
-        context = context_length(policy)
-        room = None if context is None else context - self.sampling.max_new_tokens
-        return usable_prompts(key, texts, policy, self.tokenizer, room, form)
-
-    def batches(self) -> Iterator[list[Sample]]:
-        """The samples, batch by batch."""
-        prompts, request = self.prompts, self.request
-        stream = PromptStream(prompts.texts, self.tokenizer, 1, 0, prompts.rows)
-        places = [i for i in range(len(prompts)) for _ in range(request.samples)]
-        # Noise by position: a response does not depend on the number of other responses.
-        noise = uniforms(len(places), self.sampling.max_new_tokens, request.seed, "generate")
-
-        def write(start: int, stop: int) -> list[Sample]:
-            return self._batch(stream.pick(places[start:stop]), noise[start:stop])
-
-        change = "use a lower --max-new-tokens or shorter prompts"
-        yield from fitting_batches(len(places), ROWS, write, change)
-
-    def _batch(self, batch: PromptBatch, noise: Any) -> list[Sample]:
-        _, sampled, responses = respond(self.policy, batch, noise, self.sampling, self.tokenizer)
-        rows: list[Sample] = [
-            {"prompt": prompt, "response": response, "ended": ended}
-            for prompt, response, ended in zip(batch.texts, responses, sampled.ended.tolist(), strict=True)
-        ]
-        self._score("score", rows, batch, responses)
-        if self.reference is None:
-            return rows
-        beside = respond(self.reference, batch, noise, self.sampling, self.tokenizer).texts
-        layout = response_layout(batch, sampled)
-        stats = measure(ActorCritic(self.policy), ReferenceStates(self.reference), layout, self.sampling.temperature)
-        for i, row in enumerate(rows):
-            length = int(sampled.mask[i].sum())
-            columns = (sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
-            tokens = token_rows(self.tokenizer, *(column[i, :length] for column in columns))
-            kl = sum(token["kl"] for token in tokens)
-            row |= {"reference": beside[i], "kl": kl, "kl_token": kl / length, "tokens": tokens}
-        self._score("reference_score", rows, batch, beside)
-        return rows
-
-    def _score(self, name: str, rows: list[Sample], batch: PromptBatch, responses: Sequence[str]) -> None:
-        if self.scorers is not None:
-            scores = self.scorers(batch.texts, responses).values[REWARD].tolist()
-            for row, score in zip(rows, scores, strict=True):
-                row[name] = None if math.isnan(score) else score
+def _prompts(request: GenerateRequest, config: TrainConfig, loader: Loader, policy: Any, tokenizer: Any) -> Prompts:
+    form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
+    key = "--prompt"
+    texts: Sequence[str] = request.prompts
+    if request.file == "-":
+        key, texts = "--prompts -", sys.stdin.read().splitlines()
+    elif request.file is not None:
+        key, ref = "--prompts", located(request.file)
+        section = PromptsSection(prompts=ref, column=request.column or "prompt", chat_template=form.chat)
+        texts = loader.all_prompts(section, key, ref, "test")
+    elif not texts:  # those that `train` shows
+        _, kept = build_prompts(config, loader, policy, tokenizer)
+        key, size = "eval.prompts", min(SHOWN, len(kept.texts))
+        texts = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows).batch(1).texts
+    context = context_length(policy)
+    room = None if context is None else context - config.rollout.max_new_tokens
+    return usable_prompts(key, texts, policy, tokenizer, room, form)

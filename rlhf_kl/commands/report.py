@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from rlhf_kl import ui
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
+from rlhf_kl.program import short_path
 from rlhf_kl.report.charts import compare_charts, held_charts, run_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
-from rlhf_kl.report.page import compare_page, report_page
+from rlhf_kl.report.page import compare_page, compared_texts, report_page
 from rlhf_kl.report.run import RunResult, read_run
-from rlhf_kl.report.verdict import COLUMNS, judge, text_table, variant_rows
+from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
-from rlhf_kl.text import hanging
+from rlhf_kl.text import hanging, safe_text
 
 
 def write_report(path: Path, refresh: int | None = None) -> RunResult:
     """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
     run, folder = read_run(path), RunFolder(path)
     try:
-        write_atomic(folder.report, report_page(run, refresh if run.status == "unfinished" else None))
+        write_atomic(run.report, report_page(run, refresh if run.status == "unfinished" else None))
         if charts := run_charts(run):
             save_sheet(charts, folder.picture, columns=2, heading=run.name)
     except OSError as error:
@@ -49,19 +52,41 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
     return Comparison(comparison.variants, [*plan.notes, *comparison.notes])
 
 
+def link_reports(comparison: Comparison) -> None:
+    """Write the page of each run that has none, or one older than its rows; where that cannot be, there is no link."""
+    runs = [run for variant in comparison.variants for run in variant.runs.values()]
+    old = [run for run in runs if not run.report.is_file() or _age(run.report) < _age(RunFolder(run.path).metrics)]
+    with ui.progress("the pages of the runs", len(old)) as advance:
+        for run in old:
+            with suppress(OSError):
+                write_atomic(run.report, report_page(run))
+            advance()
+
+
+def _age(file: Path) -> float:
+    return file.stat().st_mtime if file.is_file() else 0.0
+
+
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
     lines, held = judge(comparison), held_charts(comparison)
-    target = f": KL against its target, {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
+    target = f" of {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
+    link_reports(comparison)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", comparison.to_json(lines))
-        write_atomic(folder / "compare.html", compare_page(comparison, name, lines))
-        save_sheet(held, folder / "compare.png", columns=min(3, len(held)),
-                   heading=f"{name}{target}", footer="Lines: seeds. Band: target ± 25 %.")  # fmt: skip
+        write_atomic(folder / "compare.html", compare_page(comparison, name, lines, folder))
+        if held:
+            footer = ("A line for each seed. " if len(comparison.seeds) > 1 else "") + "Band: target ± 25 %."
+            save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
+                       heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
         for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
     verdict = "\n".join(hanging(line, width, 2) for line in lines)
-    return "\n\n".join([text_table(COLUMNS, variant_rows(comparison)), verdict, str(folder / "compare.html")])
+    parts = [verdict, text_table(*figures_table(comparison), width or WIDTH)]
+    if texts := compared_texts(comparison):
+        parts.append("\n".join(hanging(f"{who} ({figures}): {safe_text(text)}", width, 2)
+                               for who, figures, text in [("prompt", "held out", texts[0]), *texts[1]]))  # fmt: skip
+    return "\n\n".join([*parts, short_path(str(folder / "compare.html"))])

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhf_kl.evaluate import SHOWN, Samples, token_rows
+from rlhf_kl.report.texts import HELD_OUT
 from rlhf_kl.rewards.scorer import GOLD, REWARD
 from rlhf_kl.types import RolloutBatch
 
@@ -50,11 +52,28 @@ def sample_rows(
                 **_columns(rollout.prompts[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
-                "score": _score(rollout, REWARD, i),
-                "gold": _score(rollout, GOLD, i),
+                "score": score_at(rollout.scores.get(REWARD, ()), i),
+                "gold": score_at(rollout.scores.get(GOLD, ()), i),
                 "kl": float(rollout.exact_kl[i].sum()),
                 "tokens": token_rows(tokenizer, *(column[i][rollout.mask[i]] for column in of_tokens)),
             }
+
+
+def heldout_rows(
+    prompts: Sequence[str], own: Samples, other: Samples | None, columns: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """What the policy answers to the first held-out prompts, and where it is given what the reference answers."""
+
+    def response(samples: Samples, i: int) -> dict[str, Any]:
+        return {"response": samples.texts[i], "score": score_at(samples.scores, i), "gold": score_at(samples.gold, i)}
+
+    return [
+        {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompt, columns, {})}
+        | response(own, i)
+        | {"kl": own.kl[i], "tokens": own.tokens[i]}
+        | ({"reference": response(other, i)} if other is not None else {})
+        for i, prompt in enumerate(prompts[:SHOWN])
+    ]
 
 
 def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
@@ -70,8 +89,9 @@ def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
     return [{"sample": at // width, "position": at % width, **token} for at, token in zip(places, tokens, strict=True)]
 
 
-def _score(rollout: RolloutBatch, name: str, row: int) -> float | None:
-    score = float(rollout.scores[name][row]) if name in rollout.scores else math.nan
+def score_at(scores: Sequence[float] | Tensor, row: int) -> float | None:
+    """A score of many; None where there is none."""
+    score = float(scores[row]) if row < len(scores) else math.nan
     return None if math.isnan(score) else score
 
 
@@ -79,9 +99,3 @@ def _columns(prompt: str, names: Sequence[str], logged: Mapping[str, Any]) -> di
     row = getattr(prompt, "row", {})
     shown = {**{name: row[name] for name in names if name in row}, **logged}
     return {"columns": {name: str(value) for name, value in shown.items()}} if shown else {}
-
-
-def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
-    """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
-    columns = zip(ids.tolist(), logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
-    return [{"text": tokenizer.decode([i]), "logprob": p, "ref_logprob": q, "kl": nats} for i, p, q, nats in columns]

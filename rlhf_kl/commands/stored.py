@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rlhf_kl.commands.load import Loaded, Loader
-from rlhf_kl.commands.world import world_file
+from rlhf_kl.commands.world import GOLD, world_file
 from rlhf_kl.config.load import load_run_config
 from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
@@ -47,7 +47,8 @@ class Permissions:
 
     def refused(self, config: TrainConfig) -> tuple[list[str], list[str]]:
         """The plugins that have no permission: those for scores, and those for gold scores."""
-        found = {plugin.key: plugin.ref for plugin in plugins_of(config) if plugin.key.startswith("reward.")}
+        named = [plugin for plugin in plugins_of(config) if plugin.ref != GOLD]  # which is this program's own
+        found = {plugin.key: plugin.ref for plugin in named if plugin.key.startswith("reward.")}
         gold = found.pop("reward.gold", None)
         return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
 

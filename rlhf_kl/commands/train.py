@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.commands.build import Setup, build_setup, fingerprints
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import write_final
-from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
+from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows, top_tokens
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
-from rlhf_kl.config.notes import start_notes
+from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
-from rlhf_kl.evaluate import PolicySamples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
+from rlhf_kl.evaluate import Samples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.ops.masked import all_finite
-from rlhf_kl.report.control import closing_figures, end, is_update
+from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
@@ -96,7 +96,7 @@ class TrainLoop:
         for step in self.run.steps(total):
             facts: dict[str, Any] = {}
             self.scorers.begin(step, total)
-            evaluated = self.evaluate(facts) if (step - 1) % config.eval.every == 0 else {}
+            evaluated = self.evaluate(step, facts) if (step - 1) % config.eval.every == 0 else {}
             ui.show_work(f"update {step}")
             result = self.step(step)
             row = result.row | evaluated
@@ -110,15 +110,20 @@ class TrainLoop:
             began = now
             self.run.log(row, sound=result.sound)
             ui.show_row(row)
+            for note in worded(result.facts, "note"):
+                log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
                 log.warning(f"update {step}: {alert}")
             if ended_by:
                 self.run.stop(row, ended_by, episodes=row["episodes"])
 
-    def evaluate(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """The `eval/*` figures of the policy as it is; `facts` gets what is left out."""
+    def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
+        """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
         ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} prompts")
-        return evaluate_policy(self.config, self.setup, facts, self.ranks)
+        figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
+        for row in samples:
+            self.run.sample({"step": step} | row)
+        return figures
 
     def step(self, step: int) -> StepResult:
         """One update and its row; a rollout that is not finite is reported and left out."""
@@ -215,20 +220,10 @@ class TrainLoop:
     def announce(self) -> None:
         """Show the sizes of the run, its KL target and its warnings, before it starts."""
         config, control = self.config, self.trainer.controller
-        updates, batch, kl = config.updates, config.rollout.batch_size, config.kl
-        ui.print_counts(
-            {
-                "policy parameters": parameter_count(self.setup.policy.module),
-                "prompts": len(self.setup.prompts),
-                "rollout batch": batch,
-                "minibatch": config.minibatch_size,
-                "microbatch": config.ppo.microbatch_size or "automatic",
-                "epochs": config.ppo.epochs,
-                "learning rate": f"{self.trainer.rate.peak:.3g}",
-                "updates": updates,
-                "episodes": updates * batch,
-                "checkpoint every": f"{self.run.every} updates",
-            }
+        batch, kl = config.rollout.batch_size, config.kl
+        log.info(
+            f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
+            f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
         )
         low, high = control.reach(config.controlled_updates, batch)
         log.info(
@@ -238,7 +233,7 @@ class TrainLoop:
             + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
         )
         facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
-        for warning in [*worded(facts), *start_notes(config)]:
+        for warning in [*worded(facts), *gradient_notes(config), *unused_notes(config)]:
             log.warning(warning)
 
     def finish(self) -> dict[str, Any]:
@@ -248,62 +243,62 @@ class TrainLoop:
         step = self.config.updates
         self.scorers.begin(step + 1, self.config.updates)
         facts: dict[str, Any] = {}
-        evaluated = self.evaluate(facts)
+        evaluated = self.evaluate(step + 1, facts)
         for alert in worded(facts):
             log.warning(alert)
         ui.show_work("writing final/")
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.run.log(row)
+        self.status.remember(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
         write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
+        closing = closing_figures([*rows, row], self.config.kl.unit)
         return self.run.finish(
             steps=step,
             episodes=step * self.config.rollout.batch_size,
             final=(rows[-1] if rows else {}) | evaluated,
             best=self.monitors.best,
             best_checkpoint=self.monitors.best_checkpoint,
-            control=closing_figures(rows, self.config.kl.unit),
-            tilt_share=self.tilt_share(rows),
+            control=control_figures(rows, self.config.kl),
+            closing=closing,
+            tilt_share=self.tilt_share(closing),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,
             learning_rate=self.trainer.rate.peak,
             stopped_by=None,
         )
 
-    def tilt_share(self, rows: Sequence[dict[str, Any]]) -> float | None:
+    def tilt_share(self, closing: Mapping[str, StartEnd]) -> float | None:
         """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
 
         The tilt is the best that any policy can do at that KL, so 1 is the limit.
         """
         scores = self.training.reference_scores
-        tail = [row for row in end(rows) if None not in (row["kl/sequence"], row["objective/scores_shaped"])]
-        if not tail:
-            return None
-        gain = sum(row["objective/scores_shaped"] for row in tail) / len(tail) - scores.mean
-        kl = sum(row["kl/sequence"] for row in tail) / len(tail)
-        limit = scores.most_gain(kl)
-        return gain / limit if limit else None
+        kl, shaped = (closing.get(name, (None, None))[1] for name in ("sequence_kl", "shaped_score"))
+        limit = None if kl is None else scores.most_gain(kl)
+        return (shaped - scores.mean) / limit if limit and shaped is not None else None
 
 
 def evaluate_policy(
-    config: TrainConfig, setup: Setup, facts: dict[str, Any], ranks: Ranks | None = None
-) -> dict[str, Any]:
-    """The `eval/*` figures of the current policy: held-out perplexity, and scores on held-out prompts.
+    config: TrainConfig, setup: Setup, facts: dict[str, Any], ranks: Ranks | None = None, step: int = 1
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
 
     `facts` gets what is left out, for the monitors. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
-    texts, prompts = ranks.mine(setup.texts), ranks.mine(range(setup.heldout.batch_size))
+    prompts = setup.heldout.batch(1)
+    texts, rows = ranks.mine(setup.texts), ranks.mine(range(len(prompts)))
 
-    def evaluate() -> tuple[TextSums, PolicySamples]:
+    def evaluate() -> tuple[TextSums, tuple[Samples, Samples]]:
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             return text_sums(setup.policy, setup.tokenizer, texts), policy_samples(
                 setup.policy,
                 setup.reference,
-                setup.heldout.batch(1),
                 prompts,
+                rows,
                 config.run.seed,
                 setup.sampling,
                 setup.tokenizer,
@@ -313,14 +308,9 @@ def evaluate_policy(
             )
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
-    text, figures = perplexity_of(sums), figures_of(samples, facts)
-    return {
-        "eval/perplexity": text.perplexity,
-        "eval/bits_per_byte": text.bits_per_byte,
-        "eval/scores": figures.scores,
-        "eval/unscored": figures.unscored,
-        "eval/gold": figures.gold,
-        "eval/kl_token": figures.kl_token,
-        "eval/forward_kl_token": figures.forward_kl_token,
-        "eval/distinct_2": figures.distinct_2,
-    }
+    own, other = map(Samples.joined, zip(*samples, strict=True))
+    text, figures = perplexity_of(sums), figures_of(own, other, facts)
+    names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
+    row = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
+    row |= {f"eval/{name}": figures[name] for name in names}
+    return row, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)

@@ -104,9 +104,9 @@ def plan_comparison(
 ) -> ComparePlan:
     """Check a comparison and lay out its runs.
 
-    raw, path: the mapping and its file. Relative paths in the mapping are looked for beside that file.
-    overrides: `--set` for every run; they win over the variants. output_dir: default runs/NAME-OF-THE-FILE.
-    seed: one seed instead of those of the file. Raises InputError with every problem.
+    raw, path: the mapping and its file, beside which relative paths are looked for. overrides: `--set` for every run;
+    they win over the variants. output_dir: default runs/NAME-OF-THE-FILE. seed: instead of those of the file.
+    Raises InputError with every problem.
     """
     kind = load_any(path)[0] if "extends" in raw else detect_kind(raw)
     if kind not in (None, "compare"):

@@ -41,7 +41,7 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
     try:
         inspect.signature(getattr(law, "update", None)).bind(None, 0.1, 64)  # type: ignore[arg-type]
     except TypeError:
-        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes)")
+        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a law needs that and coef")
     except ValueError:  # written in C
         pass
     if problems:

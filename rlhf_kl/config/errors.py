@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from rlhf_kl.config.schema import Section, section_of, subsections
-from rlhf_kl.config.schema.base import inner
+from rlhf_kl.config.schema.base import inner, named_section
 from rlhf_kl.errors import FAMILIAR, InputError, nearest
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -34,7 +34,7 @@ EXPECTED = {
 def check_mapping(model: type[AnySection], raw: dict[str, Any]) -> tuple[dict[str, Any], AnySection | None, list[str]]:
     """`raw` without its unknown keys, the config if it is valid, and the problems. Reads nothing from disk."""
     known, problems = copy.deepcopy(raw), list[str]()
-    _drop_unknown_keys(model, known, "", all_keys(model), problems)
+    _drop_unknown_keys(model, known, "", all_keys(model), problems, inner(raw, "rollout").get("batch_size", 64))
     config, found = _validate(model, known)
     if config is None:
         # pydantic does not compare the keys of a section with a wrong value: without these values it does.
@@ -67,25 +67,22 @@ def all_keys(model: type[Section], prefix: str = "") -> list[str]:
 
 
 def _drop_unknown_keys(
-    model: type[Section], raw: dict[str, Any], prefix: str, known: Sequence[str], problems: list[str]
+    model: type[Section], raw: dict[str, Any], prefix: str, known: Sequence[str], problems: list[str], batch: Any
 ) -> None:
-    """Remove the keys that `model` does not have from `raw`, and add a problem for each."""
+    """Remove the keys that `model` does not have from `raw`, and add a problem for each. batch: its size."""
     fields = list(model.model_fields)
     for key in [] if model.takes_options(raw) else [key for key in raw if key not in fields]:
-        close = nearest_keys(key, known, {name: prefix + name for name in fields})
-        counts = " (in responses: updates x rollout.batch_size)" if close == ["ppo.total_episodes"] else ""
-        hint = f"did you mean {' or '.join(close)}{counts}?" if close else f"valid: {', '.join(fields)}"
+        close, value = nearest_keys(key, known, {name: prefix + name for name in fields}), raw.pop(key)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(fields)}"
+        if close == ["ppo.total_episodes"] and isinstance(value, int) and isinstance(batch, int):
+            hint = f"did you mean ppo.total_episodes: {value * batch}? It counts responses, {batch} an update"
         problems.append(f"{prefix}{key}: unknown key; {hint}")
-        del raw[key]
     for name, section, mapping in subsections(model, raw):
-        _drop_unknown_keys(section, mapping, f"{prefix}{name}.", known, problems)
+        _drop_unknown_keys(section, mapping, f"{prefix}{name}.", known, problems, batch)
 
 
 def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """Up to three of the dotted keys `known`.
-
-    What `key` is called here, else those that end in it, else the nearest name `beside` it, else the nearest anywhere.
-    """
+    """Up to three of the keys `known`: `key`'s name here, those that end in it, the nearest `beside` it or anywhere."""
     if FAMILIAR.get(key) in known:
         return [FAMILIAR[key]]
     leaves = [dotted.rpartition(".")[2] for dotted in known]
@@ -123,7 +120,9 @@ def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[st
             null = ["null"] if field is not None and type(None) in get_args(field.annotation) else []
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
-            found[path] = [f"{path} must be {' or '.join(phrases + null)}: {_shown(problem['input'])}"]
+            section = section_of(field and field.annotation)
+            hint = f"; its keys: {', '.join(section.model_fields)}" if section and "a mapping" in phrases else ""
+            found[path] = [f"{path} must be {' or '.join(phrases + null)}: {_shown(problem['input'])}{hint}"]
     return found
 
 
@@ -133,11 +132,14 @@ def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, Field
     field: FieldInfo | None = None
     current: type[Section] | None = model
     for item in loc:
-        if current is None or item not in current.model_fields:
+        if current is not None and item in current.model_fields:
+            field = current.model_fields[str(item)]
+            current = section_of(field.annotation)
+        elif current is None and field is not None and (named := named_section(field.annotation)):
+            field, current = None, named  # a section by any name
+        else:
             break
-        field = current.model_fields[str(item)]
         parts.append(str(item))
-        current = section_of(field.annotation)
     return ".".join(parts), field
 
 
@@ -145,4 +147,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+,[0-9]+(e[-+]?[0-9]+)?", value):
+        return f"{text}; a number has no comma, but may have a decimal point (0.05)"
     return text if len(text) <= 80 else text[:77] + "..."

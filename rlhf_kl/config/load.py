@@ -52,8 +52,7 @@ def load_config(
 def load_config(kind: Kind, file: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """Read, merge and check a config.
 
-    file: a path, or a name that is looked up (`find_config`).
-    overrides: "a.b=value" each, the value in YAML; together one mapping on top of the file.
+    file: see `find_config`. overrides: "a.b=value" each, the value in YAML; together one mapping on top of the file.
     Raises InputError with every problem.
     """
     return _load(kind, find_config(file), {}, overrides)[1]
@@ -92,7 +91,7 @@ def _load(
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
     known, config, wrong = check_mapping(MODELS[kind], raw)
-    problems += wrong + missing_sources(kind, known)
+    problems += wrong + missing_sources(kind, known, [path.parent, Path.cwd()])
     if kind == "train" and plugins:
         problems += plugin_problems(known)
     if problems or config is None:

@@ -22,7 +22,10 @@ def gradient_notes(config: TrainConfig) -> list[str]:
     reason = GRADIENTS.get((kl.placement, kl.estimator))
     if reason is None or kl.controller.coef == 0:
         return []
-    return [f"kl-gradient: kl.estimator {kl.estimator} in the {kl.placement}: {reason}"]
+    return [
+        f"kl-gradient: kl.estimator {kl.estimator} in the {kl.placement}: {reason}. Use kl.placement=reward "
+        "with kl.estimator=k1, or leave both out (rlhf-kl guide kl)"
+    ]
 
 
 def unused_notes(config: TrainConfig) -> list[str]:
@@ -39,8 +42,3 @@ def unused_notes(config: TrainConfig) -> list[str]:
         unused.append("policy.value")
     critic = f", policy.value is {config.critic}" if config.critic else ""
     return [f"{name} is not used: ppo.advantage is {config.ppo.advantage}{critic}" for name in unused]
-
-
-def start_notes(config: TrainConfig) -> list[str]:
-    """All notes on a config."""
-    return [*gradient_notes(config), *unused_notes(config)]

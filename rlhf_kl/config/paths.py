@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_kl.builtin.world import BUILTIN, WORLDS, is_builtin
 from rlhf_kl.config.schema import MODELS, Kind, Location, Section, subsections
-from rlhf_kl.errors import InputError, nearest, suggestion
+from rlhf_kl.errors import InputError, nearest, no_such_file, suggestion
 from rlhf_kl.plugins import is_reference, reference_file
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -24,11 +24,9 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str | Path, *, folder: Path | None = None, but: Path | None = None) -> Path:
-    """The config file `name`, from: `folder`, the working directory, its configs/, the shipped configs.
+    """The config file `name` (or `name`.yaml) in: `folder`, the working directory, its configs/, the shipped configs.
 
-    `.yaml` may be left out.
-    but: a file to skip (a file that extends another one of the same name).
-    Raises InputError, which names the nearest existing file.
+    but: a file to skip (one that extends another of its name). Raises InputError, which names the nearest file.
     """
     here = Path.cwd()
     places = [*([folder] if folder else []), here, here / "configs", shipped_configs()]
@@ -54,8 +52,8 @@ def with_absolute_paths(raw: dict[str, Any], folders: Sequence[Path]) -> dict[st
     return raw
 
 
-def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
-    """Problems of values that name neither a file nor a built-in world."""
+def missing_sources(kind: Kind, raw: dict[str, Any], folders: Sequence[Path]) -> list[str]:
+    """Problems of values that name neither a file in the folders nor a built-in world."""
     problems = []
     for key, mapping, name, location in _located_values(MODELS[kind], raw):
         value = mapping[name]
@@ -66,7 +64,7 @@ def missing_sources(kind: Kind, raw: dict[str, Any]) -> list[str]:
                 hint = suggestion(value.removeprefix(BUILTIN), WORLDS, prefix=BUILTIN)
                 problems.append(f"{key}: no built-in {value!r}{hint}")
         elif looks_like_path(value) and not os.path.exists(os.path.expanduser(value)):
-            problems.append(f"{key}: no such file: {value}")
+            problems.append(f"{key}: {no_such_file(value, *folders)}")
     return problems
 
 

@@ -71,7 +71,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
     value = parse_yaml(text, where=str(path))
     if not isinstance(value, dict):
-        raise InputError(f"{path}: {'empty' if value is None else 'must be a mapping (key: value)'}")
+        raise InputError(f"{path}: {'empty: ' if value is None else ''}must be a mapping (key: value)")
     return value
 
 
@@ -83,9 +83,9 @@ def parse_yaml(text: str, *, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise InputError(
-            f"{where}{place}: {', '.join(part for part in (error.context, error.problem) if part)}"
-        ) from None
+        message = ", ".join(part for part in (error.context, error.problem) if part)
+        hint = "; indent with spaces" if r"'\t'" in message else ""
+        raise InputError(f"{where}{place}: {message}{hint}") from None
     except (yaml.YAMLError, ValueError) as error:  # a character that is not allowed, a number of too many digits
         raise InputError(f"{where}: {error}") from None
 

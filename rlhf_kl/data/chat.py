@@ -33,10 +33,9 @@ def with_row(text: str, row: Mapping[str, Any], *, messages: bool = False) -> Pr
 
 
 def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None] | None:
-    """The prompt before the last answer, and that answer; None for each that is missing.
+    """The prompt before the last answer, and that answer; None for each that is missing, and for any other shape.
 
-    A single user turn is a plain text. A longer prompt is a `conversation`: an optional system message, then user and
-    assistant in turn. None for any other shape, and for content that is not text.
+    A single user turn is a plain text. A longer prompt is a `conversation`: an optional system message, then turns.
     """
     turns = [(m.get("role"), m.get("content")) for m in messages]
     if not all(isinstance(role, str) and isinstance(content, str) for role, content in turns):

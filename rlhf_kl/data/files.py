@@ -1,8 +1,4 @@
-"""Rows of files (.jsonl .json .csv .parquet .txt) and of data sets from the hub; and held-out rows.
-
-Files of text are not read with the datasets library, which raises StopIteration for an empty one, accepts mixed types
-and gives no line numbers.
-"""
+"""Rows of files (.jsonl .json .csv .parquet .txt), with line numbers in errors, and of data sets; held-out rows."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
-from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
 
 T = TypeVar("T")
@@ -26,8 +22,7 @@ HELDOUT_SHARE = 20  # one of this many distinct rows is held out
 def load_rows(ref: str, split: str) -> list[Row]:
     """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`) or a folder with data files.
 
-    `split` is written as for the datasets library: "train", "test", "train[:1000]"; it is not read for a file.
-    Errors: InputError.
+    `split` is written as for the datasets library, "train[:1000]", and not read for a file. Errors: InputError.
     """
     return read_rows(Path(ref)) if is_file_name(ref) else _read_dataset(ref, split)
 
@@ -43,7 +38,7 @@ def read_rows(path: Path) -> list[Row]:
     Errors: InputError with file and line.
     """
     if not path.is_file():
-        raise InputError(f"no such file: {path}")
+        raise no_such_file(path)
     suffix = path.suffix.lower()
     if suffix not in DATA_SUFFIXES:
         raise InputError(f"{path}: unknown file type, use one of {' '.join(DATA_SUFFIXES)}")
@@ -141,17 +136,17 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     try:
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
     except Exception as error:  # the library raises a dozen kinds
-        raise InputError(f"{ref}: {_reason(error, split, reachable)}") from error
+        raise InputError(f"{ref}: {_reason(error, ref, split, reachable)}") from error
     return [dict(row) for row in data]
 
 
-def _reason(error: Exception, split: str, reachable: bool) -> str:
+def _reason(error: Exception, ref: str, split: str, reachable: bool) -> str:
     text = first_line(error)
     if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
         names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
         return f"has no split {split!r}{suggestion(split, names)}"
     if not reachable:
-        return "no local folder of that name, the hub cannot be reached, and its cache does not contain it"
+        return f"the hub cannot be reached, its cache does not contain it, and {no_such_file(ref)}"
     return f"cannot be read: {text}"
 
 

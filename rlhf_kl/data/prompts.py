@@ -44,7 +44,7 @@ def prepare_prompts(
     """
     form = form or PromptFormat()
     if room is not None and room < 1:
-        raise InputError(f"rollout.max_new_tokens leaves no room for a prompt in the model's context ({room} tokens)")
+        raise InputError(f"rollout.max_new_tokens takes the whole context of the model: lower it by {1 - room} or more")
     if form.chat:
         require_chat_template(tokenizer, "data.chat_template", form.options)
     full = [text for text in texts if text.strip()]
@@ -77,11 +77,7 @@ def _beginnings(texts: Sequence[str], tokenizer: Any, count: int) -> list[str]:
 
 
 class PromptStream:
-    """Tokenised prompts, shuffled anew in each pass.
-
-    Two runs with the same seed use the same prompts in the same order, and a resumed run continues where it stopped:
-    the order depends only on the seed and the step.
-    """
+    """Tokenised prompts, shuffled anew in each pass: the order depends only on the seed and the step."""
 
     def __init__(
         self,

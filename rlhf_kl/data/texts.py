@@ -49,12 +49,10 @@ def read_texts(rows: Sequence[Row], text_column: str, template: str | None, wher
 def read_prompts(
     rows: Sequence[Row], prompt_column: str, template: str | None, where: str, *, chat: bool
 ) -> tuple[list[Prompt], int]:
-    """One prompt per row (of a conversation, the part before its last answer), and the number of rows left out.
+    """One prompt per row, with the row for reward functions, and the number of rows left out.
 
-    Each prompt has its row, whose columns reward functions may read.
-
-    Left out are conversations of several turns without a chat template (`chat`), and those of another shape.
-    Errors: InputError as in `read_texts`.
+    Of a conversation it is the part before the last answer. Left out are those of several turns without a chat
+    template (`chat`), and those of another shape. Errors: InputError as in `read_texts`.
     """
 
     def read(row: Row, place: str) -> Prompt | None:
@@ -80,8 +78,7 @@ def read_examples(
 ) -> tuple[list[Example], int]:
     """Prompts with their responses, and the number of rows left out.
 
-    Left out are conversations of several turns without a chat template (`chat`), and those that do not end with an
-    answer.
+    Left out are conversations of several turns without a chat template (`chat`), or without an answer at the end.
     """
 
     def read(row: Row, place: str) -> Example | None:
@@ -107,8 +104,7 @@ def read_pairs(
 ) -> tuple[list[Pair], int]:
     """Preference pairs, and the number of rows left out.
 
-    Left out are pairs of equal responses, responses to different prompts, and conversations of several turns without
-    a chat template (`chat`).
+    Left out are pairs of equal responses or of different prompts, and several turns without a chat template (`chat`).
     Without a prompt column, the common beginning of both responses is the prompt.
     """
 

@@ -45,16 +45,6 @@ class Solution(NamedTuple):
     def extrapolated(self) -> bool:
         return self.coef < self.measured
 
-    @property
-    def note(self) -> str:
-        """One line if the figure is extrapolated; empty if it is measured."""
-        if not self.extrapolated:
-            return ""
-        return (
-            f"starting beta {self.coef:.4g} is extrapolated: the reference samples measure beta only up to a KL of "
-            f"{self.tilt.kl:.3g} nats per response, and the target is higher. More samples measure further"
-        )
-
 
 def centre_groups(scores: Sequence[float], groups: Sequence[Hashable], *, scale: bool = False) -> list[float]:
     """Scores minus the mean of their group (a group = the responses to one prompt).

@@ -281,8 +281,8 @@ def recomputing(model: Any) -> Iterator[None]:
             layer.training = False
 
 
-def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, int]:
-    """Summed over the tokens of `rows` from `starts` (at least 1) on, in nats; and the number of these tokens."""
+def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+    """Of each token of `rows` from `starts` (at least 1) on, row after row: (N,), in nats."""
     layout = text_layout(rows, starts, lm.device)
     packed = layout.pack(range(len(rows)))
     ids = layout.response_ids.flatten()[packed.places]
@@ -290,5 +290,4 @@ def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Seque
     def nats(logits: Tensor, at: slice) -> tuple[Tensor]:
         return (-chosen_logprobs(logits, ids[at]),)
 
-    loss: Tensor = lm.states(packed, lambda logits, _: logits.map(nats)[0].sum())
-    return loss, len(ids)
+    return lm.states(packed, lambda logits, _: logits.map(nats)[0])

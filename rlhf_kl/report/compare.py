@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from rlhf_kl.report.run import RunResult, read_run
 # If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
+NO_MEANS = ("held", "verdict", "since", "error_since", "target", "unit", "updates")  # of a run's figures
 GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure at equal KL -> its gain over the reference
 
 Curve = tuple[list[float], list[float], list[float], list[float]]  # x, mean, mean -+ one standard deviation
@@ -55,10 +57,20 @@ class Variant:
         return _mean(run.constant_coef for run in self.runs.values())
 
     @property
-    def held(self) -> bool | None:
-        """Whether the KL of every seed stayed at its target; None if a run is too short to judge."""
-        verdicts = [run.figures["held"] for run in self.runs.values()]
-        return None if None in verdicts else all(verdicts)
+    def label(self) -> str:
+        """The name as words."""
+        return self.name.replace("-", " ").replace("_", " ")
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """How many seeds held their target, reached it late, missed it, or are too short to say; empty without one."""
+        return Counter(word for run in self.runs.values() if (word := run.figures["verdict"]) is not None)
+
+    @property
+    def over_target(self) -> float | None:
+        """The KL at the end over the target; None without a penalty, which has no target."""
+        kl = self.mean("kl")
+        return None if kl is None or self.constant_coef == 0 else kl / self.target
 
     def mean(self, name: str) -> float | None:
         """Mean of a figure over seeds; None if a seed lacks it."""
@@ -96,6 +108,7 @@ class BestTarget(NamedTuple):
     gold: float
     lowest: float  # target whose gold plus its standard deviation over seeds reaches the highest
     highest: float
+    edge: str  # "highest" or "lowest" if one of these targets is that of all tried, "" if it lies between
 
 
 @dataclass(frozen=True)
@@ -124,8 +137,8 @@ class Comparison:
 
     @property
     def target(self) -> float | None:
-        """The target in nats; None if variants have different ones."""
-        targets = {variant.target for variant in self.variants}
+        """The target in nats; None if variants have different ones (one without a penalty has none)."""
+        targets = {variant.target for variant in self.variants if variant.constant_coef != 0}
         return targets.pop() if len(targets) == 1 else None
 
     @property
@@ -150,13 +163,17 @@ class Comparison:
 
     @property
     def best_target(self) -> BestTarget | None:
-        """Over the variants of `by_target`; None without them or without gold."""
+        """Over the variants of `by_target`; None without them, without gold, and where one has a single seed."""
+        if any(len(variant.runs) < 2 for variant in self.by_target):
+            return None
         golds = [(gold, v.target, v.sd("gold") or 0.0) for v in self.by_target if (gold := v.mean("gold")) is not None]
         if not golds:
             return None
         gold, target, _ = max(golds)
         near = [other for mean, other, sd in golds if mean + sd >= gold]
-        return BestTarget(target, gold, min(near), max(near))
+        edge = "highest" if max(near) == self.by_target[-1].target else ""
+        edge = edge or ("lowest" if min(near) == self.by_target[0].target else "")
+        return BestTarget(target, gold, min(near), max(near), edge)
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
@@ -184,7 +201,7 @@ class Comparison:
 def _variant_json(variant: Variant) -> dict[str, Any]:
     """A variant's figures by seed, their mean and standard deviation."""
     runs = variant.runs.items()
-    names = [name for name in next(iter(variant.runs.values())).figures if name != "held"]
+    names = [name for name in next(iter(variant.runs.values())).figures if name not in NO_MEANS]
     return {
         "family": variant.family,
         "seeds": {str(seed): run.figures | {"run": str(run.path), "status": run.status} for seed, run in runs},
@@ -260,8 +277,6 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
             "seed, and each run is judged by its own second half"
         )
     seeds = {run.seed for run in runs}
-    if len(seeds) == 1:
-        notes.append("one seed: without a spread over seeds no difference can be judged")
     for variant in variants:
         if missing := sorted(seeds - set(variant.runs)):
             notes.append(f"{variant.name}: seed {', '.join(map(str, missing))} missing")
@@ -270,9 +285,6 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
     for other in others:
         if changed := _scale_diff(first, other):
             notes.append(f"scores of {first.name} and {other.name} are not comparable at equal KL: {changed[0]}")
-    targets = sorted({variant.target for variant in variants})
-    if len(targets) > 1:
-        notes.append(f"the variants have different targets: {', '.join(f'{target:g}' for target in targets)}")
     return notes
 
 

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
+from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.text import format_number, read_number
+
 BAND = 0.25  # a KL within this share of the target is in band
 BAND_FROM = 15  # first update that counts for time in band: before, a KL that starts at 0 still rises
 HELD_ERROR = BAND / 2  # of a run that held its target: at most this tail error,
@@ -17,6 +20,7 @@ HELD_SHARE = 0.9  # and at least this share of its updates in band
 END = 10  # updates that closing figures are averaged over
 
 Item = TypeVar("Item")
+StartEnd = tuple[float | None, float | None]
 
 
 def is_update(row: Mapping[str, Any]) -> bool:
@@ -67,25 +71,102 @@ def time_in_band(values: Sequence[float]) -> float | None:
     return fmean(abs(value - 1.0) <= BAND for value in late) if late else None
 
 
-def held(values: Sequence[float]) -> bool | None:
-    """Whether a run held its target, by tail error and time in band; None for a run too short for the latter."""
-    error, share = tail_error(values), time_in_band(values)
-    return None if error is None or share is None else error <= HELD_ERROR and share >= HELD_SHARE
+def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
+    """`held`, `late`, `missed` or `short`; the update from which the KL stayed in band; its mean distance since.
 
-
-def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str) -> dict[str, Any]:
-    """For the summary of a run: mean KL of the last ten updates, tail error, time in band, and whether it held.
-
-    rows: those of all updates. unit: of the target.
+    held: by tail error and time in band. late: from an update in band on, ten or more before the end, the run would
+    pass as held. short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over that of the ten
+    before, which was below the band, that the same factor once more brings it into the band. missed: anything else.
     """
-    kls = [kl for row in end(rows) if (kl := row.get(f"kl/{unit}")) is not None]
+    off, share = tail_error(values), time_in_band(values)
+    if off is None or share is None:
+        return "short", None, None
+    kept, total, inside, since, error = off <= HELD_ERROR and share >= HELD_SHARE, 0.0, 0, None, None
+    for count, distance in enumerate((abs(value - 1.0) for value in reversed(values)), start=1):
+        total, inside = total + distance, inside + (distance <= BAND)
+        if count >= END and distance <= BAND and total / count <= HELD_ERROR and inside / count >= HELD_SHARE:
+            since, error = len(values) - count + 1, total / count
+    if kept or since is not None:
+        return "held" if kept else "late", since, error
+    last = end(values)
+    now, before = fmean(last), fmean(values[-2 * len(last) : -len(last)])
+    rising = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
+    return "short" if rising else "missed", None, None
+
+
+def held(values: Sequence[float]) -> bool | None:
+    """Whether a run held its target; None where it is too short to say."""
+    return {"held": True, "late": False, "missed": False}.get(verdict(values)[0])
+
+
+def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
+    """The figures that judge a run, for its summary, its card and its pages; what they mean: see `verdict`.
+
+    rows: those of all updates. kl: the section of the config. A beta that does not depend on the KL has no verdict.
+    """
     values = ratios(rows)
+    word, since, error = verdict(values) if adjusts(kl.controller.kind) else (None, None, None)
     return {
-        "kl": fmean(kls) if kls else None,
-        "tail_error": tail_error(values),
-        "time_in_band": time_in_band(values),
-        "held": held(values),
-    }
+        "kl": closing_figures(rows, kl.unit).get("kl", (None, None))[1],
+        "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
+        "tail_error": tail_error(values), "time_in_band": time_in_band(values),
+        "held": None if word is None else held(values), "verdict": word, "since": since, "error_since": error,
+    }  # fmt: skip
+
+
+WORDS = {
+    "held": "target {target:g} held (within {tail_error:.0%} on average)",
+    "late": "target {target:g} reached late (in band from update {since} on, within {error_since:.0%} since)",
+    "missed": "target {target:g} missed (off by {tail_error:.0%} on average)",
+    "short": "target {target:g}: too short to say ({why})",
+    None: "no target (beta does not depend on the KL)",
+}
+
+
+def verdict_text(figures: Mapping[str, Any]) -> str:
+    """The verdict in words; `figures`: of `control_figures`."""
+    why = f"under {BAND_FROM} updates" if figures["updates"] < BAND_FROM else "the KL still rises"
+    return WORDS[figures["verdict"]].format_map({**figures, "why": why})
+
+
+CLOSING = {
+    "score": "objective/scores", "shaped_score": "objective/scores_shaped", "gold": "objective/gold",
+    "sequence_kl": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
+    "perplexity": "eval/perplexity", "forgetting": "eval/forward_kl_token",
+}  # fmt: skip
+
+
+def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> dict[str, StartEnd]:
+    """Start and end of each figure that was measured: the first update, and the mean of the last ten (`end`).
+
+    rows: those of all updates, and of the closing evaluation. What only evaluations measure (`perplexity`,
+    `forgetting`): the first and the last evaluation. unit: of `kl`.
+    """
+
+    def numbers(some: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+        return [value for row in some if (value := read_number(row, key)) is not None]
+
+    updates = [row for row in rows if is_update(row)]
+    figures: dict[str, StartEnd] = {}
+    for name, key in {"kl": f"kl/{unit}", **CLOSING}.items():
+        first, last = numbers(updates[:1], key), numbers(end(updates), key)
+        if key.startswith("eval/"):
+            found = numbers(rows, key)
+            first, last = found[:-1][:1], found[-1:]
+        if last:
+            figures[name] = (first[0] if first else None, fmean(last))
+    return figures
+
+
+def start_to_end(figure: StartEnd, digits: int = 3) -> str:
+    """`0.780 -> 3.43`; a figure without a start alone."""
+    return " -> ".join(format_number(value, digits) for value in figure if value is not None) or "-"
+
+
+def closing_note(updates: int) -> str:
+    """What the two values of a closing figure are, in a run of that many updates."""
+    count = len(end(range(updates)))
+    return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
 
 
 def log_beta_sd(coefs: Sequence[float]) -> float | None:

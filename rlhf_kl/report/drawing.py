@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from rlhf_kl.report.control import BAND
@@ -31,14 +33,13 @@ COLOURS = {
     "grid": ("#dcdfe4", "#33373d"),
     "band": ("#dcefe2", "#1f3a2b"),
     "alert": ("#b3261e", "#ff8a80"),
-    # Hues after Okabe and Ito, darkened until they read as text on white.
-    "c1": ("#0072b2", "#5db7f0"),
-    "c2": ("#c1440e", "#ff8d5c"),
-    "c3": ("#007a5a", "#3ecf9f"),
-    "c4": ("#8e4a9e", "#d19be0"),
-    "c5": ("#9a6a00", "#e8b53b"),
-    "c6": ("#6b5b4f", "#c9b8aa"),
-    # An ordered scale, for the values of one quantity.
+    # One for each quantity, in every picture: hues after Okabe and Ito, darkened until they read as text on white.
+    "kl": ("#0072b2", "#5db7f0"),
+    "score": ("#007a5a", "#3ecf9f"),
+    "gold": ("#9a6a00", "#e8b53b"),
+    "perplexity": ("#8e4a9e", "#d19be0"),
+    "beta": ("#c1440e", "#ff8d5c"),
+    # An ordered scale, for variants and for the values of one setting.
     "s1": ("#440154", "#b58bd6"),
     "s2": ("#414487", "#8d91e0"),
     "s3": ("#2a788e", "#5bb3cf"),
@@ -46,7 +47,6 @@ COLOURS = {
     "s5": ("#5c9a1a", "#95e36d"),
     "s6": ("#a08c00", "#ffe14d"),
 }
-HUES = ("c1", "c2", "c3", "c4", "c5", "c6")
 ORDERED = ("s1", "s2", "s3", "s4", "s5", "s6")
 UPDATE = "update"
 LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
@@ -89,6 +89,7 @@ class Chart:
     target: float | None = None  # a KL, drawn with the band around it
     ceiling: float | None = None
     more: Callable[[Axes], object] | None = None  # draws what this chart alone has
+    folded: bool = False  # on a page under "more"
 
 
 def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o", size: float = 5.5) -> Line:
@@ -127,28 +128,41 @@ def thin(values: Sequence[float]) -> list[float]:
 
 
 def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "", footer: str = "") -> None:
-    """Charts side by side in one PNG, under a heading; a single one is legible at the width of a phone."""
+    """Charts side by side in one picture, under a heading; a single one is legible at the width of a phone.
+
+    They lie on a light card of their own, which a dark page shows too. The format is that of the path's suffix.
+    """
     rows = -(-len(charts) // columns)
     height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading) + 0.3 * bool(footer)
     width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
     with _picture_style(size):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        top, bottom = 0.04 + 0.38 * bool(heading), 0.04 + 0.22 * bool(footer)  # inches
+        room = (0.015, bottom / height, 0.97, 1 - (top + bottom) / height)
+        figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=room))
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel in panels[len(charts) :]:
             panel.set_visible(False)
+        left = {"x": 0.02, "ha": "left"}
         if heading:
-            figure.suptitle(heading, x=0.02, ha="left", fontsize=size * 1.12, fontweight="bold")
+            figure.suptitle(heading, y=1 - 0.12 / height, va="top", fontsize=size * 1.12, fontweight="bold", **left)
         if footer:
-            figure.supxlabel(footer, x=0.02, ha="left", fontsize=size * 0.85, color=colour("muted"))
+            figure.supxlabel(footer, y=0.08 / height, fontsize=size * 0.85, color=colour("muted"), **left)
         for chart, panel in zip(charts, panels, strict=False):
             pad = 6 + 1.5 * size * _draw(chart, panel)
+            if legend := panel.get_legend():
+                legend.set_in_layout(False)  # a wide one does not push the panels apart
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
             panel.annotate(
                 chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
-                fontsize=size * 0.9, color=colour("muted"), va="bottom",
+                fontsize=size * 0.9, color=colour("muted"), va="bottom", in_layout=False,
             )  # fmt: skip
+        card = FancyBboxPatch(
+            (0.008, 0.008), 0.984, 0.984, boxstyle="round,pad=0,rounding_size=0.02", transform=figure.transFigure,
+            facecolor="white", edgecolor=colour("grid"), zorder=-1, mutation_aspect=figure.get_figwidth() / height,
+        )  # fmt: skip
+        figure.add_artist(card)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=PNG_DPI, facecolor="white")
+        figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI, transparent=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
 
@@ -184,7 +198,7 @@ def _draw(chart: Chart, axes: Axes) -> int:
     if chart.target is not None:
         edges = (1 - BAND) * chart.target, (1 + BAND) * chart.target
         axes.axhspan(*edges, color=colour("band"), zorder=0.5, linewidth=0)
-    for label, tint, level in (("target", "c3", chart.target), ("ceiling", "alert", chart.ceiling)):
+    for label, tint, level in (("target", "muted", chart.target), ("ceiling", "alert", chart.ceiling)):
         if level is not None:
             axes.axhline(level, color=colour(tint), linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
     for line in (line for line in chart.lines if line.x):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -54,19 +54,8 @@ class EqualKL:
         return None if self.bounds is None or spread is None else (self.bounds[0] - spread, self.bounds[1] + spread)
 
     def to_json(self) -> dict[str, Any]:
-        """The entry in compare.json."""
-        return {
-            "points": self.points,
-            "curve": self.curve,
-            "measure": self.measure,
-            "comparable": bool(self.readings),
-            "direct": self.direct,
-            "differences": {str(seed): reading.gain for seed, reading in self.readings.items()},
-            "mean": self.mean,
-            "bounds": self.bounds,
-            "interval": self.interval,
-            "left_out": self.left_out,
-        }
+        """The entry in compare.json; each reading is a difference with its bounds."""
+        return asdict(self) | {"mean": self.mean, "bounds": self.bounds, "interval": self.interval}
 
 
 def compare_groups(groups: Sequence[tuple[str, Group]], measure: str) -> list[EqualKL]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -14,44 +17,51 @@ from rlhf_kl.config.load import dump_config
 from rlhf_kl.report import control
 from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, variant_styles
 from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.control import verdict_text
 from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.verdict import COLUMNS, variant_rows
+from rlhf_kl.report.texts import across
+from rlhf_kl.report.verdict import figures_table
 from rlhf_kl.text import format_number, format_percent, read_number, safe_text
 
 HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
+BADGES = {"held": "good", "late": "late", "missed": "bad"}  # verdict -> class of the badge
 TABLE_NOTE = (
-    "Means over seeds ± one standard deviation. Tail error: mean |KL/target - 1| of the second half. In band: share of "
-    f"the updates from {control.BAND_FROM} on within ±{control.BAND:.0%} of the target. Held: a tail error of at most "
-    f"{control.HELD_ERROR:g} and {control.HELD_SHARE:.0%} in band, in every seed, with a beta that depends on the KL. "
-    f"Peak: largest KL/target. KL, score and gold: the last {control.END} updates. Perplexity: held-out texts at the "
-    "end; cost: over that at the start. The verdict compares scores at equal KL: by seed, read from a monotone cubic "
-    "over √KL through the reference and the ends of a family's runs, never beyond them. Its interval covers the "
-    "spread over seeds and, for a concave curve, the gaps between the ends."
+    f"KL, score and gold: mean of the last {control.END} updates; perplexity: of held-out texts at the end; means over "
+    f"seeds ± one standard deviation. Held: off by at most {control.HELD_ERROR:.1%} on average in the second half, and "
+    f"within {control.BAND:.0%} in {control.HELD_SHARE:.0%} of the updates from {control.BAND_FROM} on. Scores at "
+    "equal KL: by seed, read from a curve over √KL through the reference and the ends of a family's runs; the interval "
+    "covers the spread over seeds and the gaps of the curve."
 )
 
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
-    steps = sorted({row["step"] for row in run.samples})
-    kls = [read_number(token, "kl") or 0.0 for row in run.samples for token in row["tokens"]]
-    hottest = min(HOTTEST[1], max([HOTTEST[0], *kls]))
-    samples = []
+    texts = run.texts
+    tokens = [token for row in [*run.samples, *(text for each in texts for text in each["policy"])]
+              for token in row.get("tokens") or ()]  # fmt: skip
+    hottest = min(HOTTEST[1], max([HOTTEST[0], *(read_number(token, "kl") or 0.0 for token in tokens)]))
+    steps, samples = sorted({row["step"] for row in run.samples}), []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         heading = f"{'After' if step == steps[-1] and len(steps) > 1 else 'Before'}: update {step}"
         samples.append((heading, [_sample(row, hottest) for row in run.samples if row["step"] == step]))
+    charts, verdict = run_charts(run), run.figures["verdict"]
     return _render(
         "report.html",
         refresh=refresh,
         name=run.name,
-        status=run.status if run.status != "unfinished" else f"{len(run.updates)} of {run.config.updates} updates",
+        badge=(BADGES.get(verdict, ""), verdict_text(run.figures)) if run.status == "finished" else ("", run.status),
         subtitle=_subtitle(run),
+        largest=_largest(run),
+        closing_note=control.closing_note(len(run.updates)),
         figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
-        charts=[_chart(chart) for chart in run_charts(run)],
+        charts=[_chart(chart) for chart in charts if not chart.folded],
+        more=[_chart(chart) for chart in charts if chart.folded],
         hottest=format_number(hottest, 2),
+        texts=[(each["prompt"], _texts(run, each, hottest)) for each in texts],
         samples=samples,
         command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
         versions=" · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items()),
@@ -59,13 +69,20 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
     )
 
 
-def compare_page(comparison: Comparison, name: str, verdict: Sequence[str]) -> str:
-    """The page of a comparison."""
-    runs = sum(len(variant.runs) for variant in comparison.variants)
-    subtitle = f"{len(comparison.variants)} variants · {len(comparison.seeds)} seeds · {runs} runs"
+def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], folder: Path) -> str:
+    """The page of a comparison, for this folder."""
+    runs, seeds = [run for v in comparison.variants for run in v.runs.values()], len(comparison.seeds)
+    counts = {"variant": len(comparison.variants), "seed": seeds, "run": len(runs)}
+    subtitle = " · ".join(f"{count} {thing}{'s' * (count > 1)}" for thing, count in counts.items())
     if comparison.target is not None:
         subtitle += f" · KL target {comparison.target:g} nats per {comparison.unit}"
-    styles = variant_styles(comparison)
+    links = [
+        (v.name, [(seed, quote(os.path.relpath(run.report, folder))) for seed, run in v.runs.items()
+                  if run.report.is_file()])
+        for v in comparison.variants
+    ]  # fmt: skip
+    first, *others = [_chart(chart) for chart in compare_charts(comparison)]
+    held = [_chart(chart) for chart in held_charts(comparison)]
     return _render(
         "compare.html",
         refresh=None,
@@ -73,12 +90,23 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str]) -> s
         subtitle=subtitle,
         verdict=verdict,
         notes=comparison.notes,
-        held=[_chart(chart) for chart in held_charts(comparison)],
-        columns=COLUMNS,
-        rows=[(styles[row[0]].tint, row) for row in variant_rows(comparison)],
+        texts=compared_texts(comparison),
+        held=held,
+        first=[first] if comparison.by_target else [],
+        table=figures_table(comparison),
+        tints={name: style.tint for name, style in variant_styles(comparison).items()},
         table_note=TABLE_NOTE,
-        charts=[_chart(chart) for chart in compare_charts(comparison)],
+        charts=others if comparison.by_target else [first, *others],
+        links=[(name, seeds) for name, seeds in links if seeds],
     )
+
+
+def compared_texts(comparison: Comparison) -> tuple[str, list[tuple[str, str, str]]] | None:
+    """A held-out prompt, and who answers, figures and text: of the reference, and of each variant's first seed."""
+    found = across({v.name: next(iter(v.runs.values())).path for v in comparison.variants})
+    answers = {"reference": found["reference"], **found["policies"]} if found else {}
+    answered = [(name, _text_figures(text), text["text"]) for name, text in answers.items()]
+    return (found["prompt"], answered) if found else None
 
 
 def _render(template: str, **values: Any) -> str:
@@ -101,33 +129,36 @@ def _chart(chart: Chart) -> dict[str, Any]:
 # ---- the figures of a run
 
 
+def _largest(run: RunResult) -> list[tuple[str, str, str, str]]:
+    """Colour, name, value and note of what is asked first: KL over target, and score and perplexity from the start."""
+    figures, closing = run.figures, run.closing
+    cards = []
+    if figures["kl"] is not None:
+        note = f"{format_number(figures['kl'])} of {figures['target']:g} nats per {run.unit}"
+        cards.append(("kl", "KL over target", f"{figures['kl'] / figures['target']:.2f}", note))
+    gold = f"true score (gold) {control.start_to_end(closing['gold'])}" if "gold" in closing else ""
+    cost = "" if figures["perplexity_cost"] is None else format_percent(figures["perplexity_cost"], signed=True)
+    for key, name, note in (("score", "Score", gold), ("perplexity", "Held-out perplexity", cost)):
+        if key in closing:
+            cards.append((key, name, control.start_to_end(closing[key]), note))
+    return cards
+
+
 def _figures(run: RunResult) -> list[tuple[str, str, str]]:
-    """Name, value and note of the figures at the top, without those that were not measured."""
-    figures, forgotten = run.figures, run.series("eval/forward_kl_token")[1]
-    perplexities, first = run.series("eval/perplexity")[1], run.updates[0] if run.updates else {}
-    start = {key: f"started at {format_number(read_number(first, key))}" for key in first}
-    cost = "one evaluation only"
-    if figures["perplexity_cost"] is not None:
-        cost = f"{format_percent(figures['perplexity_cost'], signed=True)} on {format_number(perplexities[0])}"
+    """Name, value and note of the other figures, without those that were not measured."""
+    figures, closing = run.figures, {name: control.start_to_end(pair) for name, pair in run.closing.items()}
     ended = format_percent(run.end("rollout/eos_rate"))
     cards = [
-        (f"KL per {run.unit}", figures["kl"], "", f"target {format_number(run.config.kl.target_value)} nats"),
-        ("Tail error", figures["tail_error"], "", "mean |KL/target - 1|, second half"),
-        ("Time in band", figures["time_in_band"], "%", f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"),
-        ("Peak KL", figures["peak"], "x", "of the target"),
-        ("Beta", figures["beta"], "", start.get("kl/coef", "")),
-        ("Score", figures["scores"], "", start.get("objective/scores", "")),
-        ("Gold", figures["gold"], "", start.get("objective/gold", "")),
-        ("Held-out perplexity", figures["perplexity"], "", cost),
-        ("Forgetting", forgotten[-1] if forgotten else None, "", "nats per token: KL of the reference to the policy"),
-        ("Score gain", read_number(run.summary, "tilt_share"), "%", "of the largest possible at this KL"),
-        ("Response length", figures["length"], "", f"tokens; {ended} end by themselves"),
-    ]
-    return [
-        (name, format_percent(value) if unit == "%" else f"{format_number(value)}{unit}", note)
-        for name, value, unit, note in cards
-        if value is not None
-    ]
+        ("Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
+        ("Time in band", format_percent(figures["time_in_band"]),
+         f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"),
+        ("Peak KL over target", format_number(figures["peak"]), ""),
+        ("Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
+        ("Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
+        ("Score gain", format_percent(read_number(run.summary, "tilt_share")), "of the largest possible at this KL"),
+        ("Response length", closing.get("length", "-"), f"tokens; {ended} end by themselves"),
+    ]  # fmt: skip
+    return [card for card in cards if card[1] != "-"]
 
 
 def _subtitle(run: RunResult) -> str:
@@ -142,20 +173,35 @@ def _subtitle(run: RunResult) -> str:
 # ---- samples
 
 
+def _text_figures(text: Mapping[str, Any]) -> str:
+    """Score, gold and KL of a response, as far as they are known."""
+    names = {"score": "score {}", "gold": "gold {}", "kl": "KL {} nats"}
+    known = {name: value for name in names if (value := read_number(text, name)) is not None}
+    return " · ".join(names[name].format(format_number(value)) for name, value in known.items())
+
+
+def _texts(run: RunResult, texts: Mapping[str, Any], hottest: float) -> list[tuple[str, str, Any]]:
+    """Heading, figures and tokens of the answers to a held-out prompt: before, on the way, after."""
+    policy = texts["policy"]
+    chosen = {id(text): text for text in (policy[0], policy[len(policy) // 2], policy[-1])}
+    names = {1: "Before (the start)", len(run.updates) + 1: "After"}
+    return [
+        (names.get(text["step"], f"Update {text['step']}"), _text_figures(text), _tokens(text, hottest))
+        for text in chosen.values()
+    ]
+
+
+def _tokens(text: Mapping[str, Any], hottest: float) -> list[dict[str, str]]:
+    return [_token(token, hottest) for token in text["tokens"]]
+
+
 def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
     """A response for the template, with a line of its figures."""
-    heading = [
-        f"{name} {format_number(value)}" for name in ("score", "gold") if (value := read_number(row, name)) is not None
-    ]
-    heading += [f"KL {format_number(read_number(row, 'kl'))} nats", f"{len(row['tokens'])} tokens"]
+    heading = [_text_figures(row), f"{len(row['tokens'])} tokens"]
     heading += [f"{name}: {value}" for name, value in (row.get("columns") or {}).items()]
     if row.get("chosen") == "largest kl":  # not a typical one
         heading.append("selected for its large KL")
-    return {
-        "heading": " · ".join(heading),
-        "prompt": row["prompt"],
-        "tokens": [_token(token, hottest) for token in row["tokens"]],
-    }
+    return {"heading": " · ".join(heading), "prompt": row["prompt"], "tokens": _tokens(row, hottest)}
 
 
 def _token(token: Mapping[str, Any], hottest: float) -> dict[str, str]:

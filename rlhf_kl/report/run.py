@@ -17,6 +17,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
 from rlhf_kl.report import control
+from rlhf_kl.report.texts import HELD_OUT, held_out_texts
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number
@@ -74,6 +75,21 @@ class RunResult:
         """Figures of the reference's own samples; empty if the summary has none."""
         return self.summary.get("reference") or {}
 
+    @property
+    def report(self) -> Path:
+        """Where its page is, or will be."""
+        return RunFolder(self.path).report
+
+    @cached_property
+    def texts(self) -> list[dict[str, Any]]:
+        """See `held_out_texts`."""
+        return held_out_texts(self.path)
+
+    @cached_property
+    def closing(self) -> dict[str, control.StartEnd]:
+        """See `control.closing_figures`."""
+        return control.closing_figures([*self.updates, *self.evaluations[-1:]], self.unit)
+
     @cached_property
     def ratios(self) -> list[float]:
         """KL / target of each update."""
@@ -104,32 +120,24 @@ class RunResult:
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
 
-    def gains_by_kl(self) -> list[tuple[float, float, float]]:
-        """(sqrt of sequence KL, score gain, gold gain) of each update, means of five updates; empty without gold.
-
-        Gains over the reference; scores are those that PPO sees. Gao et al. 2022 (2210.10760): against sqrt(KL) the
-        score keeps rising while gold rises and then falls.
-        """
-        keys = ("kl/sequence", "objective/scores_shaped", "objective/gold")
-        score, gold = (self.reference(key) for key in keys[1:])
-        columns = [self.series(key)[1] for key in keys]
-        if score is None or gold is None or any(len(column) < len(self.updates) for column in columns):
+    def gains_by_kl(self, key: str) -> list[tuple[float, float]]:
+        """(KL of a response, gain over the reference) of each update by a key, means of five; empty if some lack it."""
+        first, columns = self.reference(key), [self.series(name)[1] for name in ("kl/sequence", key)]
+        if first is None or any(len(column) < len(self.updates) for column in columns):
             return []
-        smooth = ([fmean(column[max(0, i - 2) : i + 3]) for i in range(len(column))] for column in columns)
-        return [(math.sqrt(max(0.0, kl)), s - score, g - gold) for kl, s, g in zip(*smooth, strict=True)]
+        kls, values = ([fmean(column[max(0, i - 2) : i + 3]) for i in range(len(column))] for column in columns)
+        return [(max(0.0, kl), value - first) for kl, value in zip(kls, values, strict=True)]
 
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
         perplexities = self.series("eval/perplexity")[1]
         return {
-            "tail_error": control.tail_error(self.ratios),
-            "time_in_band": control.time_in_band(self.ratios),
-            "held": control.held(self.ratios),
+            **control.control_figures(self.updates, self.config.kl),
+            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit
             "peak": max(self.ratios, default=None),
             # Share of the second half's updates that the ceiling shortened.
             "cut": _mean(float(row["kl/backtrack_factor"] < 1.0) for row in control.tail(self.updates)),
-            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit
             "kl_sequence": self.end("kl/sequence"),
             "beta": self.end("kl/coef"),
             "log_beta_sd": control.log_beta_sd(self.series("kl/coef")[1]),
@@ -153,7 +161,8 @@ def read_run(path: Path) -> RunResult:
     updates = [row for row in rows if control.is_update(row)]
     evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]
     summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
-    return RunResult(path, config, updates, evaluations, read_jsonl(folder.samples), summary)
+    samples = [row for row in read_jsonl(folder.samples) if row.get("chosen") != HELD_OUT]
+    return RunResult(path, config, updates, evaluations, samples, summary)
 
 
 def stored_config(path: Path) -> TrainConfig:

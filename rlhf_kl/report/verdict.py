@@ -1,38 +1,46 @@
-"""What a comparison says: one table, and sentences that claim no more than its figures show."""
+"""What a comparison says: at most five sentences, of which the first is the answer, and tables of its figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlhf_kl.report import control
 from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.equal_kl import EqualKL
 from rlhf_kl.text import format_number, format_percent
 
-COLUMNS = ("variant", "seeds", "tail error", "in band", "peak", "KL", "score", "gold", "perplexity", "cost")
-MEASURES = {"scores_shaped": "score", "gold": "gold score"}
+MEASURES = {"scores_shaped": "Score", "gold": "True score"}
+WORDS = {"held": "held", "late": "reached late", "missed": "missed", "short": "too short to say"}
+WIDTH = 80  # columns of a terminal
 SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
 
 
-def variant_rows(comparison: Comparison) -> list[list[str]]:
-    """One row for each variant: means over seeds, with one standard deviation if there are several."""
-    return [
-        [
-            variant.name,
-            str(len(variant.runs)),
-            _mean_and_sd(variant, "tail_error"),
-            format_percent(variant.mean("time_in_band")),
-            f"{format_number(variant.mean('peak'), 2)}x",
-            *(_mean_and_sd(variant, name) for name in ("kl", "scores", "gold", "perplexity")),
-            _cost(variant.mean("perplexity_cost")),
-        ]
-        for variant in comparison.variants
-    ]
+# ---- tables
+
+
+def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row for each variant: means over seeds, with one standard deviation of several."""
+    names = ["kl", "scores", "gold", "perplexity"]
+    if all(variant.mean("gold") is None for variant in comparison.variants):
+        names.remove("gold")
+    header = ["variant", "target", *({"kl": "KL", "scores": "score"}.get(name, name) for name in names)]
+    rows = [[v.name, outcome(v, short=True), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
+    return header, rows
+
+
+def outcome(variant: Variant, *, short: bool = False) -> str:
+    """What became of a variant's target: its verdict, how many seeds have it, or where a constant beta ended."""
+    if counts := variant.verdicts:
+        (word, count), *others = counts.most_common()
+        text = word if short else WORDS[word]
+        return f"{text} {count}/{len(variant.runs)}" if others else text
+    if variant.over_target is None:
+        return "-" if short else "no target"
+    return f"{format_number(variant.over_target, 2)}x" + ("" if short else " the target")
 
 
 def _mean_and_sd(variant: Variant, name: str) -> str:
     mean, sd = variant.mean(name), variant.sd(name)
-    text = format_number(mean, 3 if mean is None or abs(mean) >= 1 else 2)
+    text = format_number(mean, 3 if mean is None or abs(mean) >= 1 or name == "kl" else 2)
     decimals = len(text.partition(".")[2]) if "e" not in text else 1
     return text if sd is None else f"{text} ±{sd:.{decimals}f}"
 
@@ -41,105 +49,136 @@ def _cost(value: float | None) -> str:
     return format_percent(value, signed=True)
 
 
-def text_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as needed, the first one left-aligned."""
-    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-    lines = []
-    for first, *others in (header, *body):
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
+def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Columns as wide as needed, the first one left-aligned; what is wider than `width` goes to further tables."""
+    sizes = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    parts: list[list[int]] = [[0]]
+    for i, size in enumerate(sizes[1:], start=1):
+        if width and len(parts[-1]) > 1 and sum(sizes[k] + 2 for k in parts[-1]) + size > width:
+            parts.append([0])
+        parts[-1].append(i)
+    tables = []
+    for part in parts:
+        rows = [[row[i].rjust(sizes[i]) if i else row[i].ljust(sizes[i]) for i in part] for row in (header, *body)]
+        tables.append("\n".join("  ".join(row).rstrip() for row in rows))
+    return "\n\n".join(tables)
+
+
+# ---- sentences
 
 
 def judge(comparison: Comparison) -> list[str]:
-    """Sentences of four kinds: the target held or missed, scores at equal KL, the best target, the cost."""
-    families = comparison.families.items()
-    lines = [line for name, members in families for line in _target_lines(name, members)]
-    lines += _score_lines(comparison)
-    if (best := comparison.best_target) is not None:
-        line = f"The gold score is highest at a target of {best.target:g} nats per {comparison.unit} "
-        line += f"({format_number(best.gold, 2)})"
-        if best.lowest < best.highest:
-            line += f"; targets from {best.lowest:g} to {best.highest:g} are within one standard deviation of that"
-        lines.append(f"{line}.")
-    costs = [f"{name} {cost}" for name, members in families if (cost := _range(members, "perplexity_cost", _cost))]
-    return [*lines, f"Cost in held-out perplexity: {'; '.join(costs)}."] if costs else lines
-
-
-def _target_lines(family: str, members: Sequence[Variant]) -> list[str]:
-    """Which variants of a family held the target; where beta ignores the KL, at which KL they ended."""
-    targets, unit = {variant.target for variant in members}, members[0].config.kl.unit
-    goal = f"the target of {targets.pop():g} nats per {unit}" if len(targets) == 1 else "their targets"
-    held, missed, short = ([v for v in members if v.held is verdict] for verdict in (True, False, None))
-    lines = []
-    if not members[0].is_controlled:
-        if judged := ", ".join(map(_description, [*held, *missed])):
-            lines.append(f"{family} does not control the KL. Beside {goal}: {judged}.")
-    else:
-        if held:
-            starts = f" from every start ({len(held)} starting betas)" if len(held) == len(members) > 1 else ""
-            names = family if len(held) == len(members) else " and ".join(variant.name for variant in held)
-            lines.append(f"{names} held {goal}{starts}: {_ranges(held)}.")
-        if missed:
-            lines.append(f"{family} missed {goal}: {', '.join(map(_description, missed))}.")
-    if short:
-        names = ", ".join(variant.name for variant in short)
-        lines.append(f"Too few updates to judge the KL of {names}: {control.BAND_FROM} are needed.")
+    """At most five sentences: the best target of a sweep, targets held or missed, scores at equal KL, the cost."""
+    lines = [*_target_answer(comparison), *_control_line(comparison)]
+    if len(comparison.seeds) > 1 and not comparison.by_target:
+        lines += _score_lines(comparison)
+    costs = {
+        name: [cost for variant in members if (cost := variant.mean("perplexity_cost")) is not None]
+        for name, members in comparison.families.items()
+    }
+    if any(costs.values()) and not comparison.by_target:
+        each = [f"{name} {_span(values, _cost)}" for name, values in costs.items() if values]
+        lines.append(f"Cost in held-out perplexity: {'; '.join(each)}.")
+    if len(comparison.seeds) == 1 and len(comparison.variants) > 1 and not comparison.by_target:
+        lines.append("1 seed: no difference can be judged. Two show a spread, five give an interval.")
     return lines
 
 
-def _description(variant: Variant) -> str:
-    """A variant with its KL over the target and the figures that judge it."""
-    kl = variant.mean("kl")
-    parts = [] if kl is None else [f"{format_number(kl / variant.target, 2)}x the target"]
-    parts.append(_ranges([variant]))
-    missed = sum(run.figures["held"] is False for run in variant.runs.values())
-    if 0 < missed < len(variant.runs):
-        parts.append(f"missed in {missed} of {len(variant.runs)} seeds")
-    return f"{variant.name} ({', '.join(parts)})"
+def _target_answer(comparison: Comparison) -> list[str]:
+    """Of a sweep of targets: which has the best gold, or what a higher one buys and costs."""
+    variants, best, unit = comparison.by_target, comparison.best_target, comparison.unit
+    if not variants:
+        return []
+    low, high = variants[0], variants[-1]
+    ends = [
+        f"{label} {format_number(start)} -> {format_number(end)}"
+        for name, label in (("scores", "score"), ("gold", "true score"), ("perplexity", "held-out perplexity"))
+        if (start := low.mean(name)) is not None and (end := high.mean(name)) is not None
+    ]
+    span = f"From a target of {low.target:g} to {high.target:g} nats per {unit}: {', '.join(ends)}."
+    if best is None:
+        several = len(comparison.seeds) > 1
+        return [
+            f"{span} " + ("Take the highest whose texts are still good." if several else "1 seed: none is the best.")
+        ]
+    answer = f"Best target: {best.target:g} nats per {unit}, by true score ({format_number(best.gold, 2)})"
+    if best.lowest < best.highest:
+        answer += f"; {best.lowest:g} to {best.highest:g} cannot be told apart"
+    if best.edge:
+        tried = best.highest if best.edge == "highest" else best.lowest
+        answer += f". {tried:g} is the {best.edge} that was tried: try {best.edge.replace('est', 'er')}"
+    return [f"{answer}.", span]
 
 
-def _ranges(variants: Sequence[Variant]) -> str:
-    """Tail error, time in band, and how often the ceiling and not only beta limited the KL."""
-    error = _range(variants, "tail_error", lambda value: format_number(value, 2))
-    text = f"tail error {error}, {_range(variants, 'time_in_band', format_percent)} in band"
-    if any(variant.mean("cut") for variant in variants):
-        text += f", {_range(variants, 'cut', format_percent)} of the late updates shortened by the ceiling"
-    return text
+def _control_line(comparison: Comparison) -> list[str]:
+    """One sentence for all variants: who held the target, reached it late or missed it; where a constant beta ended."""
+    same, unit = comparison.target, comparison.unit
+    goal = "their targets" if same is None else f"the target of {same:g} nats per {unit}"
+    parts, free = [], []
+    controlled = [variant for variant in comparison.variants if variant.verdicts]
+    for word, verb in (("held", "held"), ("late", "reached late"), ("missed", "missed"), ("short", "")):
+        runs = [run for variant in controlled for run in variant.runs.values() if run.figures["verdict"] == word]
+        if not runs:
+            continue
+        names = _names(comparison, word)
+        if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
+            names = [f"all {len(controlled)} variants with a target"]
+        who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        errors = [run.figures["tail_error"] for run in runs] if verb else []
+        off = f"(off by {_span(errors, format_percent)})"
+        parts.append(f"{who} {verb} {goal} {off}" if verb else f"too short to say: {who}")
+        goal = goal if same is None else "it"
+    for family, members in comparison.families.items():
+        ratios = [ratio for v in members if not v.verdicts and (ratio := v.over_target) is not None]
+        if members[0].constant_coef == 0:
+            free.append(f"{family} has no penalty, KL {format_number(members[0].mean('kl'))}")
+        elif ratios:
+            free.append(f"{family} ended at {_span(ratios, lambda ratio: f'{format_number(ratio, 2)}x')} the target")
+    text = "; ".join([*parts, *free])
+    return [f"{text[0].upper() if text.startswith(('all ', 'too ')) else text[0]}{text[1:]}."] if text else []
 
 
-def _range(variants: Sequence[Variant], name: str, form: Callable[[float], str]) -> str:
-    """The least and the most of a figure; empty where it is unknown."""
-    known = [value for variant in variants if (value := variant.mean(name)) is not None]
-    return " to ".join(dict.fromkeys(map(form, (min(known), max(known))))) if known else ""
+def _names(comparison: Comparison, word: str) -> list[str]:
+    """The variants with a verdict and in how many seeds, if not all; a family for its members where all have it."""
+    names = []
+    for family, variants in comparison.families.items():
+        counts = [(variant.name, variant.verdicts[word], len(variant.runs)) for variant in variants]
+        if len(counts) > 1 and all(count == seeds for _, count, seeds in counts):
+            names.append(family)
+        else:
+            names += [n if count == seeds else f"{n} ({count} of {seeds} seeds)" for n, count, seeds in counts if count]
+    return names
+
+
+def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The least and the most of some values; empty without any."""
+    return " to ".join(dict.fromkeys(map(form, (min(values), max(values))))) if values else ""
 
 
 def _score_lines(comparison: Comparison) -> list[str]:
-    entries = [entry for entry in comparison.equal_kl if entry.points in comparison.groups]
-    if not entries and len(comparison.variants) > 1:
-        return ["The scores are not compared: no two variants can be compared at the same KL."]
-    entries.sort(key=lambda entry: list(MEASURES).index(entry.measure))
-    return [_score_line(entry, len(comparison.seeds)) for entry in entries]
+    """For score and gold one sentence about all pairs of groups at the same KL."""
+    lines = []
+    for measure, label in MEASURES.items():
+        entries = [e for e in comparison.equal_kl if e.points in comparison.groups and e.measure == measure]
+        readings = [_reading(entry) for entry in entries]
+        if len(entries) > 2:  # only what can be told
+            readings = [reading for reading in readings if "no difference" not in reading]
+            readings += ["no other difference" if readings else "no difference between any two"]
+        if entries:
+            lines.append(f"{label} at equal KL: {'; '.join(dict.fromkeys(readings))}.")
+    return lines
 
 
-def _score_line(entry: EqualKL, seeds: int) -> str:
+def _reading(entry: EqualKL) -> str:
     """How the scores of two groups relate at the same KL. Without an interval no score is called higher."""
-    start, other = f"At equal KL the {MEASURES[entry.measure]} of {entry.points}", f"that of {entry.curve}"
+    points, curve = entry.points, entry.curve
     if entry.mean is None:
-        return f"{start} is not comparable with {other}: the KLs do not overlap."
-    readings = entry.readings.values()
-    low, high = entry.interval or (min(r.low for r in readings), max(r.high for r in readings))
+        return f"{points} and {curve} have no KL in common"
+    if entry.interval is None:
+        few = f"{len(entry.readings)} seed{'s' * (len(entry.readings) > 1)}: too few for an interval"
+        return f"{points} {entry.mean:+.2f} beside {curve} ({few})"
+    low, high = entry.interval
+    text = f"{entry.mean:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}"
     if low <= SHOWN and high >= -SHOWN:
-        relation = "cannot be told from"
-    elif entry.interval is None:
-        relation = "differs from"
-    else:
-        relation = "is higher than" if low > 0 else "is lower than"
-    count = len(readings)
-    counted = f"{count} seed{'s' * (count > 1)}" + (f" of {seeds}" if count < seeds else "")
-    if entry.interval is not None:
-        figures = f"{entry.mean:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}, {counted}"
-    else:
-        bounds = f", between {low:+.2f} and {high:+.2f}" if high - low > SHOWN else ""
-        figures = f"{entry.mean:+.2f}{bounds}, {counted}: too few for an interval"
-    return f"{start} {relation} {other} ({figures})."
+        return f"no difference between {points} and {curve} ({text})"
+    return f"{points} is {'higher' if low > 0 else 'lower'} than {curve} ({text})"

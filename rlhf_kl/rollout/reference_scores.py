@@ -76,13 +76,12 @@ class ReferenceScores:
             solution = solve_tilt(scores, sequence_kl, groups=groups, min_ess=self.min_ess)
         except ValueError as error:
             raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
-        if sequence_kl <= REACHED * solution.limit:
-            return solution.coef, solution.note
-        return solution.coef, (
-            f"by the reference samples the best policy for this reward has a KL of {solution.limit:.3g} nats per "
-            f"response ({solution.limit / self.length:.2g} per token), less than the target of {sequence_kl:.3g}. "
-            "The run goes to its target all the same; where the score no longer rises, a lower kl.target loses nothing"
-        )
+        if sequence_kl > REACHED * solution.limit:
+            note = f"the best policy for this reward, by {len(self.shaped)} reference samples, has "
+            note += f"{solution.limit / sequence_kl:.0%} of the target's KL: where the score no longer rises, a lower "
+            return solution.coef, note + "kl.target loses nothing"
+        known = f"the reference samples tell it up to {solution.tilt.kl / sequence_kl:.0%} of the target's KL"
+        return solution.coef, f"starting beta {solution.coef:.4g} is a guess: {known}" if solution.extrapolated else ""
 
     def to_tilt(self, *, scaled: bool = False) -> tuple[list[float], list[int] | None]:
         """The scores that a tilt weighs, and with few values the prompt of each, which is tilted by itself.
@@ -149,7 +148,7 @@ class ReferenceScores:
         for block in range(BLOCKS):
             left = [(x, group) for x, group in zip(self.shaped, self.groups, strict=True) if numbers[group] != block]
             shaped, groups = map(list, zip(*left, strict=True))
-            logs.append(math.log(coef(ReferenceScores(shaped, groups, self.length))))
+            logs.append(math.log(coef(ReferenceScores(shaped, groups, self.length)) or 1.0))  # 0: no penalty
         return math.sqrt(BLOCKS - 1) * pstdev(logs) < ENOUGH
 
     def tilt_curve(self) -> list[dict[str, float]]:

@@ -57,34 +57,35 @@ class AdaptiveRate:
         self.seen = [*self.seen[1 - PATIENCE :], (here, move.factor < 1.0)]
         if abs(there - here) > LARGE_STEP:
             by = max(LEAST, min(LOWER, LARGE_STEP / abs(there - here)))
-            return self._change(by, "jump", kl=kl, after=kl_uncut)
+            return self._change(by, f"an update moved the KL from {kl:.3g} to {kl_uncut:.3g} nats")
         # Adam's first steps are the largest at any rate.
         if update > self.first and update_kl > LARGE_MOVE * self.target:
             by = max(LEAST, math.sqrt(USUAL_MOVE * self.target / update_kl))
-            return self._change(by, "sideways", update_kl=update_kl / self.target)
+            return self._change(by, f"the policy moved {update_kl / self.target:.0%} of the target in one update")
         if len(self.seen) < PATIENCE:
             return {}
         recent, falls = self.seen, there < self.seen[0][0]
         above = all(x * x > 1.0 + OFF_TARGET for x, _ in recent) and not falls
         if growth < RISING and (above or sum(cut for _, cut in recent) > PATIENCE / 2):
-            return self._change(LOWER, "not held", updates=PATIENCE)
+            return self._change(LOWER, f"for {PATIENCE} updates beta has not held the KL at its target")
         if spent and all(x * x < 1.0 - OFF_TARGET for x, _ in recent):
             way, reach = 1.0 - there, (there - recent[0][0]) / PATIENCE * (self.updates - update) / IN_TIME
             if way > reach:
                 needed = way / max(reach, 1e-9)
                 # The nearer the target, the smaller the change: by then a slow stretch may be noise.
                 by = min(max(needed, RAISE[0]), max(RAISE[0], RAISE[1] ** way))
-                return self._change(by, "slow", share=IN_TIME)
+                return self._change(by, f"the target takes more than 1/{IN_TIME:.0f} of the remaining updates")
         return {}
 
-    def _change(self, by: float, case: str, **figures: float) -> dict[str, Any]:
+    def _change(self, by: float, why: str) -> dict[str, Any]:
         before, self.factor = self.factor, min(max(self.factor * by, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
         self.seen = []
         if self.factor != before:
             self.stuck = False
-            return {"learning-rate-changed": {"case": case, "factor": self.factor, **figures}}
+            return {"learning-rate-changed": {"why": why, "factor": self.factor}}
         reported, self.stuck = self.stuck, True
-        return {} if reported else {"learning-rate-at-bound": {"case": case, "factor": self.factor, **figures}}
+        change = "raise" if by > 1 else "lower"
+        return {} if reported else {"learning-rate-at-bound": {"why": why, "factor": self.factor, "change": change}}
 
     def state_dict(self) -> dict[str, Any]:
         return {"factor": self.factor, "seen": [list(pair) for pair in self.seen], "stuck": self.stuck}

@@ -41,7 +41,8 @@ class LanguageTask(Task):
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed negative log-likelihood in nats."""
-        return negative_log_likelihood(self.lm, [self.rows[i] for i in rows], [self.starts[i] for i in rows])[0], {}
+        losses = negative_log_likelihood(self.lm, [self.rows[i] for i in rows], [self.starts[i] for i in rows])
+        return losses.sum(), {}
 
     def save(self, folder: Path) -> None:
         save_model(self.model, self.tokenizer, folder)
@@ -163,7 +164,7 @@ class ResponseTask(LanguageTask):
         def read(start: int, stop: int) -> float:
             rows = order[start:stop]
             texts, starts = [self.heldout[i] for i in rows], [self.heldout_starts[i] for i in rows]
-            return float(negative_log_likelihood(self.lm, texts, starts)[0])
+            return float(negative_log_likelihood(self.lm, texts, starts).sum())
 
         return sum(fitting_batches(len(order), self.rows_of_a_pass, read, "use shorter texts to evaluate on"))
 

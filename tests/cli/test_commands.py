@@ -27,10 +27,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", ["", "--help", "config --help", "--version"])
+@pytest.mark.parametrize("words", ["", "-h", "train --help", "config show -h", "--version"])
 def test_help_and_version_are_results(words: str, rlhf_kl: Cli) -> None:
     code, out, err = rlhf_kl(*words.split())
-    assert (code, bool(out), err) == (0, True, "")
+    assert (code, bool(out), "<bool>" in out, err) == (0, True, False, "")
 
 
 def test_help_needs_no_heavy_imports() -> None:
@@ -56,6 +56,8 @@ def test_the_process_exits_with_the_code_and_a_reader_that_goes_away_is_no_error
 
 def test_validate_and_show(rlhf_kl: Cli, here: Path) -> None:
     assert rlhf_kl("config", "validate", "sft_reviews.yaml") == (0, "sft_reviews.yaml: ok\n", "")
+    code, out, err = rlhf_kl("config", "validate", "smoke", "--json", "--set", "kl.target=0", "--set", "a=1")
+    assert (code, len(json.loads(out)["problems"]), err) == (2, 2, "")
     sets = ["kl.target=0.2", "run.seed=3"]
     shown = rlhf_kl("config", "show", "ppo_static.yaml", *(word for change in sets for word in ("--set", change)))
     (here / "again.yaml").write_text(shown.out)
@@ -78,8 +80,7 @@ def test_named_options_win_over_set(here: Path) -> None:
 def test_updates_are_whole_batches(rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Any] = []
     monkeypatch.setattr("rlhf_kl.commands.session.train_command", lambda _run, config, **_: trained.append(config))
-    changes = ("--set", "rollout.batch_size=32", "--set", "ppo.total_episodes=5")
-    assert rlhf_kl("train", "--config", "ppo_adaptive", "--updates", 7, *changes).code == 0
+    assert rlhf_kl("train", "ppo_adaptive", "--updates", 7, "--set", "rollout.batch_size=32").code == 0
     assert (trained[0].updates, trained[0].ppo.total_episodes) == (7, 7 * 32)
 
 
@@ -104,6 +105,11 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     assert rlhf_kl("guide", "Coming-From.md").out.startswith("# Coming from")
 
 
+def test_the_beginning_of_a_page_name_is_enough(rlhf_kl: Cli) -> None:
+    assert rlhf_kl("guide", "reward").out == rlhf_kl("guide", "rewards_and_controllers").out
+    assert "guide: no page 'm': models_and_data or metrics or measurements?" in rlhf_kl("guide", "m").err
+
+
 # ---- report ----
 
 
@@ -118,6 +124,8 @@ def test_the_newest_run_of_the_working_directory(
     assert (done.code, done.out) == (0, "runs/new/report.html\n")
     assert "unfinished: 4 of 60 updates" in done.err
     assert "new: KL report" in (here / "runs/new/report.html").read_text()
+    figures = json.loads(rlhf_kl("report", "runs/new", "--json").out)
+    assert figures["runs/new"]["page"] == "runs/new/report.html"
     # A link where the report goes is replaced: nothing is written outside of the folder.
     (here / "other").write_text("precious")
     (here / "runs/new/report.html").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -14,11 +15,14 @@ import torch
 import yaml
 
 from rlhf_kl.cli.evaluate import LABELS
+from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
 
 Cli = Callable[..., Any]
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
 POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
+POLICY_KEYS |= {"prompts"}
+BESIDE = {"scores", "gold", "length", "eos_rate", "distinct_2"}
 # Every import, construction and call leaves a line.
 CODE = """
 from pathlib import Path
@@ -85,20 +89,24 @@ def document(outcome: Any) -> Any:
 
 def test_a_run_as_one_json_document_and_as_a_table(place: Path, rlhf_kl: Cli) -> None:
     found = document(rlhf_kl("eval", "--run", "run", "--plugins", "--json"))
-    assert found.keys() == TEXT_KEYS | POLICY_KEYS | {"reference"}
-    assert found["reference"].keys() == TEXT_KEYS
+    assert found.keys() == TEXT_KEYS | POLICY_KEYS | {"reference", "standard_errors", "texts"}
+    assert found["reference"].keys() == TEXT_KEYS | BESIDE | {"standard_errors"}
     assert found["kl_token"] > 0
     outcome = rlhf_kl("eval", "--run", "run", "--plugins", "--quiet")
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0].split() == ["policy", "reference"]
-    assert {line[:20].strip() for line in lines[1:-1]} == {LABELS[key].strip() for key in TEXT_KEYS | POLICY_KEYS}
+    table = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("±"))]
+    assert {line[:20].strip() for line in table} == {LABELS[key].strip() for key in TEXT_KEYS | POLICY_KEYS}
+    assert found["texts"][0]["policy"][0]["text"] in outcome.out
+    assert all(len(line.rstrip()) <= 80 for line in lines)
 
 
 def test_models_and_paths_of_the_working_directory(tiny_folder: Path, place: Path, rlhf_kl: Cli) -> None:
     (place / "model").symlink_to(tiny_folder)
     (place / "x.txt").write_text("abcd\n")
-    assert document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--json")).keys() == TEXT_KEYS
+    alone = document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--json"))
+    assert alone.keys() == TEXT_KEYS | {"standard_errors"}
     found = document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--reference", "model", "--json"))
     assert found["perplexity"] == found["reference"]["perplexity"]
 
@@ -130,9 +138,16 @@ def test_the_reference_beside_it_and_the_kl_of_every_token(rlhf_kl: Cli, place: 
     assert sum(sample["kl"] for sample in at_start) < sum(sample["kl"] for sample in found)
     lines = rlhf_kl("generate", *options, "--quiet").out.splitlines()
     assert lines[0] == "ab"
-    assert lines[1].startswith("policy ")
-    assert "per token" in lines[1]
-    assert lines[2].startswith("reference ")
+    assert lines[1].split()[:3:2] == ["reference", "KL"]
+    assert lines[1].index("policy") == 40
+
+
+def test_prompts_of_the_run_or_of_stdin(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [each["prompt"] for each in held_out_texts(place / "run")]
+    assert [sample["prompt"] for sample in document(rlhf_kl("generate", "--run", "run", "--json"))] == shown
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\nd\n"))
+    found = document(rlhf_kl("generate", "--run", "run", "--prompts", "-", "--json"))
+    assert found == document(rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--prompt", "d", "--json"))
 
 
 def test_from_a_file_to_a_file(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +214,8 @@ def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) 
     assert line.endswith("--plugins runs it")
     figures = json.loads(without.out)
     allowed = document(rlhf_kl("eval", "--run", "run", "--json", "--plugins", "--quiet"))
-    assert {**allowed, "scores": None, "gold": None} == figures
+    assert {name for name in figures if figures[name] != allowed[name]} == {"scores", "gold", "reference", "texts"}
+    assert figures["reference"]["scores"] is figures["scores"] is figures["texts"][0]["policy"][0]["score"] is None
     outcome = rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--scores")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("error: --scores needs code that the run names (")

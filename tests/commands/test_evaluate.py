@@ -15,10 +15,12 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity_of, text_sums
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
 
-TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
-POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
+TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents", "standard_errors"}
+OF_BOTH = {"scores", "gold", "length", "eos_rate", "distinct_2"}
+POLICY_KEYS = OF_BOTH | {"kl_token", "kl_sequence", "forward_kl_token", "prompts", "texts"}
 
 
 def evaluate(**request: Any) -> dict[str, Any]:
@@ -61,6 +63,24 @@ def test_a_run_agrees_with_its_own_last_evaluation(tiny_run: Path) -> None:
         read_jsonl(tiny_run / "metrics.jsonl")[0]["eval/perplexity"], rel=1e-5
     )
     assert found["kl_token"] > 0
+    assert found["reference"].keys() == TEXT_KEYS | OF_BOTH
+
+
+def test_the_texts_of_a_run_are_those_of_its_training_and_its_start_is_the_reference(tiny_run: Path) -> None:
+    kept, read = held_out_texts(tiny_run), evaluate(run=tiny_run)
+    assert kept
+    for one, other in zip(kept, read["texts"], strict=True):
+        assert [text["step"] for text in one["policy"]] == [1, 3, 5, 7]
+        assert one["policy"][0]["text"] == one["reference"]["text"]
+        assert one["policy"][0]["kl"] == pytest.approx(0.0, abs=1e-5)
+        assert one["policy"][0]["score"] == pytest.approx(one["reference"]["score"])
+        assert (one["prompt"], one["reference"]["text"]) == (other["prompt"], other["reference"]["text"])
+        last, now = one["policy"][-1], other["policy"][0]
+        assert (last["text"], last["kl"]) == (now["text"], pytest.approx(now["kl"], rel=1e-4))
+        assert last["kl"] == pytest.approx(sum(token["kl"] for token in last["tokens"]), rel=1e-5)
+    start = evaluate(config=str(tiny_run / "config.yaml"))
+    assert start["scores"] == pytest.approx(read["reference"]["scores"])
+    assert start["standard_errors"]["length"] == pytest.approx(read["reference"]["standard_errors"]["length"])
 
 
 def test_a_checkpoint_is_the_policy_after_its_update(tiny_run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,15 +13,16 @@ import yaml
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import train_closing
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.report.control import closing_figures
+from rlhf_kl.report.control import closing_figures, control_figures
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.text import format_number
 
 
 def test_a_run_has_one_with_its_figures(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = (tiny_run / "final" / "README.md").read_text()
     closing = read_jsonl(tiny_run / "metrics.jsonl")[-1]
     cells = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", card, flags=re.MULTILINE))
-    assert float(cells["held-out perplexity"]) == pytest.approx(closing["eval/perplexity"], rel=0.01)
+    assert float(cells["held-out perplexity"].split(" -> ")[1]) == pytest.approx(closing["eval/perplexity"], rel=0.01)
     assert float(cells["forgetting"].split()[0]) == pytest.approx(closing["eval/forward_kl_token"], abs=5e-4)
     assert str(tiny_run.parent) not in card  # cards are made to be shared
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
@@ -37,7 +39,8 @@ def card_of(kls: list[float], *, adapter: bool = False, **sections: Any) -> str:
         | {"data": {"prompts": "owner/prompts"}, "eval": {"texts": "owner/texts"}}
         | sections
     )
-    rows = [{"kl/token": kl, "kl/coef_next": 2.0, "kl/error": kl / config.kl.target_value - 1} for kl in kls]
+    rows = [{"kl/token": kl, "kl/coef": 2.0, "kl/error": kl / config.kl.target_value - 1} for kl in kls]
+    rows = [row | {"objective/scores": float(i)} for i, row in enumerate(rows)]
     return model_card(config, rows, {"eval/perplexity": 3.0}, adapter=adapter)
 
 
@@ -50,7 +53,8 @@ def test_what_the_hub_reads_of_it(adapter: bool, library: str, kind: str) -> Non
     assert (front["base_model"], front["base_model_relation"], front["library_name"]) == ("owner/base", kind, library)
     assert "| base model | owner/base@v2 |" in card
     assert "at sampling temperature 0.700" in card_of([0.5] * 3, rollout={"temperature": 0.7})
-    assert "| KL reached | 0.500 nats per token |" in card
+    assert "| KL reached | 0.500 nats per token, target 0.1: too short to say (under 15 updates) |" in card
+    assert "| score | 0 -> 1.50 |" in card
     assert ("pretrained=owner/base,revision=v2,peft=." in card) == adapter
 
 
@@ -64,36 +68,33 @@ def test_an_adapter_on_a_local_base_needs_the_base_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kls", "kl", "sentence", "row"),
+    ("kls", "kl", "words"),
     [
-        ([0.1] * 40, {}, "was held at a target of 0.100 nats per token", "| KL target | 0.100 nats per token, held |"),
-        ([0.1] * 20 + [0.2] * 20, {}, "with a target of 0.100 nats", "| KL target | 0.100 nats per token, missed |"),
-        ([0.1] * 5, {}, "with a target of 0.100 nats", "| KL target | 0.100 nats per token |"),
-        ([0.3] * 40, {"controller": {"kind": "fixed", "coef": 0.0}}, "without a KL penalty", None),
-        ([0.1] * 40, {"controller": {"kind": "fixed", "coef": 0.2}}, "with a KL penalty whose weight ignores", None),
+        ([0.1] * 40, {}, "target 0.1 held (within 0% on average)"),
+        ([0.1] * 20 + [0.2] * 20, {}, "target 0.1 missed (off by 100% on average)"),
+        ([0.1] * 5, {}, "target 0.1: too short to say (under 15 updates)"),
+        ([0.3] * 40, {"controller": {"kind": "fixed", "coef": 0.0}}, "no target (beta does not depend on the KL)"),
     ],
 )
-def test_it_claims_no_control_that_was_not_there(
-    kls: list[float], kl: dict[str, Any], sentence: str, row: str | None
-) -> None:
+def test_it_claims_no_control_that_was_not_there(kls: list[float], kl: dict[str, Any], words: str) -> None:
     card = card_of(kls, kl={"target": 0.1} | kl)
-    assert sentence in card
-    assert (row in card) if row else "KL target" not in card
-    assert f"means over the last {min(10, (len(kls) + 1) // 2)} updates" in card
+    assert f"nats per token, {words} |" in card
+    assert f"mean of the last {min(10, (len(kls) + 1) // 2)} updates" in card
 
 
 # ---- what the end of a run shows
 
 
 def summary(kind: str, kls: list[float], target: float = 0.1) -> dict[str, Any]:
-    rows = [{"kl/token": kl, "kl/error": kl / target - 1, "kl/target": target} for kl in kls]
+    config = TrainConfig.model_validate({"kl": {"target": target, "controller": {"kind": kind}}}).kl
+    rows = [{"kl/token": kl, "kl/error": kl / target - 1, "objective/scores": 10 * kl} for kl in kls]
     return {
-        "config": {"kl": {"unit": "token", "controller": {"kind": kind}}},
         "final": rows[-1],
         "steps": len(kls),
         "seconds": 1.0,
         "tilt_share": 0.95,
-        "control": closing_figures(rows, "token"),
+        "control": control_figures(rows, config),
+        "closing": closing_figures([*rows, {"eval/perplexity": 3.5}]),
     }
 
 
@@ -101,16 +102,21 @@ def summary(kind: str, kls: list[float], target: float = 0.1) -> dict[str, Any]:
     ("kind", "kls", "words"),
     [
         ("adaptive", [0.1] * 20 + [0.11] * 20, "0.110, target 0.1 held (within 10% on average)"),
-        ("mine.py:Law", [0.1] * 20 + [0.2] * 20, "0.200, target 0.1 missed (within 100% on average)"),
-        ("fixed", [0.1] * 40, "0.100, target 0.1 reached (beta does not depend on the KL)"),
-        ("static", [0.05] * 40, "0.050, target 0.1 not reached (beta does not depend on the KL)"),
-        ("adaptive", [0.02, 0.04, 0.06, 0.08], "0.070, target 0.1"),  # too short to judge; its second half
+        ("adaptive", [0.03] * 20 + [0.11] * 20, "0.110, target 0.1 reached late (in band from update 21 on, within"),
+        ("pid", [0.1] * 20 + [0.2] * 20, "0.200, target 0.1 missed (off by 100% on average)"),
+        ("fixed", [0.1] * 40, "0.100, no target (beta does not depend on the KL)"),
+        ("adaptive", [0.02, 0.04, 0.06, 0.08], "0.070, target 0.1: too short to say (under 15 updates)"),
     ],
 )
 def test_the_verdict_on_the_target(kind: str, kls: list[float], words: str) -> None:
     figures, _ = train_closing(summary(kind, kls), "runs/x")
-    assert figures["KL per token"] == words
-    assert figures["score gain"] == "95% of the most that this KL allows"
+    assert figures["KL per token"].startswith(words)
+    assert (
+        figures["score"]
+        == f"{format_number(10 * kls[0])} -> {format_number(10 * fmean(kls[-min(10, len(kls) // 2) :]))}"
+    )
+    assert (figures["held-out perplexity"], figures["score gain"]) == ("3.50", "95% of the most that this KL allows")
+    assert f"mean of the last {min(10, len(kls) // 2)}" in figures["figures"]
 
 
 def test_a_collapsed_run_is_not_praised() -> None:

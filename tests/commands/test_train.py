@@ -51,7 +51,8 @@ def test_evaluations_belong_to_the_policy_that_samples_the_row(tiny_run: Path) -
 
 def test_samples_are_token_by_token(tiny_run: Path) -> None:
     samples = rows(tiny_run, "samples.jsonl")
-    assert {sample["step"] for sample in samples} == {1, 2, 4, 6}
+    assert {sample["step"] for sample in samples if sample["chosen"] != "held out"} == {1, 2, 4, 6}
+    assert {sample["step"] for sample in samples if sample["chosen"] == "held out"} == {1, 3, 5, 7}
     for sample in samples:
         assert sample["kl"] == pytest.approx(sum(t["kl"] for t in sample["tokens"]), abs=1e-5)
         text = "".join(t["text"] for t in sample["tokens"])

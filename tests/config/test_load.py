@@ -59,14 +59,6 @@ def test_a_name_is_looked_up_here_then_in_configs_then_among_the_shipped(write: 
         assert find_config("ppo_adaptive.yaml") == file
 
 
-def test_a_missing_config_names_the_nearest(write: Write, here: Path) -> None:
-    write("mine.yaml")
-    (here / "sub.yaml").mkdir()
-    for name, words in (("mien.yaml", r"mean mine\.yaml\?"), ("ppo_adaptiv", r"mean ppo_adap"), ("sub.yaml", "folder")):
-        with pytest.raises(InputError, match=words):
-            find_config(name)
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_config_loads_and_an_editor_finds_no_fault_in_it(path: Path) -> None:
     kind = re.findall(r"schema=schema/(.+)\.json", path.read_text())[0]
@@ -175,13 +167,12 @@ reward: {kind: nowhere.py:f}
         "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
         "kl.controller.kind: unknown name 'pdi'; did you mean pid? (or write file.py:Class or module:Class)",
         "tracking.tensorboard must be true or false: 'off'",
-        "data.prompts: no such file: missing.jsonl",
+        f"data.prompts: no such file: missing.jsonl (looked in {Path.cwd()})",
         "ppo.minibatch_size must divide rollout.batch_size (64): 48",
         f"reward.kind: no such file: nowhere.py (looked in {Path.cwd()})",
     }
 
 
-EPISODES = "did you mean ppo.total_episodes (in responses: updates x rollout.batch_size)?"
 TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
 
 
@@ -191,16 +182,7 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         # There is no line about a default that stands in for a wrong value.
         ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target must be a number or 'conservative'"),
         ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number or null"),
-        ("reward: {kind: 5, words: 3}", "reward.kind must be text: 5"),
-        ("rollout: 5\nppo: {minibatch_size: 48}", "rollout must be a mapping: 5"),
         # unknown keys
-        ("ppo: {batch_size: 32}", "ppo.batch_size: unknown key; did you mean rollout.batch_size?"),
-        ("learning_rate: 1", "learning_rate: unknown key; did you mean ppo.learning_rate?"),
-        ("ppo: {lr: 1}", "ppo.lr: unknown key; did you mean ppo.learning_rate?"),
-        ("run: {max_steps: 1}", f"run.max_steps: unknown key; {EPISODES}"),
-        ("kl: {controller: {beta: 1}}", "kl.controller.beta: unknown option of AdaptiveKL; did you mean kl."),
-        ("run: {'': 1}", "run.: unknown key; valid: name, output_dir, seed,"),
-        ("kl: {controller: {target: 1}}", "kl.controller.target: unknown key; did you mean kl.target?"),
         (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
         (
             "reward: {kind: sum, terms: {a: {model: builtin:reviews, wieght: 2}}}",
@@ -209,30 +191,17 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         # values
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
-        ("run: {device: 'cuda:x'}", "run.device must be auto, cpu, cuda, cuda:N or mps"),
-        ("run: {seed: 99999999999}", "run.seed must be less than 4294967296: 99999999999"),
-        ("ppo: {learning_rate: '1e-5'}", "ppo.learning_rate must be a number or 'auto': '1e-5'"),
-        ("ppo: {epochs: true}", "ppo.epochs must be a whole number: true"),
-        ("kl: {placement: los}", "kl.placement must be 'reward', 'loss' or 'rao_blackwell': 'los'"),
-        ("kl: {controller: {coef: -1}}", "kl.controller.coef must not be negative: -1"),
-        ("kl: {controller: {kind: pid, coef: 0}}", "kl.controller.coef must be positive: 0 (only kind fixed may hold"),
         ("kl: {controller: {kind: pid, kp: fast}}", "kl.controller.kp: 'fast' does not fit"),
         ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
-        ("kl: {controller: {kind: pid, kp: -1}}", "kl.controller: "),
         ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
         # keys that do not agree
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
         ("kl: {target: moderate, unit: sequence}", "kl.target must be a number where kl.unit is sequence: 'moderate'"),
         ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (16): 24"),
-        ("ppo: {advantage: rloo}", "rollout.samples_per_prompt must be at least 2 where ppo.advantage is rloo"),
-        ("reward: {kind: modl}", "reward.kind must be model, sum, file.py:function or module:function: 'modl'"),
         ("reward: {kind: sum}", "reward.terms must name at least one scorer where reward.kind is sum"),
         (TERMS % "label", "reward.label is only read where reward.kind is model: 'x'"),
         ("data: {chat_options: {a: 1}}", "data.chat_options is only read where data.chat_template is true"),
-        # names
-        ("policy: {model: builtin:review}", "policy.model: no built-in 'builtin:review'; did you mean builtin:rev"),
-        ("reference: {model: ./nowhere}", "reference.model: no such file: ./nowhere"),
     ],
 )  # fmt: skip
 def test_a_problem_names_the_key_the_value_and_the_expected_one(write: Write, text: str, line: str) -> None:

@@ -23,10 +23,6 @@ class LinearKL:
 class NoCall:
     pass
 
-class Tutorial:
-    def __init__(self, init_kl_coef=0.1): self.kl_coef = init_kl_coef
-    def update(self, observed_kl): ...
-
 class Law:
     def __init__(self, coef, min_coef, max_coef, key=None):
         self.coef, self.given, self.key = {}[key] if key == "sk-refused" else coef, (min_coef, max_coef), key
@@ -61,14 +57,6 @@ PROBLEMS = [
         [
             "kl.controller.episodes: missing, LinearKL needs it",
             "kl.controller.episods: unknown option of LinearKL; did you mean kl.controller.episodes?",
-        ],
-    ),
-    (
-        "kl: {controller: {kind: mine.py:Tutorial, coef: 1}}",
-        [],
-        [
-            "kl.controller.coef: unknown option of Tutorial",
-            "kl.controller.kind: Tutorial has no update(kl, episodes)",
         ],
     ),
     (

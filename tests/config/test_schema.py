@@ -11,7 +11,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 import rlhf_kl
-from rlhf_kl.config.notes import gradient_notes, start_notes, unused_notes
+from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import MODELS, KLSection, Section, SFTConfig, TrainConfig, section_of
 
 
@@ -172,4 +172,3 @@ def test_choices_that_are_no_kl_gradient_are_said(kl: dict[str, Any], noted: boo
 def test_keys_that_the_run_does_not_use_are_said(raw: dict[str, Any], unused: list[str]) -> None:
     config = TrainConfig.model_validate(raw)
     assert [note.partition(" ")[0] for note in unused_notes(config)] == unused
-    assert start_notes(config) == unused_notes(config)

@@ -28,7 +28,6 @@ def test_values_have_the_types_of_yaml_1_2(text: str, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: 1\nb: 2\na: 3\n", "here:3:1: key 'a' is written twice"),
         ("a: [1, 2\nb: 3\n", "here:2"),
         ("a: b: c\n", "here:1:5"),
         ("a: !!python/object/apply:os.system ['true']\n", "here:1:4: tag !!python/object/apply:os.system is not"),

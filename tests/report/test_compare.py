@@ -3,13 +3,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import Style, _total_reward, compare_charts
+from rlhf_kl.report.charts import _total_reward, compare_charts
 from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
@@ -48,8 +47,10 @@ def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
 def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> None:
     comparison = grid(TWO, seeds=1)
     assert len(read_comparison([tmp_path]).variants) == 5  # the folder of a comparison stands for its runs
-    assert comparison.notes == ["one seed: without a spread over seeds no difference can be judged"]
-    assert any("1 seed: too few for an interval)" in line for line in judge(comparison))
+    assert comparison.notes == []
+    lines = judge(comparison)
+    assert lines[-1] == "1 seed: no difference can be judged. Two show a spread, five give an interval."
+    assert not any("at equal KL" in line for line in lines)
     assert comparison.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
     comparison = grid({"other": ("adaptive", 0.2, 0.1)}, seeds=2, updates={1: 40})
     assert comparison.notes[0].startswith("the runs have between 40 and 60 updates: ")
@@ -72,7 +73,9 @@ def test_compare_json(grid: Grid) -> None:
     assert document["verdict"] == "one\ntwo"
 
 
-def test_what_cannot_be_compared(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> None:
+def test_what_cannot_be_compared(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_path: Path
+) -> None:
     rows = metrics_rows([0.1] * 4)
     one, again = write_run("a", rows), write_run("b", rows)
     with pytest.raises(InputError, match="are the same run: a, seed 0"):
@@ -81,8 +84,8 @@ def test_what_cannot_be_compared(write_run: Callable[..., Path], metrics_rows: C
     with pytest.raises(InputError, match="different units"):
         read_comparison([one, other])
     begun = read_comparison([write_run("begun"), write_run("d", rows, config={"kl": {"target": 0.2}})])
-    assert [variant.held for variant in begun.variants] == [None, None]
-    assert compare_page(begun, "early", judge(begun)).count("<svg") == 2 + 4
+    assert [variant.verdicts for variant in begun.variants] == [{"short": 1}] * 2
+    assert compare_page(begun, "early", judge(begun), tmp_path).count("<svg") == 2 + 4
 
 
 def test_scores_on_different_scales_are_not_compared(
@@ -106,18 +109,25 @@ def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metric
             config = {"run": {"seed": seed}, "kl": {"target": target}}
             paths.append(write_run(f"target-{target}-s{seed}", rows, config=config))
     comparison = read_comparison(paths)
-    assert comparison.best_target == BestTarget(0.2, 3.0, lowest=0.1, highest=0.2)
-    assert (
-        "The gold score is highest at a target of 0.2 nats per token (3.0); targets from 0.1 to 0.2 are within one "
-        "standard deviation of that."
-    ) in judge(comparison)
-    assert "targets" in [chart.slug for chart in compare_charts(comparison)]
+    assert comparison.best_target == BestTarget(0.2, 3.0, lowest=0.1, highest=0.2, edge="")
+    lines = judge(comparison)
+    assert lines[0] == "Best target: 0.2 nats per token, by true score (3.0); 0.1 to 0.2 cannot be told apart."
+    assert lines[2] == "All 4 variants with a target held their targets (off by 0%)."
+    assert compare_charts(comparison)[0].slug == "targets"
     assert read_comparison(paths[2:6]).best_target is None  # two targets are no sweep
+    lower = read_comparison(paths[:6])
+    assert judge(lower)[0].endswith(". 0.2 is the highest that was tried: try higher.")
+    one = read_comparison(paths[::2])
+    assert one.best_target is None
+    assert judge(one)[0].endswith("1 seed: none is the best.")
+    assert not any("est target" in line or "true score at" in line.lower() for line in judge(one))
 
 
 def test_the_total_reward_pays_for_the_kl() -> None:
-    variant: Any = SimpleNamespace(name="a", runs={}, mean={"score_gain": 2.0, "kl_sequence": 0.5}.get)
-    chart = _total_reward([variant], {"a": Style("c1", "solid", "o")})
-    assert chart is not None
-    line = chart.lines[0]
-    assert (line.x[0], line.y[0], line.x[-1], line.y[-1]) == pytest.approx((0.0, 2.0, 1.0, 1.5))
+    """Gain sqrt(2 KL), the most that Gaussian scores allow: the total is highest at KL = 1 / (2 beta^2)."""
+    gains = [(kl, math.sqrt(2 * kl)) for kl in (0.5, 2.0, 8.0, 0.0, 50.0)]
+    chart = _total_reward("points", gains, (0.1, 0.25, 0.5, 1.0))
+    _, first, *others = chart.lines  # the gold line comes before
+    assert (first.label, first.x) == ("beta 0.1", [0.0, 0.5, 2.0, 8.0, 50.0])
+    assert first.y == pytest.approx([math.sqrt(2 * kl) - 0.1 * kl for kl in first.x])
+    assert [(mark.x[0], mark.y[0]) for mark in others[::2]] == [(50.0, 5.0), (8.0, 2.0), (2.0, 1.0), (0.5, 0.5)]

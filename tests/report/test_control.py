@@ -1,17 +1,21 @@
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf_kl.report.control import (
+    closing_figures,
+    control_figures,
     end,
-    held,
     is_update,
     log_beta_sd,
     ratios,
     tail,
     tail_error,
     time_in_band,
+    verdict,
+    verdict_text,
     worth,
 )
 
@@ -56,13 +60,60 @@ def test_how_quiet_beta_is_in_the_second_half() -> None:
 
 def test_short_runs() -> None:
     assert tail_error([]) is None
-    assert time_in_band([1.0] * 14) is held([1.0] * 14) is None
+    assert time_in_band([1.0] * 14) is None
     assert time_in_band([9.0] * 14 + [1.0]) == 1.0
     assert list(tail([1, 2, 3])) == list(end([1, 2, 3])) == [2, 3]
     assert list(end(list(range(30)))) == list(range(20, 30))
 
 
 def test_held_takes_the_tail_error_and_the_time_in_band() -> None:
-    assert held([1.0] * 60) is True
-    assert held([1.0] * 45 + [1.3] * 10 + [1.0] * 5) is False  # tail error 0.1, but 36 of 46 updates in band
-    assert held([1.2] * 60) is False  # always in band, but never at the target
+    assert verdict([1.0] * 60)[0] == "held"
+    assert verdict([1.0] * 45 + [1.3] * 10 + [1.0] * 5)[0] == "missed"  # tail error 0.1, but 36 of 46 updates in band
+    assert verdict([1.2] * 60)[0] == "missed"  # always in band, but never at the target
+
+
+RISES = [0.72 * min(1.0, step / 25) ** 2 for step in range(1, 31)]  # a small real model: 0.72x the target, and rising
+
+
+@pytest.mark.parametrize(
+    ("values", "word", "since"),
+    [
+        ([1.0] * 60, "held", 1),
+        ([0.1] * 12 + [1.1] * 48, "held", 13),
+        ([0.1] * 30 + [1.0] * 30, "late", 31),
+        ([0.02 * step for step in range(50)] + [1.0] * 10, "late", 39),
+        ([0.1] * 51 + [1.0] * 9, "short", None),  # nine updates in band: one is missing
+        ([0.1] * 30 + [1.0, 1.4] * 15, "missed", None),
+        ([0.6] * 60, "missed", None),
+        ([min(0.7, 0.1 * step) for step in range(60)], "missed", None),  # it has stopped below the band
+        ([0.001 * step for step in range(60)], "missed", None),  # it rises, but it is far away
+        ([2.0] * 60, "missed", None),
+        ([0.5 + 0.05 * step for step in range(40)], "missed", None),  # through the band
+        ([math.inf] * 20, "missed", None),
+        ([0.0] * 20, "missed", None),
+        (RISES, "short", None),
+        ([1.0] * 14, "short", None),
+        ([], "short", None),
+    ],
+)
+def test_the_verdict_in_three_words(values: list[float], word: str, since: int | None) -> None:
+    assert verdict(values)[:2] == (word, since)
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "fixed"])
+def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
+    kl = SimpleNamespace(target_value=0.2, unit="sequence", controller=SimpleNamespace(kind=kind))
+    rows = [{"kl/sequence": 0.2 * x, "kl/error": x - 1, "objective/scores": x} for x in [0.1] * 20 + [1.04] * 20]
+    rows[25]["objective/scores"] = None
+    figures = control_figures(rows, kl)
+    assert figures["kl"] == pytest.approx(0.208)
+    if kind == "fixed":
+        assert figures["verdict"] is figures["held"] is None
+        assert verdict_text(figures) == "no target (beta does not depend on the KL)"
+    else:
+        assert (figures["verdict"], figures["since"], figures["error_since"]) == ("late", 21, pytest.approx(0.04))
+        assert verdict_text(figures) == "target 0.2 reached late (in band from update 21 on, within 4% since)"
+    evaluated = [{"eval/perplexity": 2.9}, *rows, {"eval/perplexity": 3.5}]
+    found = closing_figures(evaluated, "sequence")
+    assert found == {"kl": pytest.approx((0.02, 0.208)), "score": pytest.approx((0.1, 1.04)), "perplexity": (2.9, 3.5),
+                     "sequence_kl": found["kl"]}  # fmt: skip

@@ -10,9 +10,9 @@ from rlhf_kl.report.drawing import COLOURS, Chart, Line, marks, save_sheet, svg,
 
 NAME = "<script>$x_1$ 字"
 LINES = [  # a log axis cannot show 0
-    Line(NAME, "c2", [1.0, 2.0, 3.0], [0.0, 0.5, 0.2], [0.0, 0.4, 0.1], [0.1, 0.6, 0.3]),
+    Line(NAME, "score", [1.0, 2.0, 3.0], [0.0, 0.5, 0.2], [0.0, 0.4, 0.1], [0.1, 0.6, 0.3]),
     Line("other", "s3", [1.0, 2.0], [0.1, 0.2], dash=(0, (5, 2))),
-    marks("end", "c1", [3.0], [0.4]),
+    marks("end", "kl", [3.0], [0.4]),
 ]
 CHART = Chart("kl", "A $title$ <b>", "KL", LINES, subtitle="and more", log="y", target=0.2)
 
@@ -23,7 +23,7 @@ def test_svg_is_xml_that_takes_its_colours_from_the_page() -> None:
     assert "<script>" not in text
     texts = "".join("".join(node.itertext()) for node in root.iter() if node.tag.endswith("text"))
     assert NAME in texts  # names are text: neither markup nor mathematics
-    assert {"var(--c2)", "var(--s3)", "var(--c3)", "var(--band)"} <= set(re.findall(r"var\(--\w+\)", text))
+    assert {"var(--score)", "var(--s3)", "var(--kl)", "var(--band)"} <= set(re.findall(r"var\(--\w+\)", text))
     assert not {light for light, _ in COLOURS.values()} & set(re.findall(r"#[0-9a-f]{6}\b", text))
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))

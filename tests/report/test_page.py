@@ -7,6 +7,7 @@ from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -32,6 +33,13 @@ def sample(step: int, response: str, kl: float = 0.3) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def held_out(steps: list[int], last: str = "good") -> list[dict[str, Any]]:
+    """Rows of a held-out prompt at these steps; the last response is given, and the reference says "plain"."""
+    rows = [sample(step, last if step == steps[-1] else f"at {step}") | {"chosen": "held out"} for step in steps]
+    rows[0]["reference"] = {"response": "plain", "score": 0.5, "gold": None}
+    return rows
+
+
 @pytest.fixture
 def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> str:
     """The report of a run full of hostile text."""
@@ -39,6 +47,7 @@ def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> st
     rows[12]["alerts"] = [f"kl-spike: {HOSTILE}"]
     columns = {"columns": {f"answer {HOSTILE}": HOSTILE}}
     samples = [sample(1, "good food good food", 0.0) | columns, sample(20, f"good {HOSTILE} good")]
+    samples += held_out([1, 6, 11, 16, 22], f"end {HOSTILE}")
     config = {"ppo": {"total_episodes": 64 * len(KLS)}, "policy": {"model": "a/<b>model</b>"}}
     config |= {"data": {"prompts": "p.txt"}, "eval": {"texts": "t.txt"}, "reward": {"model": "a/b"}}
     summary = {"versions": {"torch": "<i>2</i>"}, "seconds": 90, "tilt_share": 0.8, "reference": REFERENCE}
@@ -52,7 +61,7 @@ def test_one_file_that_names_no_other(page: str) -> None:
     assert len(page) < 1_000_000
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 5
 
 
 def test_text_of_a_run_is_text(page: str) -> None:
@@ -65,6 +74,17 @@ def test_text_of_a_run_is_text(page: str) -> None:
     assert "\x1b" not in page
     assert "kl-spike" in text
     assert 'data-tip="good␣  log π' in text
+
+
+def test_the_first_screen_answers(page: str) -> None:
+    """The verdict, three large figures, and the texts of one prompt before, on the way and after."""
+    first, _, rest = page.partition("<h2>Curves")
+    assert '<span class="status good">target 0.1 held (within' in first
+    assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)<", first.partition("<details>")[0]) == [
+        ("KL over target", "1.00"), ("Score", "1.00 → 3.00"), ("Held-out perplexity", "3.00 → 3.10"),
+    ]  # fmt: skip
+    assert re.findall(r"<h3>(.*?)</h3>", first) == ["Before (the start)", "Update 11", "After"]
+    assert "Samples of the training batches" in rest
 
 
 def test_a_run_that_has_only_begun(write_run: Callable[..., Path]) -> None:
@@ -82,12 +102,24 @@ def test_the_page_and_the_pictures_of_a_comparison(
     ]:  # fmt: skip
         rows = metrics_rows([kl * min(1, step / 10) for step in range(60)], coef=coef)
         config = {"kl": {"controller": {"kind": kind, "coef": coef}}}
-        write_run(f"{name}-s0", rows, config=config, summary={"reference": REFERENCE})
-    write_comparison(read_comparison([tmp_path]), tmp_path / "out", "my <i>comparison</i>")
+        for seed in (0, 1):
+            samples = held_out([1, 61], f"says {name}")
+            settings = config | {"run": {"seed": seed}}
+            write_run(f"{name}-s{seed}", rows, samples, settings, summary={"reference": REFERENCE})
+    shown = write_comparison(read_comparison([tmp_path]), tmp_path / "out", "my <i>comparison</i>", 80)
     text = (tmp_path / "out" / "compare.html").read_text()
     assert not re.search(r"<[bi]>", text)
-    assert "$<b>static<i>$-0.1x: off the target" in unescape(text)
+    assert "$<b>static<i>$ 0.1x" in unescape(text)
+    assert "30x the target, up to 30x" in text
     assert text.count("<svg") == 4 + 6
+    places = re.findall(r'<a href="([^"]+)">seed [01]</a>', text)
+    assert len(places) == 8
+    assert all((tmp_path / "out" / unquote(place)).is_file() for place in places)
+    responses = [unescape(each) for each in re.findall(r'tokens">(.*?)<', text)]
+    assert responses[:3] == ["plain", "says $<b>static<i>$-0.1x", "says $<b>static<i>$-10x"]
+    assert shown.splitlines()[0].startswith("adaptive held the target of 0.1 nats per token (off by 0%); ")
+    assert all(len(line) <= 80 for line in shown.splitlines()[:-1])  # the last is the path
+    assert "says adaptive" in shown
     assert "best of n 1.50" in text  # at the pointer
     drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert drawn == {"compare", "score", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}

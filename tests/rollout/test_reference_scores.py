@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from statistics import pstdev
@@ -124,6 +125,7 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     coef, note = gaussian.solve(0.5)
     assert coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
     assert note == ""
+    assert re.fullmatch(r"starting beta \S+ is a guess: .* up to \d\d% of the target's KL", gaussian.solve(7.0)[1])
     coef, note = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
     assert coef == 0.1
     assert "equal scores" in note
@@ -183,4 +185,6 @@ def test_samples_are_enough_where_others_like_them_give_the_same_mean_and_beta()
         mean_error = pstdev(scores.mean for scores in draws) / draws[0].spread
         assert share > 0.8 if max(error, mean_error) < 0.07 else share < 0.5 if max(error, mean_error) > 0.13 else True
     assert not draw(6, 80, 0.0, 0).are_enough(coef)
+    assert draw(60, 8, 0.0, 0).are_enough(lambda _: 0.0)  # a run without a penalty has no beta to estimate
     assert not draw(60, 8, 0.0, 0, values=2).are_enough(coef)
+    assert draw(60, 8, 0.0, 0).are_enough(lambda _: 0.0)  # no penalty: beta is written

@@ -32,7 +32,6 @@ from rlhf_kl.config.schema.train import (
 )
 
 Kind: TypeAlias = Literal["train", "sft", "reward-model"]
-KIND_NAMES: tuple[Kind, ...] = ("train", "sft", "reward-model")
 AnyConfig: TypeAlias = TrainConfig | SFTConfig | RewardModelConfig
 MODELS: dict[Kind, type[TrainConfig] | type[SFTConfig] | type[RewardModelConfig]] = {
     "train": TrainConfig,
@@ -42,7 +41,7 @@ MODELS: dict[Kind, type[TrainConfig] | type[SFTConfig] | type[RewardModelConfig]
 
 # fmt: off
 __all__ = [
-    "KIND_NAMES", "MODELS", "SEEDS", "SUM", "AnyConfig", "ArchitectureSection", "ControllerSection", "EpochsSection",
+    "MODELS", "SEEDS", "SUM", "AnyConfig", "ArchitectureSection", "ControllerSection", "EpochsSection",
     "EvalSection", "KLSection", "Kind", "Location", "LoraSection", "PPOSection", "PairsSection", "PromptsSection",
     "RewardModelConfig", "RewardModelSection", "RewardSection", "RolloutSection", "RunSection", "SFTConfig",
     "SFTDataSection", "SFTSection", "ScorerSection", "Section", "TermSection", "TrainConfig", "section_of",

@@ -36,8 +36,7 @@ def _as_count(number: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
-Episodes = Annotated[Count, BeforeValidator(_as_count)]
+Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_as_count)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Unit = Annotated[float, Field(ge=0, le=1)]
@@ -74,17 +73,20 @@ def section_of(annotation: Any) -> type[Section] | None:
     return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
 
 
+def named_section(annotation: Any) -> type[Section] | None:
+    """The section that each value of a field's mapping holds, also where it may be null."""
+    mapping = next((o for o in (annotation, *get_args(annotation)) if get_origin(o) is dict), None)
+    return None if mapping is None else section_of(get_args(mapping)[1])
+
+
 def subsections(model: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[str, type[Section], dict[str, Any]]]:
     """Dotted name, section and mapping of everything directly below `raw` that is a section of its own."""
     for name, field in model.model_fields.items():
-        value, section = raw.get(name), section_of(field.annotation)
+        value, section, item = raw.get(name), section_of(field.annotation), named_section(field.annotation)
         if isinstance(value, dict) and section is not None:
             yield name, section, value
-        elif isinstance(value, dict):
-            for option in (field.annotation, *get_args(field.annotation)):
-                item = section_of(get_args(option)[1]) if get_origin(option) is dict else None
-                if item is not None:  # a section by any name
-                    yield from ((f"{name}.{key}", item, v) for key, v in value.items() if isinstance(v, dict))
+        elif isinstance(value, dict) and item is not None:
+            yield from ((f"{name}.{key}", item, v) for key, v in value.items() if isinstance(v, dict))
 
 
 def inner(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:

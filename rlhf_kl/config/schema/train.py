@@ -13,7 +13,6 @@ from rlhf_kl.config.schema.base import (
     LARGEST,
     CheckpointSection,
     Count,
-    Episodes,
     Name,
     NonNegative,
     OptimiserSection,
@@ -110,7 +109,7 @@ class RolloutSection(Section):
 
 
 class PPOSection(OptimiserSection):
-    total_episodes: Episodes = 3840
+    total_episodes: Count = 3840
     """Responses in the whole run, rounded up to whole batches."""
     epochs: Count = 1
     """Passes over each batch."""
@@ -239,8 +238,7 @@ class TrainConfig(Section):
         """The prompts, texts and reward models of a built-in policy."""
         if not isinstance(raw, dict):
             return raw
-        policy = raw.get("policy", {})
-        world = policy.get("model", DEFAULT_WORLD) if isinstance(policy, dict) else DEFAULT_WORLD
+        world = inner(raw, "policy").get("model", DEFAULT_WORLD)
         raw = with_world(raw, world, "policy.model", "data.prompts", "eval.texts")
         reward = raw.setdefault("reward", {})
         for scorer in (reward, *inner(raw, "reward", "terms").values()):

@@ -1,0 +1,9 @@
+"""Reward functions of mine.yaml: a number for each response, higher is better."""
+
+
+def sentences(prompts, responses, count=5):  # an empty text must score low: it is found first
+    return [-abs(sum(map(response.count, ".!?")) - count) for response in responses]
+
+
+def right(prompts, responses, answer):  # the column `answer` of prompts.jsonl
+    return [float(word in response) for word, response in zip(answer, responses, strict=True)]

@@ -1,0 +1,32 @@
+"""`rlhf-kl init`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.program import shell_command, short_path
+
+
+def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where (default: here).")] = Path()) -> None:
+    """Begin a run of your own: copy a config, a reward function, prompts and texts. Nothing is overwritten."""
+    from rlhf_kl.config.paths import shipped_configs
+
+    files = sorted((shipped_configs() / "init").iterdir())
+    if taken := [folder / file.name for file in files if os.path.lexists(folder / file.name)]:
+        raise InputError(*(f"{file} is there already: init overwrites nothing, name a new folder" for file in taken))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror}") from None
+    config = short_path(str((folder / "mine.yaml").absolute()))
+    print(f"Name your model in {config} (policy.model), then\n")
+    for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins"):
+        print(f"  {shell_command()} {command}")

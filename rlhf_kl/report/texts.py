@@ -1,0 +1,86 @@
+"""What a run's policy and its reference answer to the same held-out prompts: at its start, on its way, at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.text import read_number, safe_text
+
+HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
+TITLE = "\nHeld-out prompts, answered by both (KL in nats):"
+COLUMN = 39  # columns of a text: two fit beside each other
+SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (math.inf, "red"))  # nats of a token
+LONGEST = 800  # characters of a text that are shown
+
+
+def held_out_texts(folder: Path) -> list[dict[str, Any]]:
+    """For each prompt `{prompt, reference: {text, score, gold}, policy: [{step, text, score, gold, kl, tokens}, ...]}`.
+
+    `step`: of the update that follows, so 1 is the policy at the start. All texts of a prompt come from the same noise.
+    Scores and KL (nats) may be None. Empty if nothing has been evaluated.
+    """
+    return grouped(row for row in read_jsonl(RunFolder(folder).samples) if row.get("chosen") == HELD_OUT)
+
+
+def grouped(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same for rows of samples.jsonl; the first of a prompt holds the reference's response."""
+    texts: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        prompt = row["prompt"]
+        if "reference" in row:
+            texts.setdefault(prompt, {"prompt": prompt, "reference": _text(row["reference"]), "policy": []})
+        texts[prompt]["policy"].append(_text(row))
+    return list(texts.values())
+
+
+def across(folders: Mapping[str, Path]) -> dict[str, Any] | None:
+    """`{prompt, reference, policies: {name: text at the end}}` of a prompt that all runs have; None without one."""
+    runs = {name: {each["prompt"]: each for each in held_out_texts(folder)} for name, folder in folders.items()}
+    for prompt, each in next(iter(runs.values()), {}).items():
+        if all(prompt in texts for texts in runs.values()):
+            policies = {name: texts[prompt]["policy"][-1] for name, texts in runs.items()}
+            return {"prompt": prompt, "reference": each["reference"], "policies": policies}
+    return None
+
+
+def text_table(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
+    """`held_out_texts` for a terminal: reference (if any) and policy at the end, side by side where there is room."""
+    parts: list[RenderableType] = [Text(title, style="bold")] if texts and title else []
+    for each in texts:
+        prompt = Text(safe_text(each["prompt"].strip()[-LONGEST:], keep_newlines=True), style="cyan")
+        own = _shown("policy", each["policy"][-1])
+        pair = Columns([_shown("reference", each["reference"]), own], width=COLUMN) if "reference" in each else own
+        parts += [prompt, pair, ""]
+    return Group(*parts[:-1])
+
+
+def _shown(name: str, text: Mapping[str, Any]) -> Text:
+    """Its figures and the text; a token with a larger KL is redder."""
+    forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f}"}
+    figures = [form.format(text[key]) for key, form in forms.items() if read_number(text, key) is not None]
+    figures += ["not ended"] * (text.get("ended") is False)
+    rest, body = text["text"][:LONGEST].lstrip(), Text()
+    for token in text.get("tokens", ()):
+        piece = token["text"] if body else token["text"].lstrip()
+        if not rest.startswith(piece):  # a special token, or a part of a character
+            break
+        style = next(style for bound, style in SHADES if token["kl"] < bound)
+        body.append(safe_text(piece, keep_newlines=True), style=style)
+        rest = rest[len(piece) :]
+    body.append(safe_text(rest, keep_newlines=True) + "..." * (len(text["text"]) > LONGEST))
+    head = ((name, "bold"), (f"  {', '.join(figures)}\n" if figures else "\n", "dim"))
+    return Text.assemble(*head, body if body else "(empty)")
+
+
+def _text(row: Mapping[str, Any]) -> dict[str, Any]:
+    figures = ("step", "score", "gold", "kl", "tokens")
+    return {"text": row["response"], **{key: row[key] for key in figures if key in row}}

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf_kl.report.texts import across, held_out_texts, text_table
+
+Rows = list[dict[str, Any]]
+
+
+def rows(prompt: str, *responses: str) -> Rows:
+    """The reference's response, which is the policy's first, and those that follow every ten updates."""
+    made: Rows = [
+        {"step": 1 + 10 * i, "prompt": prompt, "response": response, "chosen": "held out", "score": i, "kl": 1.5 * i}
+        for i, response in enumerate(responses)
+    ]
+    made[0]["reference"] = {"response": responses[0], "score": None, "gold": None}
+    return made
+
+
+@pytest.fixture
+def folder(write_run: Callable[..., Path]) -> Callable[..., Path]:
+    trained = {"step": 1, "prompt": "p", "response": "trained on", "chosen": "first", "score": 0.0, "tokens": []}
+    return lambda name, *prompts: write_run(name, [], [trained, *(row for each in prompts for row in each)])
+
+
+def test_before_on_the_way_and_after(folder: Callable[..., Path]) -> None:
+    one, other = held_out_texts(folder("run", rows("p", "a", "b", "c"), rows("q", "d", "e")))
+    assert (one["prompt"], one["reference"]["text"]) == ("p", "a")
+    assert [(text["step"], text["text"], text["kl"]) for text in one["policy"]] == [
+        (1, "a", 0),
+        (11, "b", 1.5),
+        (21, "c", 3),
+    ]
+    assert [text["text"] for text in other["policy"]] == ["d", "e"]
+    assert held_out_texts(folder("new")) == []
+
+
+def test_a_prompt_that_all_runs_have(folder: Callable[..., Path]) -> None:
+    one, other = folder("one", rows("o", "x"), rows("p", "a", "b")), folder("other", rows("p", "a", "c"))
+    found = across({"low": one, "high": other})
+    assert found is not None
+    assert (found["prompt"], found["reference"]["text"]) == ("p", "a")
+    assert {name: text["text"] for name, text in found["policies"].items()} == {"low": "b", "high": "c"}
+    assert across({"low": one, "new": folder("new")}) is None
+
+
+@pytest.mark.parametrize(("width", "beside"), [(80, True), (50, False)])
+def test_two_texts_stand_beside_each_other_where_there_is_room(
+    folder: Callable[..., Path], width: int, beside: bool
+) -> None:
+    texts = held_out_texts(folder("run", rows("p", "before " * 20, "\x1b[2Jafter " * 20)))
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(text_table(texts))
+    lines = console.export_text().splitlines()
+    assert any("before" in line and "after" in line for line in lines) is beside
+    assert "\x1b[2J" not in "".join(lines)
+    assert any("score 1.00, KL 1.5" in line for line in lines)
+    assert all(len(line.rstrip()) <= width for line in lines)
+
+
+def test_tokens_are_coloured_by_their_kl_as_far_as_they_are_the_text() -> None:
+    tokens = [{"text": " cold", "kl": 0.1}, {"text": " s", "kl": 9.0}, {"text": "\ufffd", "kl": 9.0}]
+    text = {"text": " cold soup", "tokens": tokens, "ended": False, "score": 1.0}
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(text_table([{"prompt": "p", "policy": [text]}]))
+    plain = console.export_text(clear=False)
+    assert [line.rstrip() for line in plain.splitlines()] == ["p", "policy  score 1.00, not ended", "cold soup"]
+    assert "\x1b[33mcold\x1b[0m\x1b[31m s\x1b[0moup" in console.export_text(styles=True)
