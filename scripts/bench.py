@@ -199,7 +199,7 @@ def layer_matrices(model: Any) -> Counter[tuple[int, int]]:
 def floors(world: World, args: argparse.Namespace, value: str, dtype: str, length: float) -> dict[str, Any]:
     """Least seconds of each phase for responses of a mean length, every row read whole; attention's products are small.
 
-    Scoring reads the policy, the reference, the reward model and a separate value function, and takes two logits.
+    Scoring reads the reference, the reward model and a separate value function, and takes two logits.
     """
     model, device, batch = load_causal_lm(str(world.policy)), args.device, world.batch
     matrices, (vocabulary, hidden) = layer_matrices(model), model.get_output_embeddings().weight.shape
@@ -222,7 +222,7 @@ def floors(world: World, args: argparse.Namespace, value: str, dtype: str, lengt
     again = (args.microbatch or 1) * length > chunk  # a pass has several chunks: their logits are computed twice
     return {
         "rollout_s": max(body + head, body * prompt * batch / tokens + length * read / rates["memory"]),
-        "score_s": (2 + trunks) * body + 2 * head,
+        "score_s": (1 + trunks) * body + 2 * head,
         "update_s": world.epochs * (3 * trunks * body + (3 + again) * head),
         **{f"{name}_giga_per_s": rate / 1e9 for name, rate in rates.items()},
     }

@@ -1,16 +1,17 @@
-"""Seconds to a score at equal KL: `rlhf-kl train` beside RLOO and GRPO of TRL.
+"""Seconds of an update, and to a score at equal KL: `rlhf-kl train` beside RLOO, GRPO and PPO of TRL.
 
     python scripts/bench_groups.py [FOLDER] [--model llama] [--dtype bfloat16]
 
 `make bench-trl` makes an environment with TRL (--peer-python names another) and runs this. Both sides do the same work
-with the same policy, reward model, prompts and number of threads (OMP_NUM_THREADS): one pass over each batch in
+with the same policy, reward model, prompts and number of threads (OMP_NUM_THREADS): --epochs passes over each batch in
 --minibatches optimizer steps, with the same group size, lengths and peak learning rate, which falls linearly there and
 as `adaptive` has it here; a text that is cut off pays 1. Ours has its defaults otherwise, and its seconds hold the
 reference samples and the closing evaluation. TRL gives a policy no positions, so that padding would shift GPT-2's: of
 the prompts only those of the most usual length are used, by both sides.
 
 The models: `reviews`, the built-in one; `llama`, of 43M parameters with random weights, which has seconds an update but
-no score that means anything.
+no score that means anything; `gpt2`, of GPT-2 small's shape, beside TRL's PPO: its last release is 1.12.0, in an
+environment of its own that --peer-python names.
 
 A peer's constant beta is first searched for, on seed 0, until the KL over the last fifth of the run is within a tenth
 of the target; --betas rloo=0.3 gives it. Each seed then runs one side after the other. The KL is the estimate that
@@ -29,18 +30,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from bench import random_world, run_alone
+from bench import SHAPES, World, floors, random_world, run_alone
 
-from rlhf_kl.commands.world import World
+from rlhf_kl.commands.world import World as BuiltIn
 from rlhf_kl.models.load import load_tokenizer
 from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import read_jsonl
 
-PEERS = ("rloo", "grpo")
-SIDES = ("gae", "rloo", "grpo", *(f"TRL {name}" for name in PEERS))
+PEERS = ("rloo", "grpo", "ppo")
+SIDES = ("gae", "rloo", "grpo", "TRL rloo", "TRL grpo")
+ALL_SIDES = (*SIDES, "TRL ppo")
+PHASES = ("rollout", "score", "train")
 WINDOW = 5  # updates whose mean is "the score"
 SEARCH = 5  # most runs that look for a peer's beta
 NEAR = 0.1  # of the target
@@ -57,6 +61,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "reviews": {"score": 2.5},
     # A small rate, so that no response learns to end, and any beta: no KL is compared.
     "llama": {"seeds": [0, 1], "batch": 32, "updates": 12, "learning_rate": 1e-6, "betas": ["rloo=0.1", "grpo=0.1"]},
+    # As the last release of TRL's PPO was compared: one optimizer step in each of two passes.
+    "gpt2": {"seeds": [0], "batch": 16, "group": 1, "epochs": 2, "minibatches": 1, "updates": 8, "max_new_tokens": 32}
+    | {"learning_rate": 1e-6, "betas": ["ppo=0.1"], "sides": ["gae", "TRL ppo"]},
 }
 SETTINGS = """
 extends: ppo_adaptive.yaml
@@ -72,7 +79,7 @@ class Run(NamedTuple):
     seconds: list[float]  # since the start, at the end of each update
     scores: list[float]  # of the reward model, less 1 where the text was cut off
     kl: float  # per token, over the last fifth
-    update_s: float  # median without the first two
+    spent: list[float]  # seconds of an update and of its PHASES: medians without the first two
     memory_mb: float
 
     @property
@@ -102,7 +109,11 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
         settings |= {"eval.texts": held_out, "eval.prompts": held_out, "ppo.advantage": advantage}
         settings |= {"rollout.batch_size": args.batch, "rollout.max_new_tokens": args.max_new_tokens}
         settings |= {"rollout.samples_per_prompt": 1 if advantage == "gae" else args.group}
-        settings |= {"ppo.epochs": 1, "ppo.minibatch_size": args.batch // args.minibatches, "kl.target": args.target}
+        settings |= {
+            "ppo.epochs": args.epochs,
+            "ppo.minibatch_size": args.batch // args.minibatches,
+            "kl.target": args.target,
+        }
         settings |= {"ppo.learning_rate": args.learning_rate, "ppo.total_episodes": args.batch * args.updates}
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), "--quiet", "--overwrite"]
@@ -115,7 +126,7 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
         [start + sum(times[: i + 1]) for i in range(len(times))],
         [row["objective/scores"] - 1 + row["rollout/eos_rate"] for row in rows],
         fmean(row["kl/k3"] for row in rows[-len(rows) // 5 :]),
-        median(times[2:]),
+        [median(row[f"time/{name}_s"] for row in rows[2:]) for name in ("step", "rollout", "score", "update")],
         rows[-1]["perf/peak_memory_mb"],
     )
 
@@ -135,7 +146,7 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
         [point["seconds"] for point in curve],
         [point["score"] for point in curve],
         fmean(point["kl"] for point in curve[-len(curve) // 5 :]),
-        found["median_update_s"],
+        [found[f"{name}_s"] for name in ("update", *PHASES)],
         found["peak_rss_mb"],
     )
 
@@ -171,12 +182,12 @@ def spread(values: Iterable[float], places: int) -> str:
 
 def table(runs: dict[str, list[Run]], score: float | None) -> str:
     """One row for each side: mean (standard deviation) over the seeds, of the seconds the median over all of them."""
-    head = ["", "seconds an update", "memory, MB", "KL"]
+    head = ["", "seconds an update", *PHASES, "memory, MB", "KL"]
     if score is not None:
         head += ["score", f"median seconds to {score:g}", "reached"]
     rows = []
     for side, found in runs.items():
-        row = [side, f"{median(run.update_s for run in found):.3g}"]
+        row = [side, *(f"{median(each):.3g}" for each in zip(*(run.spent for run in found), strict=True))]
         row += [spread((run.memory_mb for run in found), 0), spread((run.kl for run in found), 3)]
         if score is not None:
             times = [run.seconds_to(score) for run in found]
@@ -199,13 +210,13 @@ def same_length(args: argparse.Namespace) -> None:
 
 def make_models(args: argparse.Namespace) -> None:
     """The policy, reward model and prompts of --model."""
-    if args.model == "llama":
-        folder = args.folder / "llama"
+    if args.model != "reviews":
+        folder = args.folder / args.model
         if not (folder / "prompts.jsonl").exists():  # written last
-            random_world(folder, LLAMA, [16] * 512)
+            random_world(folder, LLAMA if args.model == "llama" else SHAPES[args.model], [16] * 512)
         args.policy, args.reward, args.prompts = folder / "policy", folder / "reward", folder / "prompts.jsonl"
     else:
-        world = World("builtin:reviews")
+        world = BuiltIn("builtin:reviews")
         args.policy, args.reward, args.prompts = world.policy(), world.reward_model(), world.file("prompts")
 
 
@@ -217,7 +228,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--peer-python", default=str(ROOT / ".venv-integrations" / "bin" / "python"), help="of the peer's environment")
     add("--model", choices=DEFAULTS, default="reviews", help="has its own defaults")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the layers' computation")
-    add("--sides", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=f"of {', '.join(SIDES)}")
+    add(
+        "--sides",
+        nargs="+",
+        choices=(*SIDES, "TRL ppo"),
+        default=SIDES,
+        metavar="SIDE",
+        help=f"of {', '.join(SIDES)}, TRL ppo",
+    )
     add("--seeds", nargs="+", type=int, default=list(range(5)))
     add("--betas", nargs="+", default=[], metavar="METHOD=BETA", help="of the peer, instead of looking for it")
     add("--score", type=float, help="seconds to which are in the table")
@@ -225,7 +243,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--updates", type=int, default=60)
     add("--batch", type=int, default=64, help="responses per update")
     add("--group", type=int, default=4, help="responses per prompt")
-    add("--minibatches", type=int, default=4, help="optimizer steps per update")
+    add("--epochs", type=int, default=1, help="passes over each batch")
+    add("--minibatches", type=int, default=4, help="optimizer steps per pass")
     add("--max-new-tokens", type=int, default=48)
     add("--learning-rate", type=float, default=2e-4)
     return parser
@@ -251,12 +270,17 @@ def main(words: Sequence[str] | None = None) -> None:
             peer = side.removeprefix("TRL ")
             run = our_run(args, side, seed) if peer == side else peer_run(args, peer, betas[peer], seed)
             runs[side].append(run)
-            print(f"{side}, seed {seed}: {run.update_s:.3g} s an update, KL {run.kl:.4g}", flush=True)
+            print(f"{side}, seed {seed}: {run.spent[0]:.3g} s an update, KL {run.kl:.4g}", flush=True)
     print("\nbetas of TRL:", ", ".join(f"{name} {beta:.4g}" for name, beta in betas.items()))
     for side in [side for side in args.sides if args.score is not None and not side.startswith("TRL ")]:
         landed = sum(is_near(run.kl, args.target) for run in runs[side])
         print(f"{side}: {landed} of {len(args.seeds)} runs landed near the target, without a search")
     print(table(runs, args.score))
+    world = World(args.policy, args.reward, args.prompts, args.batch, args.max_new_tokens, args.epochs)
+    sizes: Any = SimpleNamespace(device="cpu", microbatch=args.batch // args.minibatches)
+    least = floors(world, sizes, "none", args.dtype, args.max_new_tokens)
+    print("the matrix products alone, at this machine's rate for them and responses of full length:", end=" ")
+    print(", ".join(f"{key} {value:.3g}" for key, value in least.items()))
 
 
 if __name__ == "__main__":

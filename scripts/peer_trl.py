@@ -1,25 +1,30 @@
-"""TRL's RLOO or GRPO on a policy, a reward model and prompts: the peer of `scripts/bench_groups.py`.
+"""TRL's RLOO, GRPO or PPO on a policy, a reward model and prompts: the peer of `scripts/bench_groups.py`.
 
-Its argument is JSON: `method` (rloo or grpo), `policy`, `reward` and `prompts` (folders, and a .jsonl file), `beta`,
-`dtype`, `seed`, `updates`, `batch`, `group`, `minibatches`, `max_new_tokens`, `learning_rate` (falls linearly).
+Its argument is JSON: `method` (rloo, grpo, or ppo, which ends with TRL 1.12), `policy`, `reward` and `prompts`
+(folders, and a .jsonl file), `beta`, `dtype`, `seed`, `updates`, `batch`, `group`, `epochs`, `minibatches`,
+`max_new_tokens`, `learning_rate` (falls linearly).
 
-The work of an update is that of `rlhf-kl train`: one pass over the batch, in as many optimizer steps as there are
-minibatches. A text that is cut off pays 1. bfloat16 is TRL's own mixed precision: the weights stay float32,
-the layers run under autocast, those of the reward model too. Texts are padded on the right for the reward model,
-since GPT-2's positions are absolute.
+The work of an update is that of `rlhf-kl train`: as many passes over the batch and as many optimizer steps in each.
+PPO trains a value model as large as the reward model, and has no phases in the result. A text that is cut off pays 1.
+bfloat16 is TRL's own mixed precision: the weights stay float32, the layers run under autocast, those of the reward
+model too. Texts are padded on the right for the reward model, since GPT-2's positions are absolute.
 
 The last line is JSON: `curve` (after each update the seconds since the start, the mean score, and the KL per token:
-k1 for RLOO, k3 for GRPO), `median_update_s` without the first two updates, `peak_rss_mb` and `threads`.
+k1 for RLOO and PPO, k3 for GRPO), `update_s` and its phases `rollout_s`, `score_s` and `train_s` (medians without the
+first two updates), `peak_rss_mb` and `threads`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,18 +35,28 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PrinterCallback,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 METHODS = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}
+
+
+def classifier(folder: str) -> Any:
+    """A reward or value model, in float32."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
 
 
 class Scorer:
     """Scores of prompts with their responses and an EOS, as `rlhf-kl train` has them of the same reward model."""
 
     def __init__(self, folder: str, end: int, dtype: torch.dtype) -> None:
-        self.model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-        self.model.eval()
+        self.model = classifier(folder).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
         self.end, self.dtype = end, dtype
         self.__name__ = "score"  # TRL names its metrics after the function
@@ -59,24 +74,47 @@ class Scorer:
 
 
 class Curve(TrainerCallback):
-    """Notes time, score and KL at the end of each update."""
+    """Notes time, score and KL at the end of each update, and the seconds of its phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
+        """`length`: of a response that is not cut."""
+        self.length = length
         self.points: list[dict[str, float]] = []
+        self.spent = Counter[str]()
+
+    def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, its seconds added to a phase."""
+
+        def wrapper(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self.spent[phase] += time.perf_counter() - start
+
+        return wrapper
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.start = time.perf_counter()
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
+        seconds = time.perf_counter() - self.start
         if "reward" in logs:  # the last log is a summary
-            seconds = time.perf_counter() - self.start
-            self.points.append({"seconds": seconds, "score": logs["reward"], "kl": logs["kl"]})
+            self.points.append({"seconds": seconds, "score": logs["reward"], "kl": logs["kl"], **self.spent})
+        elif "objective/kl" in logs:  # of PPO, summed over a response
+            kl = logs["objective/kl"] / self.length
+            self.points.append({"seconds": seconds, "score": logs["objective/scores"], "kl": kl})
 
 
 def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
     """The curve of a run."""
-    config, trainer = METHODS[args.method]
     lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+    tokenizer, curve = AutoTokenizer.from_pretrained(args.policy, padding_side="left"), Curve(args.max_new_tokens)
+    if args.method == "ppo":
+        train_ppo(args, folder, prompts, tokenizer, curve)
+        return curve.points
+    config, trainer = METHODS[args.method]
     settings = config(
         output_dir=folder,
         seed=args.seed,
@@ -84,7 +122,7 @@ def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
         learning_rate=args.learning_rate,
         per_device_train_batch_size=args.batch // args.minibatches,
         steps_per_generation=args.minibatches,
-        num_iterations=1,
+        num_iterations=args.epochs,
         num_generations=args.group,
         max_completion_length=args.max_new_tokens,
         max_steps=args.updates * args.minibatches,
@@ -97,19 +135,63 @@ def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
         save_strategy="no",
         disable_tqdm=True,
     )
-    tokenizer = AutoTokenizer.from_pretrained(args.policy, padding_side="left")
-    curve = Curve()
     made = trainer(
         model=args.policy,
         reward_funcs=Scorer(args.reward, tokenizer.eos_token_id, getattr(torch, args.dtype)),
         args=settings,
-        train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines if line.strip()]),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=tokenizer,
         callbacks=[curve],
     )
     made.remove_callback(PrinterCallback)  # a line for every update
+    made._generate = curve.timed("rollout", made._generate)
+    made._generate_and_score_completions = curve.timed("rollout and score", made._generate_and_score_completions)
     made.train()
     return curve.points
+
+
+def train_ppo(args: SimpleNamespace, folder: str, prompts: list[str], tokenizer: Any, curve: Curve) -> None:
+    """The same with PPO."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    needed = args.batch * args.updates
+    rows = [{"input_ids": tokenizer(prompt)["input_ids"]} for prompt in prompts]
+    data = Dataset.from_list((rows * (needed // len(rows) + 1))[:needed])
+    settings = PPOConfig(
+        output_dir=folder,
+        seed=args.seed,
+        kl_coef=args.beta,
+        learning_rate=args.learning_rate,
+        per_device_train_batch_size=args.batch // args.minibatches,
+        gradient_accumulation_steps=args.minibatches,
+        num_mini_batches=args.minibatches,
+        num_ppo_epochs=args.epochs,
+        total_episodes=needed,
+        local_rollout_forward_batch_size=args.batch,
+        response_length=args.max_new_tokens,
+        temperature=1.0,
+        stop_token="eos",
+        missing_eos_penalty=1.0,
+        bf16=args.dtype == "bfloat16",
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        num_sample_generations=0,
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    policy, reference = (AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32) for _ in range(2))
+    PPOTrainer(
+        args=settings,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=reference,
+        reward_model=classifier(args.reward),
+        value_model=classifier(args.reward),
+        train_dataset=data,
+        eval_dataset=data.select(range(args.batch)),
+        callbacks=[curve],
+    ).train()
 
 
 def main() -> None:
@@ -117,9 +199,16 @@ def main() -> None:
     args = SimpleNamespace(**json.loads(sys.argv[1]))
     with tempfile.TemporaryDirectory() as folder:
         curve = train(args, folder)
+
+    def spent(name: str) -> float:
+        return median(after.get(name, math.nan) - before.get(name, math.nan) for before, after in pairwise(curve[1:]))
+
     result = {
         "curve": curve,
-        "median_update_s": median(after["seconds"] - before["seconds"] for before, after in pairwise(curve[1:])),
+        "update_s": spent("seconds"),
+        "rollout_s": spent("rollout"),
+        "score_s": spent("rollout and score") - spent("rollout"),
+        "train_s": spent("seconds") - spent("rollout and score"),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "threads": torch.get_num_threads(),
     }
