@@ -34,6 +34,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import trl
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -42,9 +43,6 @@ from transformers import (
     PrinterCallback,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-METHODS = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}
 
 
 def classifier(folder: str) -> Any:
@@ -114,7 +112,7 @@ def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
     if args.method == "ppo":
         train_ppo(args, folder, prompts, tokenizer, curve)
         return curve.points
-    config, trainer = METHODS[args.method]
+    config, trainer = (getattr(trl, f"{args.method.upper()}{part}") for part in ("Config", "Trainer"))
     settings = config(
         output_dir=folder,
         seed=args.seed,
