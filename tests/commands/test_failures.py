@@ -96,7 +96,7 @@ place = pathlib.Path(__file__).parent / "calls"
 def score(prompts, responses):
     calls = int(place.read_text()) + 1 if place.exists() else 1
     place.write_text(str(calls))
-    if calls >= 8 and {broken}:
+    if calls >= 10 and {broken}:
         if any('b' in r for r in responses): raise ValueError('no b please')
     return [response.count("a") / 8 for response in responses]
 """

@@ -97,7 +97,9 @@ def test_merge_writes_the_whole_model(
     adapter = rlhf_kl(
         "eval", "--model", tmp_path / "run" / "final", "--texts", tiny_settings["eval"]["texts"], "--json"
     )
-    assert json.loads(whole.out) == pytest.approx(json.loads(adapter.out), rel=1e-5)
+    whole, adapter = (json.loads(outcome.out) for outcome in (whole, adapter))
+    assert whole.pop("standard_errors") == pytest.approx(adapter.pop("standard_errors"), rel=1e-3)
+    assert whole == pytest.approx(adapter, rel=1e-5)
     assert type(merged).__name__ == "GPT2LMHeadModel"
     cards = [(tmp_path / "run" / name / "README.md").read_text() for name in ("final", "merged")]
     assert ["library_name: peft" in card for card in cards] == [True, False]

@@ -166,7 +166,8 @@ def checked(train: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[Ro
         settings = [change.format(mine=tmp_path / "mine.py") for change in changes]
         train(tmp_path / folder, data, "reward.missing_eos_penalty=0", *settings, resume=resume)
         updates = [row for row in read_jsonl(tmp_path / folder / "metrics.jsonl") if "kl/token" in row]
-        return updates, read_jsonl(tmp_path / folder / "samples.jsonl")
+        samples = read_jsonl(tmp_path / folder / "samples.jsonl")
+        return updates, [sample for sample in samples if sample["chosen"] != "held out"]
 
     return run
 
