@@ -113,8 +113,7 @@ def casting_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     The same bits. For passes without gradients, with weights that do not change.
     """
-    kinds = (nn.Linear, Conv1D) if dtype != torch.float32 else ()
-    layers: list[Any] = [layer for layer in model.modules() if type(layer) in kinds]
+    layers: list[Any] = [x for x in model.modules() if type(x) in (nn.Linear, Conv1D) and dtype != torch.float32]
     last: tuple[Any, int, Any] = None, 0, None  # what was cast last, its version, and the result
 
     def faster(layer: Any) -> Callable[[Tensor], Tensor]:
@@ -205,8 +204,5 @@ def attends_to_everything(config: Any) -> bool:
 
 
 def keeps_each_token(config: Any) -> bool:
-    """Whether every layer of a model keeps the keys and values of single tokens.
-
-    A layer with a running state (linear attention, Mamba) overwrites it, so no gradient goes through its cache.
-    """
+    """Whether every layer of a model keeps the keys and values of single tokens, not a running state (as Mamba)."""
     return all(type(layer) in RESERVED for layer in DynamicCache(config=config).layers)

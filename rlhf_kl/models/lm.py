@@ -270,5 +270,9 @@ def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Seque
     layout = text_layout(rows, starts, lm.device)
     packed = layout.pack(range(len(rows)))
     ids = layout.response_ids.flatten()[packed.places]
-    (logprobs,) = lm.states(packed, lambda logits, _: logits.map(lambda x, at: (chosen_logprobs(x, ids[at]),)))
-    return -logprobs.sum(), len(ids)
+
+    def nats(logits: Tensor, at: slice) -> tuple[Tensor]:
+        return (-chosen_logprobs(logits, ids[at]),)
+
+    loss: Tensor = lm.states(packed, lambda logits, _: logits.map(nats)[0].sum())
+    return loss, len(ids)
