@@ -115,7 +115,7 @@ class Ranks:
 
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], most: float = math.inf
-    ) -> float:
+    ) -> Tensor:
         """Sum the gradients over all ranks, scale them down to a joint norm of `most`, and take the step.
 
         Returns the norm before; where it is not finite, the step is left out.
@@ -123,7 +123,10 @@ class Ranks:
         parameters = list(parameters)
         self._sum_gradients(parameters)
         norm = self._clip_gradients(parameters, most)
-        if math.isfinite(norm):
+        fused = optimizer.defaults.get("fused")
+        if fused:  # its kernels leave the step out themselves: nothing waits for the device
+            optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        if fused or norm.isfinite():
             optimizer.step()
         optimizer.zero_grad()
         return norm
@@ -141,9 +144,9 @@ class Ranks:
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give every parameter the sum of its gradients over all ranks; without any gradient it keeps none."""
 
-    def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> float:
+    def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
         """Scale all gradients down if their joint norm is above `most`; returns the norm before."""
-        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+        return torch.nn.utils.clip_grad_norm_(parameters, most)
 
 
 class Group(Ranks):
@@ -171,15 +174,16 @@ class Group(Ranks):
         learning = [p for p in parameters if p.requires_grad and not is_sharded(p)]
         if not learning:
             return
-        # Behind the gradients go flags: which are there. An expert that no token of a rank used has none.
-        flags = torch.tensor([float(p.grad is not None) for p in learning]).to(learning[-1])
+        # Beside the gradients go flags: which are there. An expert that no token of a rank used has none.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in learning]
-        for transfer in [dist.all_reduce(tensor, async_op=True) for tensor in [*gradients, flags]]:
+        transfers = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        flags = self.sum(torch.tensor([float(p.grad is not None) for p in learning]))
+        for transfer in transfers:
             transfer.wait()
         for parameter, gradient, present in zip(learning, gradients, flags.tolist(), strict=True):
             parameter.grad = gradient if present else None
 
-    def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> float:
+    def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
         if not any(map(is_sharded, parameters)):
             return super()._clip_gradients(parameters, most)
         shards = whole = torch.zeros((), dtype=torch.float64)
@@ -187,9 +191,9 @@ class Group(Ranks):
         for sharded, gradient in gradients:
             square = torch.linalg.vector_norm(gradient).double().cpu().square()
             shards, whole = (shards + square, whole) if sharded else (shards, whole + square)
-        norm = float((self.sum(shards) + whole).sqrt())
+        norm = (self.sum(shards) + whole).sqrt()
         for _, gradient in gradients if norm > most else ():
-            gradient.mul_(most / (norm + 1e-6))
+            gradient.mul_(float(most / (norm + 1e-6)))
         return norm
 
     def is_first_to_fail(self) -> bool:

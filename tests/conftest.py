@@ -153,6 +153,29 @@ def new_model(letters: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def reads_of() -> Callable[..., list[str]]:
+    """`reads_of(work)`: the calls of `work()` that fetch numbers from a device, by name."""
+    from torch.overrides import TorchFunctionMode
+
+    class Reads(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.__name__ in {"item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__", "__index__"}:
+                self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def count(work: Callable[[], Any]) -> list[str]:
+        with Reads() as reads:
+            work()
+        return reads.seen
+
+    return count
+
+
+@pytest.fixture(scope="session")
 def prompts_of(letters: Any) -> Callable[..., PromptBatch]:
     """`prompts_of("ab", "a")`: a left-padded batch."""
     from rlhf_kl.models.text import encode, pad

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,12 +38,17 @@ def test_several_share_the_rows_without_gap_or_overlap_and_one_writes() -> None:
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_step_is_clipped_and_left_out_where_its_gradient_is_not_finite(bad: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_is_clipped_and_left_out_where_its_gradient_is_not_finite(
+    optimizer: Any, fused: bool, bad: bool
+) -> None:
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, torch.inf if bad else 4.0])
-    norm = Ranks().step(torch.optim.SGD([weight], lr=1.0), [weight], 1.0)
-    assert norm == (torch.inf if bad else 5.0)
-    torch.testing.assert_close(weight.detach(), torch.zeros(2) if bad else -torch.tensor([0.6, 0.8]))
+    norm = Ranks().step(optimizer([weight], lr=1.0, fused=fused), [weight], 1.0)
+    assert float(norm) == (torch.inf if bad else 5.0)
+    moved = -torch.ones(2) if optimizer is torch.optim.AdamW else -torch.tensor([0.6, 0.8])
+    torch.testing.assert_close(weight.detach(), torch.zeros(2) if bad else moved)
     assert weight.grad is None
 
 
@@ -59,7 +65,7 @@ def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPa
     """Of two processes that have the same gradients; the all-reduce is stood in for."""
     travelled: list[int] = []
 
-    def doubled(tensor: torch.Tensor, async_op: bool) -> SimpleNamespace:
+    def doubled(tensor: torch.Tensor, async_op: bool = False, group: None = None) -> SimpleNamespace:
         travelled.append(tensor.numel())
         tensor.mul_(2.0)
         return SimpleNamespace(wait=lambda: None)
@@ -69,6 +75,7 @@ def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPa
     learned, more, unused = (nn.Parameter(torch.ones(size)) for size in (5, 3, 4))
     learned.grad, more.grad = torch.full((5,), 3.0), torch.full((3,), 0.5)
     group = Group.__new__(Group)
+    group.control = None
     group._sum_gradients([frozen, learned, more, unused])
     assert torch.equal(learned.grad, torch.full((5,), 6.0))
     assert torch.equal(more.grad, torch.ones(3))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.pytorch_utils import Conv1D
 
-from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
@@ -17,20 +19,6 @@ from rlhf_kl.types import Sampled, Sampling
 STOP_TEST_EVERY = {"cpu": 1, "cuda": 8}  # steps; reading the finished rows from a GPU makes it wait
 COMPACT_BELOW = 0.8  # share of unfinished rows below which the finished ones are removed from the batch
 GROWTH = 128  # tokens of space that a cache gets at a time
-
-
-class Decoder(Protocol):
-    """A model that decodes token by token: `rlhf_kl.models.lm.LM`."""
-
-    dtype: torch.dtype
-
-    def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]: ...
-
-    def step(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]: ...
-
-    def step_mask(self, mask: Tensor, *, padded: bool) -> Tensor | None: ...
-
-    def logits(self, hidden: Tensor) -> Logits: ...
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -46,8 +34,8 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return ids.squeeze(1), logp.gather(1, ids).squeeze(1)
 
 
-def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
-    """Responses to prompts; a response ends with its first end-of-text token.
+def decode(model: Any, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
+    """Responses of an `LM` to prompts; a response ends with its first end-of-text token.
 
     `noise` (B, max_new_tokens) decides the tokens. Results are trimmed to the longest response. `keep_states`: the
     hidden states that tokens were drawn from are kept.
@@ -76,6 +64,7 @@ def decode(model: Decoder, prompts: SharedPrompts, noise: Tensor, sampling: Samp
             end = width + column
             seen = model.step_mask(mask[:, :end], padded=padded)
             hidden, cache = model.step(tokens.unsqueeze(1), seen, positions[:, end - 1 : end], cache)
+            hidden = hidden[:, -1]
         tokens, logprobs = model.logits(hidden).map(pick)
         drawn.append((rows, tokens, logprobs))
         if keep_states:
@@ -118,6 +107,40 @@ def _states_of(mask: Tensor, drawn: list[tuple[Tensor, Tensor, Tensor]], states:
     return grid[mask]
 
 
+@contextlib.contextmanager
+def casting_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, linear layers under autocast to `dtype` cast their weights once, and what several of them read once.
+
+    The same bits. For passes without gradients, with weights that do not change.
+    """
+    layers: list[Any] = [x for x in model.modules() if type(x) in (nn.Linear, Conv1D) and dtype != torch.float32]
+    last: tuple[Any, int, Any] = None, 0, None  # what was cast last, its version, and the result
+
+    def faster(layer: Any) -> Callable[[Tensor], Tensor]:
+        usual, device, weight, bias = layer.forward, layer.weight.device.type, layer.weight.to(dtype), layer.bias
+        weight, bias = weight.T if type(layer) is Conv1D else weight, None if bias is None else bias.to(dtype)
+
+        def forward(x: Tensor) -> Tensor:
+            nonlocal last
+            if not torch.is_autocast_enabled(device):
+                return usual(x)  # type: ignore[no-any-return]
+            if x.dtype != dtype:
+                if x is not last[0] or x._version != last[1]:
+                    last = x, x._version, x.to(dtype)
+                x = last[2]
+            return nn.functional.linear(x, weight, bias)
+
+        return forward
+
+    try:
+        for layer in layers:
+            layer.forward = faster(layer)
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
 # ---- the key-value cache: space is reserved once, and finished rows are removed
 
 
@@ -128,15 +151,9 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
     then cast for each new token.
     """
 
+    room: list[Tensor]  # keys and values, with space behind them
+    end: int  # of them in it
     sliding_window: int | None = None  # tokens that the layer attends to, a new one included; None = all
-
-    def take(self, layer: DynamicLayer, most: int, dtype: torch.dtype) -> Self:
-        """Take over the content of a layer, for at most `most` tokens in total."""
-        self.lazy_initialization(layer.keys, layer.values)
-        self.most, self.room = most, [x.to(dtype) for x in (layer.keys, layer.values)]
-        self.end = layer.keys.shape[2]
-        self.keys, self.values = self.room
-        return self
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Add new tokens; returns the keys and values that they attend to."""
@@ -160,15 +177,13 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
 class ReservedWindow(ReservedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """The same for a layer that attends to the last tokens only; it keeps older ones, out of sight."""
 
-    def take(self, layer: DynamicSlidingWindowLayer, most: int, dtype: torch.dtype) -> Self:
-        """See `ReservedLayer`."""
-        self.cumulative_length = layer.cumulative_length
-        return super().take(layer, most, dtype)
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """See `ReservedLayer`."""
         self.cumulative_length += key_states.shape[2]
         return super().update(key_states, value_states)
+
+
+RESERVED = {DynamicLayer: ReservedLayer, DynamicSlidingWindowLayer: ReservedWindow}
 
 
 def reserve(cache: Any, most: int, dtype: torch.dtype) -> None:
@@ -176,13 +191,11 @@ def reserve(cache: Any, most: int, dtype: torch.dtype) -> None:
 
     Layers of another kind (running states) are not changed.
     """
-    if type(cache) is not DynamicCache:
-        return
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[number] = ReservedLayer().take(layer, most, dtype)
-        elif type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
-            cache.layers[number] = ReservedWindow(layer.sliding_window).take(layer, most, dtype)
+    for layer in cache.layers if type(cache) is DynamicCache else ():
+        if type(layer) in RESERVED and layer.is_initialized:
+            layer.__class__ = RESERVED[type(layer)]
+            layer.most, layer.end = most, layer.keys.shape[2]
+            layer.keys, layer.values = layer.room = [x.to(dtype) for x in (layer.keys, layer.values)]
 
 
 def attends_to_everything(config: Any) -> bool:
@@ -191,9 +204,5 @@ def attends_to_everything(config: Any) -> bool:
 
 
 def keeps_each_token(config: Any) -> bool:
-    """Whether every layer of a model keeps the keys and values of single tokens.
-
-    A layer with a running state (linear attention, Mamba) overwrites it, so no gradient goes through its cache.
-    """
-    kept = (DynamicLayer, DynamicSlidingWindowLayer)
-    return all(type(layer) in kept for layer in DynamicCache(config=config).layers)
+    """Whether every layer of a model keeps the keys and values of single tokens, not a running state (as Mamba)."""
+    return all(type(layer) in RESERVED for layer in DynamicCache(config=config).layers)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
-from rlhf_kl.models.decoding import attends_to_everything, decode, keeps_each_token
+from rlhf_kl.models.decoding import attends_to_everything, casting_once, decode, keeps_each_token
 from rlhf_kl.models.logits import (
     Head,
     Logits,
@@ -59,8 +59,7 @@ class Trunk(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where its parameters are."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
 
     @property
     def base(self) -> Any:
@@ -97,14 +96,8 @@ class Trunk(nn.Module):
         if not ids.shape[1]:
             return last.unsqueeze(1)
         mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
-        output = self.base.base_model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids(mask)[:, -ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return torch.cat([last.unsqueeze(1), output.last_hidden_state], 1)
+        states, _ = self.step(ids, mask, position_ids(mask)[:, -ids.shape[1] :], cache)
+        return torch.cat([last.unsqueeze(1), states], 1)
 
     def read_prompts(self, prompts: SharedPrompts) -> tuple[Tensor, Any, Tensor]:
         """Hidden states (B, H) after the prompts of the rows, the cache to continue from, and its mask (B, C + R).
@@ -122,17 +115,18 @@ class Trunk(nn.Module):
             mask = torch.cat([whole.expand(len(mask), -1), mask], 1)
         positions = position_ids(mask)[:, len(prompts.prefix) :]
         hidden, cache = self.step(prompts.ids, mask, positions, cache)
+        hidden = hidden[:, -1]
         if len(prompts.copies) > len(prompts.ids):
             cache.reorder_cache(prompts.copies)
             hidden, mask = hidden[prompts.copies], mask[prompts.copies]
         return hidden, cache, mask
 
     def step(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Hidden states (B, H) after the last of `ids` (B, n), and the cache with the keys and values of all."""
+        """Hidden states (B, n, H) of `ids` (B, n) behind a cache, and the cache with the keys and values of all."""
         output = self.base.base_model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        return output.last_hidden_state[:, -1], output.past_key_values
+        return output.last_hidden_state, output.past_key_values
 
     def step_mask(self, mask: Tensor, *, padded: bool) -> Tensor | None:
         """The mask of a step of one token from `mask` (B, L), in the form that transformers need not look through."""
@@ -157,8 +151,7 @@ class LM(Trunk):
 
     def states(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
         """One forward pass; `use(logits, hidden)` runs inside of it, with `hidden` (N, H)."""
-        result: R = self(rows, use)
-        return result
+        return self(rows, use)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Logits:
         """Logits at stored hidden states (N, H), up to a shift in each row: costs only a pass of the head."""
@@ -185,26 +178,19 @@ class LM(Trunk):
         """Whether products of the head may round."""
         return self.dtype == torch.bfloat16 and can_shift(layer, self.model.config.get_text_config())
 
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Inside, the weights do not change, and logits are only sampled from."""
-        layer = self.base.get_output_embeddings()
-        self.fixed_head = decoding_head(layer) if self._rounds(layer) else self.head()
-        try:
-            yield
-        finally:
-            self.fixed_head = None
-
     @torch.no_grad()
     def sample(self, prompts: PromptBatch, noise: Tensor, sampling: Sampling) -> Sampled:
         """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
-        device = self.device
-        # One context for all steps: the weights are converted once.
-        with self.active(), self.precision(), self.decoding():
-            rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
-            # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
-            keep = self.dtype == torch.float32
-            return decode(self, share_prompts(rows, device), noise, sampling, keep_states=keep)
+        rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+        layer = self.base.get_output_embeddings()
+        # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
+        keep = self.dtype == torch.float32
+        with self.active(), self.precision(), casting_once(self.base.base_model, self.dtype):
+            self.fixed_head = decoding_head(layer) if self._rounds(layer) else self.head()
+            try:
+                return decode(self, share_prompts(rows, self.device), noise, sampling, keep_states=keep)
+            finally:
+                self.fixed_head = None
 
 
 @torch.no_grad()
@@ -265,13 +251,11 @@ def enable_recompute(model: Any) -> None:
 def recomputing(model: Any) -> Iterator[None]:
     """A forward pass whose layers are recomputed later, if that was switched on and gradients are enabled.
 
-    Layers recompute only in training mode, in which they reject the cache that sampling needs. So their mode is
-    changed for this pass only. Their submodules keep their mode: the router of a mixture of experts, for example,
-    draws noise in training mode.
+    Layers recompute only in training mode, in which they reject the cache that sampling needs, so they are in it for
+    this pass only. Their submodules are not: a router of experts, for example, would draw noise.
     """
-    layers = []
-    if torch.is_grad_enabled():
-        layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    modules = model.modules() if torch.is_grad_enabled() else ()
+    layers = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True
     try:

@@ -106,7 +106,7 @@ def add_adapter(
     name, _, revision = ref.partition("@")
     config = adapted.peft_config[TRAINED]
     config.base_model_name_or_path, config.revision = (ref, None) if Path(ref).is_dir() else (name, revision or None)
-    return adapted.eval()
+    return _ready(adapted)
 
 
 def load_adapter(model: Any, folder: str | Path) -> Any:
@@ -122,7 +122,15 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
             adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=TRAINED, is_trainable=True)
     except Exception as error:  # peft raises a dozen kinds
         raise InputError(f"{folder}: the adapter does not fit its base: {first_line(error)}") from error
+    return _ready(adapted)
+
+
+def _ready(adapted: Any) -> Any:
+    """The same model without dropout, and without casts to the adapter's float32, which autocast would only undo."""
     switch_dropout_off(adapted)
+    for layer in adapted.modules():
+        if not getattr(layer, "lora_variant", True):  # a plain one
+            layer.cast_input_dtype_enabled = False
     return adapted
 
 

@@ -135,9 +135,9 @@ def frozen_lm(model: nn.Module, dtype: torch.dtype, device: torch.device) -> LM:
 
 
 def store_frozen(model: Any, dtype: torch.dtype) -> None:
-    """Store the weights of frozen layers in the dtype that they compute in: the same bits, and no cast for each token.
+    """Store the weights of frozen layers in the dtype that they compute in: the same bits, and no cast in each pass.
 
-    Autocast would cast them in every pass. Embeddings, norms, heads and what is trained stay float32.
+    Embeddings, norms, heads and what is trained stay float32.
     """
     whole = model.get_base_model() if hasattr(model, "peft_config") else model
     for layer in whole.base_model.modules():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.value import FeatureCritic
+from rlhf_kl.ops.masked import float64
 from rlhf_kl.seeding import shuffled
 
 FUSED = ("cpu", "cuda")  # devices for which torch has AdamW in one kernel
@@ -62,8 +63,6 @@ def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
     """Factor of the learning rate at `progress` in [0, 1]: constant, linear to 0, or half a cosine to 0.
 
     `adaptive` is linear here: its adaptive factor is separate (`AdaptiveRate`).
-
-    A pure function of progress, so a resumed run needs no schedule state.
     """
     if warmup > 0 and progress < warmup:
         return progress / warmup
@@ -100,8 +99,8 @@ def fit_critic(
 
     Returns the mean loss of the first epoch, and whether every gradient was finite; steps without are left out.
     """
-    first = torch.zeros(2, dtype=torch.float64)  # of the first epoch: the summed loss, and of how many
-    finite = True
+    # The first epoch's loss, and how many steps were left out: read at the end, since reading waits for a GPU.
+    sums = float64(torch.zeros(2, device=features.device))
     sizes = ranks.all(len(features))
     begin = sum(sizes[: ranks.index])
     for epoch in range(epochs):
@@ -113,7 +112,7 @@ def fit_critic(
             loss = critic.loss(features.index_select(0, picked), returns.index_select(0, picked)).sum()
             (loss / len(rows)).backward()
             if epoch == 0:
-                first += torch.tensor([float(loss.detach()), len(picked)], dtype=torch.float64)
-            finite &= math.isfinite(ranks.step(optimizer, critic.parameters()))
-    summed, tokens = ranks.sum(first).tolist()
-    return summed / max(tokens, 1.0), finite
+                sums[0] += float64(loss.detach())
+            sums[1] += float64(~ranks.step(optimizer, critic.parameters()).isfinite())
+    total, left_out = ranks.sum(sums).tolist()
+    return total / max(1, sum(sizes)), not left_out

@@ -109,7 +109,7 @@ class PPOTrainer:
                     self.optimizer.zero_grad()
                     break
                 norm = self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm)
-                stats.steps.append((losses, norm))
+                stats.steps.append((losses, float(norm)))
         critic = None if self.features is None else self.fit_critic(self.features, rollout, targets, step)
         stats.finish(rollout, targets, self.config, self.rate(step), critic)
         return stats

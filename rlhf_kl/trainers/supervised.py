@@ -88,7 +88,7 @@ class SupervisedTrainer:
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
         weight = sum(self.task.weights[row] for row in batch)
         sums = self.backward(ranks.mine(batch), weight)
-        norm = ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm)
+        norm = float(ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm))
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         self.facts = {"step-skipped": {}} if self.skipped else {}
         if self.microbatch.rows < most:

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch.distributions import Categorical
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from rlhf_kl.models import decoding
-from rlhf_kl.models.decoding import pick_tokens, reserve
-from rlhf_kl.models.lm import LM
+from rlhf_kl.models.decoding import casting_once, pick_tokens, reserve
+from rlhf_kl.models.lm import LM, check_head
+from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.rollout.collect import response_layout
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
@@ -215,6 +220,97 @@ def test_a_prompt_may_hold_the_pad_and_eos_tokens(new_model: Make) -> None:
     )
     noise = uniforms(1, 6, 0, "x")
     assert torch.equal(sample(model, prompts, noise).ids, sample(model, wider, noise).ids)
+
+
+# ---- what a step costs
+
+FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty"}
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}
+READS = ("_local_scalar_dense", "nonzero", "equal")
+
+
+class Kernels(TorchDispatchMode):
+    """The operations that a GPU would run a kernel for: all but views and allocations."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if name in ("_to_copy", "copy_") and args[-1].dtype != result.dtype:
+            token = args[-1].numel() <= 2 * WIDE["intermediate_size"] and args[-1].data_ptr() not in self.weights
+            self.seen.append("cast of a token" if token else "cast of a weight or of the cache")
+        elif not (func.is_view or name in FREE):
+            self.seen.append(name)
+        return result
+
+
+def step_of(lm: LM) -> Counter[str]:
+    """Of one step of the sampler, for two rows, between two tests for finished ones."""
+    prompts = PromptBatch(["x", "x"], torch.arange(40).view(2, 20), torch.ones(2, 20, dtype=torch.bool))
+    with Kernels({p.data_ptr() for p in lm.parameters()}) as kernels:
+        lm.sample(prompts, uniforms(2, 4, 0, "x"), Sampling(4, 1.0, [99], 0))
+    *_, start, end = (place for place, name in enumerate(kernels.seen) if name == "searchsorted")
+    return Counter(kernels.seen[start:end])
+
+
+@pytest.mark.parametrize("kind", ["trained", "adapter", "frozen"])
+def test_a_step_in_bfloat16_runs_no_more_kernels_than_a_model_wholly_in_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 28 layers; weights and cache are not cast again, and between two tests for finished rows nothing is read."""
+    monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", 8)
+    config = AutoConfig.for_model("qwen2", num_hidden_layers=28, vocab_size=90, tie_word_embeddings=True, **WIDE)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    check_head(model)
+    model.requires_grad_(kind == "trained")
+    if kind == "adapter":
+        model = add_adapter(model, r=8, alpha=16.0, target_modules=None, ref="x", seed=0)
+    ours = step_of(LM(model, torch.bfloat16))
+    plain: Any = LM(model.to(torch.bfloat16), torch.bfloat16)
+    plain.precision, plain.head, plain._rounds = nullcontext, model.get_output_embeddings, lambda _: False
+    assert 28 * 30 < ours.total() <= step_of(plain).total()
+    assert ours["cast of a token"] > 28
+    assert not ours["cast of a weight or of the cache"]
+    assert not any(ours[name] for name in READS)
+
+
+def test_a_rollout_reads_from_the_device_only_to_test_for_finished_rows(
+    new_model: Make,
+    prompts_of: Callable[..., PromptBatch],
+    reads_of: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", 8)
+    model, prompts = new_model(), prompts_of(*TEXTS)
+    check_head(model)
+
+    def reads(limit: int) -> int:
+        sampling, noise = Sampling(limit, 1.0, [99], PAD), uniforms(len(TEXTS), limit, 0, "x")
+        return len(reads_of(lambda: LM(model, torch.bfloat16).sample(prompts, noise, sampling)))
+
+    assert [reads(limit) - reads(1) for limit in (7, 8, 15, 17)] == [0, 1, 1, 2]
+
+
+def test_layers_share_no_cast_of_what_has_changed_and_are_themselves_outside_of_autocast() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 4) for _ in range(2))
+
+    def outputs() -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 8)
+        before = layers[0](x)
+        after = layers[1](x.add_(1))
+        with torch.autocast("cpu", enabled=False):
+            return [before, after, layers[0](x)]
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = outputs()
+        with casting_once(layers, torch.bfloat16):
+            found = outputs()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert not any("forward" in vars(layer) for layer in layers)
 
 
 ROWS, HEADS, SIZE = 3, 2, 4

@@ -157,6 +157,12 @@ def test_a_return_that_is_not_finite_is_said_and_leaves_the_critic_whole() -> No
     assert not torch.equal(weights(critic), before)  # the other minibatches count
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_fit_reads_from_the_device_once_at_its_end(epochs: int, reads_of: Callable[..., list[str]]) -> None:
+    critic = FeatureCritic(4, mean=0.0, scale=1.0, seed=0)
+    assert reads_of(lambda: fit(critic, torch.ones(8, 4), torch.ones(8), epochs)) == ["cpu", "tolist"]
+
+
 def test_a_fit_depends_on_seed_and_step_alone() -> None:
     noise = torch.Generator().manual_seed(0)
     features, returns = torch.randn(64, 4, generator=noise), torch.randn(64, generator=noise)

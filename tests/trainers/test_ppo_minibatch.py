@@ -54,7 +54,7 @@ def take_step(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, rows
     """One minibatch; returns the gradient's norm."""
     tokens = Tokens.of(rollout, targets)
     trainer.backward(rollout.layout, tokens, rows, float(targets.weights[rows].sum()))
-    return trainer.ranks.step(trainer.optimizer, trainer.trained, trainer.config.ppo.max_grad_norm)
+    return float(trainer.ranks.step(trainer.optimizer, trainer.trained, trainer.config.ppo.max_grad_norm))
 
 
 def step_taken(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, rows: Tensor) -> Tensor:
