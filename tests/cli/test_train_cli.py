@@ -61,7 +61,8 @@ def test_the_run_folder(smoke: tuple[Path, Any]) -> None:
     samples = read_jsonl(folder / "samples.jsonl")
     assert {sample["step"] for sample in samples if sample["chosen"] != "held out"} == {1, 2, 3}
     for sample in samples:
-        assert sample.keys() - {"reference"} == {"step", "prompt", "response", "chosen", "score", "gold", "kl", "tokens"}
+        keys = {"step", "prompt", "response", "chosen", "score", "gold", "kl", "tokens"}
+        assert sample.keys() - {"reference"} == keys
         assert sample["tokens"][0].keys() == {"text", "logprob", "ref_logprob", "kl"}
 
 

@@ -60,7 +60,8 @@ def test_an_update_is_one_pass_in_four_minibatches(
     monkeypatch.setattr(peer.Curve, "on_step_end", lambda *_, **__: steps.append(1))
     args = SimpleNamespace(
         method=method, policy=str(tiny_folder), reward=str(tiny_reward_folder), prompts=tiny_data.prompts, beta=0.1,
-        dtype="bfloat16", seed=0, updates=3, batch=16, group=2, minibatches=4, epochs=1, max_new_tokens=4, learning_rate=2e-4,
+        dtype="bfloat16", seed=0, updates=3, batch=16, group=2, minibatches=4, epochs=1,
+        max_new_tokens=4, learning_rate=2e-4,
     )  # fmt: skip
     curve = peer.train(args, str(tmp_path))
     assert (len(curve), scored, len(steps)) == (3, [16, 16, 16], 12)
