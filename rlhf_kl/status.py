@@ -63,7 +63,8 @@ class RunStatus:
 
     def _kl(self) -> tuple[float | None, float | None]:
         """The KL in the target's unit, and as a multiple of the target."""
-        kl = self._number(f"kl/{self._unit}")
+        measured = self._number(f"kl/{self._unit}")
+        kl = None if measured is None else round(measured, 7)  # rounding errors of the first update are 0
         return kl, None if kl is None or not self._target else kl / self._target
 
     # ---- a line of a log

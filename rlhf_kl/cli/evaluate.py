@@ -23,6 +23,7 @@ LABELS = {
     "eos_rate": "share with an EOS",
     "distinct_2": "distinct word pairs",
     "prompts": "held-out prompts",
+    "responses": "  responses",
     "perplexity": "held-out perplexity",
     "nats_per_token": "  nats per token",
     "bits_per_byte": "  bits per byte",

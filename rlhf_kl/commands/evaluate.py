@@ -130,7 +130,8 @@ def _add_prompts(
 ) -> None:
     """Adds the figures of both on held-out prompts, and some of their texts."""
     _, kept = build_prompts(config, loader, policy.model, tokenizer)
-    prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
+    several = max(len(kept), config.rollout.batch_size)  # of few prompts each is answered more than once
+    prompts = PromptStream(kept.texts, tokenizer, several, config.run.seed, kept.rows).batch(1)
     scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         own, other = policy_samples(
@@ -147,7 +148,7 @@ def _add_prompts(
             shown=len(prompts),
         )
     facts: dict[str, Any] = {}
-    found = figures_of(own, other, facts) | {"prompts": len(prompts)}
+    found = figures_of(own, other, facts) | {"prompts": len(kept), "responses": len(prompts)}
     for alert in worded(facts):
         log.warning(alert)
     if unscored := found.pop("unscored"):

@@ -119,7 +119,7 @@ class TrainLoop:
 
     def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
-        ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} prompts")
+        ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses")
         figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
         for row in samples:
             self.run.sample({"step": step} | row)
