@@ -44,7 +44,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
         "score": figures.get("score"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
-        "gold": figures.get("gold"),
+        "true score (gold)": figures.get("gold"),
         "beta": figures.get("beta"),
         "held-out perplexity": figures.get("perplexity"),
         "figures": closing_note(control["updates"]),

@@ -228,9 +228,10 @@ class TrainLoop:
         low, high = control.reach(config.controlled_updates, batch)
         log.info(
             f"KL target {kl.target_value:g} nats per {kl.unit}"
+            + ("" if control.adjusts else " (only reported)")
             + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
-            + f"; {kl.controller.kind} controller: beta starts at {control.coef:.4g}"
-            + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
+            + f"; {kl.controller.kind} controller: beta {'starts' if low != high else 'stays'} at {control.coef:.4g}"
+            + (f" and can move between {low:.3g} and {high:.3g}" if low != high else "")
         )
         facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
         for warning in [*worded(facts), *gradient_notes(config), *unused_notes(config)]:
