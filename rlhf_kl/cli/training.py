@@ -85,7 +85,7 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
     if merge:
         merge_final(settings)
     texts = text_table(held_out_texts(Path(settings.run.output_dir)), TITLE) if kind == "train" else None
-    closing: Any = train_closing if kind == "train" else supervised_closing
+    closing = train_closing if kind == "train" else supervised_closing
     if as_json:
         print(encode_json(summary, indent=2).decode())
     else:

@@ -77,8 +77,8 @@ class ReferenceScores:
         except ValueError as error:
             raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
         if sequence_kl > REACHED * solution.limit:
-            needed = f"by {len(self.shaped)} reference samples, its best policy needs {solution.limit / sequence_kl:.0%}"
-            return solution.coef, f"this reward may need less KL than the target: {needed} of it"
+            share = f"{solution.limit / sequence_kl:.0%} of the target's KL, by {len(self.shaped)} reference samples"
+            return solution.coef, f"the best policy for this reward has {share}: if its score stays, lower kl.target"
         known = f"the reference samples suffice for {solution.tilt.kl / sequence_kl:.0%} of the target's KL"
         return solution.coef, f"starting beta {solution.coef:.4g} is a guess: {known}" if solution.extrapolated else ""
 

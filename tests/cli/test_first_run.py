@@ -127,10 +127,10 @@ MISTAKES = [
     ("guide kll", "'kll'", "did you mean kl?"),
     # runs
     ("eval --run runs", "runs: holds no run", "did you mean runs/mine?"),
-    ("report mine", "mine: holds no run", "valid: runs/mine"),
+    ("report mine", "mine: holds no run", "did you mean runs/mine?"),
     ("generate --run tiny", "tiny: holds no run", "did you mean --model tiny?"),
     ("compare mine.yaml", "mine.yaml: holds no run", "did you mean --config mine.yaml?"),
-    ("compare --config mine.yaml", "a config for `rlhf-kl train`", "needs base and variants"),
+    ("compare --config mine.yaml", "a config for `rlhf-kl train`", "which has variants"),
     ("train prompts.jsonl", "prompts.jsonl:2:1", "is it YAML?"),
     # commands
     ("train", "'--config'", "such as rlhf-kl train --config smoke.yaml"),
