@@ -236,8 +236,11 @@ def policy_samples(
 
 def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
     """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
-    columns = zip(ids.tolist(), logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
-    return [{"text": tokenizer.decode([i]), "logprob": p, "ref_logprob": q, "kl": nats} for i, p, q, nats in columns]
+    front = tokenizer.encode("a", add_special_tokens=False)  # at the start of a text some tokenizers drop a blank
+    size = len(tokenizer.decode(front))
+    texts = [tokenizer.decode([*front, i])[size:] for i in ids.tolist()]
+    columns = zip(texts, logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
+    return [{"text": text, "logprob": p, "ref_logprob": q, "kl": nats} for text, p, q, nats in columns]
 
 
 def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> dict[str, Any]:

@@ -555,8 +555,9 @@ ALARMS = (
     Alarm("kl-max-spike", "one response has a KL of {largest:.3g} nats, {times:.1f}x the mean of the update; usual is "
           "{before:.1f}x. Read the samples with the largest KL (rlhf-kl report). {to_fall}, or {limit_kl}",
           largest_kl, lambda f: f["times"] > 3 * f["before"], lambda f: f["times"] < 2 * f["before"], hold=3),
-    Alarm("kl-climbing", "KL rose from {low:.3g} to {high:.3g} nats per {unit} over the last {window} updates and is "
-          "still rising. {to_fall}, or {adapt}", rising_kl, lambda f: f["window"] > 0, lambda f: f["over"], hold=3),
+    Alarm("kl-climbing", "KL rose from {low:.3g} to {high:.3g} nats per {unit} (means of the first and the last third "
+          "of {window} updates) and is still rising. {to_fall}, or {adapt}",
+          rising_kl, lambda f: f["window"] > 0, lambda f: f["over"], hold=3),
     Alarm("kl-hardly-learning", _MEAN + ", under a tenth of the target {target:g}: the policy hardly changes. "
           "{to_rise}", mean_kl, lambda f: f["low"] < 0.1, lambda f: f["ratio"] > 0.12),
     Alarm("kl-below-target", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy uses little of its KL budget. "

@@ -64,15 +64,13 @@ class RunStatus:
     def _kl(self) -> tuple[float | None, float | None]:
         """The KL in the target's unit, and as a multiple of the target."""
         kl = self._number(f"kl/{self._unit}")
-        return kl, None if kl is None or not self._target else kl / self._target
+        return kl and round(kl, 7), None if kl is None or not self._target else kl / self._target
 
     # ---- a line of a log
 
     def header(self) -> str:
         """The names of a line's columns."""
-        return _columns(
-            ("update", "episodes", "score", f"KL/{self._unit[:3]}", "KL/tgt", "beta", "ppl", "tok/s", "left")
-        )
+        return _columns(f"update episodes score KL/{self._unit[:3]} KL/tgt beta ppl tok/s left".split())
 
     def line(self) -> str:
         """The row in fixed columns."""
@@ -80,19 +78,13 @@ class RunStatus:
         left, speed = self._seconds_left(), self._number("perf/tokens_per_s")
         perplexity, self._perplexity_is_new = self._perplexity if self._perplexity_is_new else None, False
         step = f"{self._row.get('step', '-')}"
-        return _columns(
-            (
-                f"{step}/{self.total}" if self.total else step,
-                f"{self._row.get('episodes', '-')}",
-                format_number(self._number("objective/scores"), 4),
-                format_number(kl, 4),
-                "-" if ratio is None else f"{ratio:.2f}x",
-                format_number(self._number("kl/coef"), 4),
-                format_number(perplexity),
-                "-" if speed is None else f"{speed:.0f}",
-                "-" if left is None else duration(left),
-            )
-        )
+        return _columns((
+            f"{step}/{self.total}" if self.total else step, f"{self._row.get('episodes', '-')}",
+            format_number(self._number("objective/scores"), 4),
+            format_number(kl, 4), "-" if ratio is None else f"{ratio:.2f}x",
+            format_number(self._number("kl/coef"), 4), format_number(perplexity),
+            "-" if speed is None else f"{speed:.0f}", "-" if left is None else duration(left),
+        ))  # fmt: skip
 
     # ---- the live view
 

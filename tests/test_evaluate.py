@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
 from torch.distributions import Categorical, kl_divergence
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.errors import InputError, MemoryFull
 from rlhf_kl.evaluate import (
@@ -24,6 +28,7 @@ from rlhf_kl.evaluate import (
     policy_samples,
     standard_error,
     text_sums,
+    token_rows,
     windows,
 )
 from rlhf_kl.models.lm import LM
@@ -356,3 +361,11 @@ def test_a_real_model_on_real_stories(real_data: Path) -> None:
     assert result.documents == 200
     assert result.nats_per_token == pytest.approx(3.2278, rel=1e-3)
     assert result.bits_per_byte == pytest.approx(1.1775, rel=1e-3)
+
+
+def test_a_token_keeps_the_blank_that_a_decoder_drops_at_the_start_of_a_text() -> None:
+    raw = Tokenizer(WordLevel({"▁a": 0, "▁": 1, "always": 2, "d": 3}, unk_token="d"))
+    raw.pre_tokenizer, raw.decoder = Metaspace(), decoders.Metaspace()
+    zeros = torch.zeros(3)
+    rows = token_rows(PreTrainedTokenizerFast(tokenizer_object=raw), torch.tensor([3, 1, 2]), zeros, zeros, zeros)
+    assert [row["text"] for row in rows] == ["d", " ", "always"]

@@ -23,6 +23,7 @@ LABELS = {
     "eos_rate": "share with an EOS",
     "distinct_2": "distinct word pairs",
     "prompts": "held-out prompts",
+    "responses": "  responses",
     "perplexity": "held-out perplexity",
     "nats_per_token": "  nats per token",
     "bits_per_byte": "  bits per byte",
@@ -73,7 +74,8 @@ def _table(figures: dict[str, Any]) -> str:
     rows += [[label, *(_shown(of, key) for of in columns)] for key, label in LABELS.items() if key in figures]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows if row[1]]
-    notes = "±: one standard error."
+    several = figures.get("responses", 0) > figures.get("prompts", 0)
+    notes = f"±: one standard error{' (for these few prompts only)' if several else ''}."
     if "forward_kl_token" in figures:
         notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
     return "\n".join([*lines, hanging(notes, stdout_width() or 80, 0)])

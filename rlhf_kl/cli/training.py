@@ -89,7 +89,7 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
     if as_json:
         print(encode_json(summary, indent=2).decode())
     else:
-        ui.print_summary(*closing(summary, settings.run.output_dir), texts)
+        ui.print_summary(*closing(summary, settings), texts)
 
 
 def doctor(

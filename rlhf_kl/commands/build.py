@@ -92,7 +92,8 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     each = config.rollout.samples_per_prompt
     with ui.waiting("encoding the prompts"):
         prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
-    heldout = PromptStream(kept.texts, tokenizer, min(EVAL_PROMPTS, len(kept.texts)), config.run.seed, kept.rows)
+    rows = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
+    heldout = PromptStream(kept.texts, tokenizer, rows, config.run.seed, kept.rows)
     held = config.eval
     texts = loader.texts(held.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     sampling = sampling_of(config, model, tokenizer)

@@ -43,6 +43,7 @@ PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
 FEW_VALUES = 5
+MOSTLY_EQUAL = 0.95  # share of reference samples with one score
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 
 
@@ -258,9 +259,12 @@ def check_scores(training: Training) -> Iterator[Finding]:
         yield judged("scores", False, f"{message}; {warning}")  # which ends with advice
     different = len(set(scores.shaped))
     if different < FEW_VALUES:
-        message += f"; only {different} different values"
+        most = Counter(scores.shaped).most_common(1)[0][1] / len(shaped)
+        message += f"; only {different} different values, {most:.0%} are equal"
         advice = "ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"
-        yield judged("scores", grouped, message, advice)
+        if grouped and most > MOSTLY_EQUAL:
+            advice = "easier prompts, or a reward that also pays for a part: equal scores teach nothing"
+        yield judged("scores", grouped and most <= MOSTLY_EQUAL, message, advice)
     elif not warnings:
         yield judged("scores", True, message)
 

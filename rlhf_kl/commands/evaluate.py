@@ -76,7 +76,7 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     figures["reference"] = _perplexity(reference, beside.tokenizer, texts, "reference")
     if request.model is None:
         scorers = _scorers(request, config, loader, of_run=folder is not None)
-        _add_prompts(figures, config, loader, policy, reference, tokenizer, scorers)
+        _add_prompts(figures, config, loader, (policy, reference), tokenizer, scorers)
     return figures
 
 
@@ -120,34 +120,21 @@ def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_ru
 
 
 def _add_prompts(
-    figures: dict[str, Any],
-    config: TrainConfig,
-    loader: Loader,
-    policy: LM,
-    reference: LM,
-    tokenizer: Any,
-    scorers: Scorers,
+    figures: dict[str, Any], config: TrainConfig, loader: Loader, pair: tuple[LM, LM], tokenizer: Any, scorers: Scorers
 ) -> None:
     """Adds the figures of both on held-out prompts, and some of their texts."""
+    policy = pair[0]
     _, kept = build_prompts(config, loader, policy.model, tokenizer)
-    prompts = PromptStream(kept.texts, tokenizer, len(kept.texts), config.run.seed, kept.rows).batch(1)
+    several = max(len(kept), config.rollout.batch_size)  # of few prompts each is answered more than once
+    prompts = PromptStream(kept.texts, tokenizer, several, config.run.seed, kept.rows).batch(1)
     scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         own, other = policy_samples(
-            policy,
-            reference,
-            prompts,
-            range(len(prompts)),
-            config.run.seed,
-            sampling_of(config, policy.model, tokenizer),
-            tokenizer,
-            scorers,
-            batch_size=config.rollout.batch_size,
-            advance=advance,
-            shown=len(prompts),
-        )
+            *pair, prompts, range(len(prompts)), config.run.seed, sampling_of(config, policy.model, tokenizer),
+            tokenizer, scorers, batch_size=config.rollout.batch_size, advance=advance, shown=len(prompts),
+        )  # fmt: skip
     facts: dict[str, Any] = {}
-    found = figures_of(own, other, facts) | {"prompts": len(prompts)}
+    found = figures_of(own, other, facts) | {"prompts": len(kept), "responses": len(prompts)}
     for alert in worded(facts):
         log.warning(alert)
     if unscored := found.pop("unscored"):

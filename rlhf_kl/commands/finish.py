@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlhf_kl.commands.build import Setup
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.load import Loader
+from rlhf_kl.commands.stored import NO_PERMISSIONS
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.distributed import tensors_of
 from rlhf_kl.errors import InputError
@@ -31,9 +32,9 @@ from rlhf_kl.ui import log
 Closing = tuple[dict[str, object], list[str]]
 
 
-def train_closing(summary: dict[str, Any], folder: str) -> Closing:
-    """Figures and next steps after `train`. folder: where the run is now, which its summary may not know."""
-    final, closing, place = summary["final"], summary["closing"], short_path(folder)
+def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
+    """Figures and next steps after `train`. config: knows where the run is now, which its summary may not."""
+    final, closing, place = summary["final"], summary["closing"], short_path(config.run.output_dir)
     control, share = summary["control"], summary.get("tilt_share")
     same = collapsed(final)  # which a gain in score does not make good
     figures = {name: start_to_end(figure) for name, figure in closing.items()}
@@ -43,21 +44,21 @@ def train_closing(summary: dict[str, Any], folder: str) -> Closing:
         "score": figures.get("score"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
-        "gold": figures.get("gold"),
+        "true score (gold)": figures.get("gold"),
         "beta": figures.get("beta"),
         "held-out perplexity": figures.get("perplexity"),
         "figures": closing_note(control["updates"]),
     }
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",
-        f"{shell_command()} eval --run {place}",
+        f"{shell_command()} eval --run {place}" + " --plugins" * any(NO_PERMISSIONS.refused(config)),
         f"{shell_command('tensorboard')} --logdir {place}",
         f"{place}/samples.jsonl  responses, token by token",
         f"{place}/final          the policy",
     ]
 
 
-def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
+def supervised_closing(summary: dict[str, Any], config: SFTConfig | RewardModelConfig) -> Closing:
     """Figures and next steps after `sft` and `reward-model`, as `train_closing`."""
     final = summary["final"]
     figures: dict[str, object] = {"steps": f"{summary['steps']} in {duration(summary['seconds'])}"}
@@ -71,7 +72,7 @@ def supervised_closing(summary: dict[str, Any], folder: str) -> Closing:
         if name != "edges":
             low, high = histogram["edges"][0], histogram["edges"][-1]
             figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
-    place = short_path(folder)
+    place = short_path(config.run.output_dir)
     return figures, [f"{shell_command('tensorboard')} --logdir {place}", f"{place}/final  the model"]
 
 

@@ -72,7 +72,7 @@ def heldout_rows(
         | response(own, i)
         | {"kl": own.kl[i], "tokens": own.tokens[i]}
         | ({"reference": response(other, i)} if other is not None else {})
-        for i, prompt in enumerate(prompts[:SHOWN])
+        for i, prompt in enumerate(dict.fromkeys(prompts[:SHOWN]))  # one prompt is answered more than once
     ]
 
 

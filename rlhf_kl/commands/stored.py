@@ -30,8 +30,7 @@ class Permissions:
 
     def run_config(self, folder: RunFolder) -> TrainConfig:
         """The config of a run with these permissions and no others. Errors: InputError if there is no run."""
-        if not folder.config.is_file():
-            raise InputError(f"{folder.path}: holds no run (no config.yaml)")
+        folder.require_run()
         config = load_run_config(folder.config, plugins=self.plugins)
         return self._put_into(config, remote_code=self.remote_code, pickle=self.pickle)
 

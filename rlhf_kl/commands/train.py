@@ -119,7 +119,7 @@ class TrainLoop:
 
     def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
-        ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} prompts")
+        ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses")
         figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
         for row in samples:
             self.run.sample({"step": step} | row)
@@ -228,9 +228,10 @@ class TrainLoop:
         low, high = control.reach(config.controlled_updates, batch)
         log.info(
             f"KL target {kl.target_value:g} nats per {kl.unit}"
+            + ("" if control.adjusts else " (only reported)")
             + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
-            + f"; {kl.controller.kind} controller: beta starts at {control.coef:.4g}"
-            + (f" and can move between {low:.3g} and {high:.3g}" if low != high else " and stays")
+            + f"; {kl.controller.kind} controller: beta {'starts' if low != high else 'stays'} at {control.coef:.4g}"
+            + (f" and can move between {low:.3g} and {high:.3g}" if low != high else "")
         )
         facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
         for warning in [*worded(facts), *gradient_notes(config), *unused_notes(config)]:
@@ -295,17 +296,9 @@ def evaluate_policy(
     def evaluate() -> tuple[TextSums, tuple[Samples, Samples]]:
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             return text_sums(setup.policy, setup.tokenizer, texts), policy_samples(
-                setup.policy,
-                setup.reference,
-                prompts,
-                rows,
-                config.run.seed,
-                setup.sampling,
-                setup.tokenizer,
-                setup.scorers,
-                batch_size=config.rollout.batch_size // ranks.count,
-                cached=setup.cached,
-            )
+                setup.policy, setup.reference, prompts, rows, config.run.seed, setup.sampling, setup.tokenizer,
+                setup.scorers, batch_size=config.rollout.batch_size // ranks.count, cached=setup.cached,
+            )  # fmt: skip
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other = map(Samples.joined, zip(*samples, strict=True))

@@ -110,7 +110,7 @@ def plan_comparison(
     """
     kind = load_any(path)[0] if "extends" in raw else detect_kind(raw)
     if kind not in (None, "compare"):
-        raise InputError(f"{path} is a config for `rlhf-kl {kind}`, not for `rlhf-kl compare`")
+        raise InputError(f"{path} is a config for `rlhf-kl {kind}`, not for `rlhf-kl compare`, which has variants")
     _, config, problems = check_mapping(CompareConfig, {**raw, **({} if seed is None else {"seeds": [seed]})})
     if config is None or problems:
         raise InputError(*(f"{path}: {problem}" for problem in problems))

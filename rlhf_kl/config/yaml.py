@@ -84,7 +84,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         message = ", ".join(part for part in (error.context, error.problem) if part)
-        hint = "; indent with spaces" if r"'\t'" in message else ""
+        hint = "; indent with spaces" if r"'\t'" in message else "; is it YAML?" * ("<document start>" in message)
         raise InputError(f"{where}{place}: {message}{hint}") from None
     except (yaml.YAMLError, ValueError) as error:  # a character that is not allowed, a number of too many digits
         raise InputError(f"{where}: {error}") from None

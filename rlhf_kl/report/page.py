@@ -22,6 +22,7 @@ from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.report.texts import across
 from rlhf_kl.report.verdict import figures_table
+from rlhf_kl.status import duration
 from rlhf_kl.text import format_number, format_percent, read_number, safe_text
 
 HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
@@ -166,7 +167,7 @@ def _subtitle(run: RunResult) -> str:
     parts = [f"seed {run.seed}", f"{config.kl.controller.kind} controller", f"policy {config.policy.model}",
              f"{len(run.updates)} updates of {config.rollout.batch_size} responses"]  # fmt: skip
     if (seconds := read_number(run.summary, "seconds")) is not None:
-        parts.append(f"{seconds / 60:.1f} minutes")
+        parts.append(duration(seconds))
     return " · ".join(parts)
 
 

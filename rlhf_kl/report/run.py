@@ -155,8 +155,7 @@ class RunResult:
 def read_run(path: Path) -> RunResult:
     """The run in a folder. Errors: InputError if there is none, or if a line of its files is damaged."""
     folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise InputError(f"{path}: holds no run (no config.yaml)")
+    folder.require_run()
     config, rows = stored_config(folder.config), read_jsonl(folder.metrics)
     updates = [row for row in rows if control.is_update(row)]
     evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]

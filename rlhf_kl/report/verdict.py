@@ -113,7 +113,7 @@ def _target_answer(comparison: Comparison) -> list[str]:
 def _control_line(comparison: Comparison) -> list[str]:
     """One sentence for all variants: who held the target, reached it late or missed it; where a constant beta ended."""
     same, unit = comparison.target, comparison.unit
-    goal = "their targets" if same is None else f"the target of {same:g} nats per {unit}"
+    goal = f"the target of {same:g} nats per {unit}" if same is not None else ""
     parts, free = [], []
     controlled = [variant for variant in comparison.variants if variant.verdicts]
     for word, verb in (("held", "held"), ("late", "reached late"), ("missed", "missed"), ("short", "")):
@@ -121,6 +121,8 @@ def _control_line(comparison: Comparison) -> list[str]:
         if not runs:
             continue
         names = _names(comparison, word)
+        if same is None:
+            goal = "its target" if sum(word in variant.verdicts for variant in controlled) == 1 else "their targets"
         if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
             names = [f"all {len(controlled)} variants with a target"]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

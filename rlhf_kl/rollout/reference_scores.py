@@ -77,10 +77,9 @@ class ReferenceScores:
         except ValueError as error:
             raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
         if sequence_kl > REACHED * solution.limit:
-            note = f"the best policy for this reward, by {len(self.shaped)} reference samples, has "
-            note += f"{solution.limit / sequence_kl:.0%} of the target's KL: where the score no longer rises, a lower "
-            return solution.coef, note + "kl.target loses nothing"
-        known = f"the reference samples tell it up to {solution.tilt.kl / sequence_kl:.0%} of the target's KL"
+            share = f"{solution.limit / sequence_kl:.0%} of the target's KL, by {len(self.shaped)} reference samples"
+            return solution.coef, f"the best policy for this reward has {share}: if its score stays, lower kl.target"
+        known = f"the reference samples suffice for {solution.tilt.kl / sequence_kl:.0%} of the target's KL"
         return solution.coef, f"starting beta {solution.coef:.4g} is a guess: {known}" if solution.extrapolated else ""
 
     def to_tilt(self, *, scaled: bool = False) -> tuple[list[float], list[int] | None]:

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
@@ -46,6 +46,19 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run has begun here."""
         return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+
+    def require_run(self) -> None:
+        """Errors: InputError if the folder holds no run, with the nearest one."""
+        if self.config.is_file():
+            return
+        above = self.path.parent
+        near = [above / "config.yaml", *(file for at in (self.path, above, RUNS) for file in at.glob("*/config.yaml"))]
+        hint = suggestion(str(self.path), {str(file.parent) for file in near if file.is_file()})
+        if self.path.is_file():
+            hint = f"; did you mean --config {self.path}?"
+        elif (self.path / "config.json").is_file() and not near[0].is_file():
+            hint = f"; it is a model: did you mean --model {self.path}?"
+        raise InputError(f"{self.path}: holds no run (no config.yaml){hint}")
 
     def event_files(self) -> list[Path]:
         """The files that TensorBoard reads."""

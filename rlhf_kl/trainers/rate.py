@@ -74,7 +74,7 @@ class AdaptiveRate:
                 needed = way / max(reach, 1e-9)
                 # The nearer the target, the smaller the change: by then a slow stretch may be noise.
                 by = min(max(needed, RAISE[0]), max(RAISE[0], RAISE[1] ** way))
-                return self._change(by, f"the target takes more than 1/{IN_TIME:.0f} of the remaining updates")
+                return self._change(by, f"at this pace the target takes more than 1/{IN_TIME:.0f} of the updates left")
         return {}
 
     def _change(self, by: float, why: str) -> dict[str, Any]:

@@ -125,6 +125,13 @@ MISTAKES = [
     ("train mien.yaml", "'mien.yaml'", "did you mean mine.yaml?"),
     ("train tiny", "tiny is a folder"),
     ("guide kll", "'kll'", "did you mean kl?"),
+    # runs
+    ("eval --run runs", "runs: holds no run", "did you mean runs/mine?"),
+    ("report mine", "mine: holds no run", "did you mean runs/mine?"),
+    ("generate --run tiny", "tiny: holds no run", "did you mean --model tiny?"),
+    ("compare mine.yaml", "mine.yaml: holds no run", "did you mean --config mine.yaml?"),
+    ("compare --config mine.yaml", "a config for `rlhf-kl train`", "which has variants"),
+    ("train prompts.jsonl", "prompts.jsonl:2:1", "is it YAML?"),
     # commands
     ("train", "'--config'", "such as rlhf-kl train --config smoke.yaml"),
     ("train --conf mine.yaml", "--conf", "did you mean --config?"),

@@ -109,7 +109,7 @@ def summary(kind: str, kls: list[float], target: float = 0.1) -> dict[str, Any]:
     ],
 )
 def test_the_verdict_on_the_target(kind: str, kls: list[float], words: str) -> None:
-    figures, _ = train_closing(summary(kind, kls), "runs/x")
+    figures, _ = train_closing(summary(kind, kls), TrainConfig())
     assert figures["KL per token"].startswith(words)
     assert (
         figures["score"]
@@ -122,6 +122,7 @@ def test_the_verdict_on_the_target(kind: str, kls: list[float], words: str) -> N
 def test_a_collapsed_run_is_not_praised() -> None:
     run = summary("adaptive", [0.1] * 40)
     run["final"] |= {"rollout/distinct_responses": 0.02}
-    figures, _ = train_closing(run, "runs/x")
+    figures, after = train_closing(run, TrainConfig.model_validate({"reward": {"kind": "mine.py:f"}}))
+    assert [line.endswith(" --plugins") for line in after] == [" eval " in line for line in after]
     assert "score gain" not in figures
     assert figures["responses"] == "nearly all are the same text"

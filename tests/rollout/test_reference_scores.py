@@ -125,7 +125,7 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     coef, note = gaussian.solve(0.5)
     assert coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
     assert note == ""
-    assert re.fullmatch(r"starting beta \S+ is a guess: .* up to \d\d% of the target's KL", gaussian.solve(7.0)[1])
+    assert re.fullmatch(r"starting beta \S+ is a guess: .* for \d\d% of the target's KL", gaussian.solve(7.0)[1])
     coef, note = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
     assert coef == 0.1
     assert "equal scores" in note
