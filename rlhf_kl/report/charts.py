@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -120,7 +121,7 @@ def held_charts(comparison: Comparison) -> list[Chart]:
         if variant.verdicts:
             figures += f", off by {format_percent(variant.mean('tail_error'))}"
         runs = [(run, "kl", "") for run in variant.runs.values()]
-        charts.append(ratio_chart(f"held-{len(charts)}", variant.label, runs, figures))
+        charts.append(ratio_chart(f"held-{len(charts)}", re.sub("[-_]", " ", variant.name), runs, figures))
     return charts
 
 

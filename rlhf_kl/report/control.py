@@ -94,11 +94,6 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     return "short" if rising else "missed", None, None
 
 
-def held(values: Sequence[float]) -> bool | None:
-    """Whether a run held its target; None where it is too short to say."""
-    return {"held": True, "late": False, "missed": False}.get(verdict(values)[0])
-
-
 def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
     """The figures that judge a run, for its summary, its card and its pages; what they mean: see `verdict`.
 
@@ -110,7 +105,7 @@ def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any
         "kl": closing_figures(rows, kl.unit).get("kl", (None, None))[1],
         "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
         "tail_error": tail_error(values), "time_in_band": time_in_band(values),
-        "held": None if word is None else held(values), "verdict": word, "since": since, "error_since": error,
+        "verdict": word, "since": since, "error_since": error,
     }  # fmt: skip
 
 
