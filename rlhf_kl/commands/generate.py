@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +17,11 @@ from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import Prompts, PromptStream
-from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import NO_SCORERS, SHOWN, policy_samples
 from rlhf_kl.models.load import compute_dtype, context_length
 from rlhf_kl.models.value import frozen_lm
-from rlhf_kl.run.folder import RunFolder, check_writable, newest_run, write_atomic
-from rlhf_kl.ui import log
+from rlhf_kl.run.folder import RunFolder, newest_run
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class GenerateRequest:
     prompts: tuple[str, ...] = ()
     file: str | None = None
     column: str | None = None
-    output: Path | None = None
     samples: int = 1
     with_reference: bool = False
     scores: bool = False
@@ -47,10 +44,7 @@ class GenerateRequest:
 
 
 def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
-    """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens.
-
-    With `output` they are written there as .jsonl too.
-    """
+    """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens."""
     _check(request)
     folder, permissions = None, request.permissions
     if request.model is not None:
@@ -103,13 +97,6 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
             if request.scores:
                 row["reference_score"] = score_at(other.scores, i)
         samples.append(row)
-    if request.output is not None:
-        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        try:
-            write_atomic(request.output, lines)
-        except OSError as error:
-            raise RunFailed(f"--output: {request.output}: cannot be written: {error.strerror or error}") from error
-        log.info(f"{len(samples)} responses in {request.output}")
     return samples
 
 
@@ -129,13 +116,6 @@ def _check(request: GenerateRequest) -> None:
             "--plugins": request.permissions.plugins,
         }
         problems += [f"{name} belongs to a run: name one with --run" for name, value in given.items() if value]
-    if (path := request.output) is not None and path.suffix != ".jsonl":
-        problems.append(f"--output: {path}: must end in .jsonl")
-    elif path is not None:
-        try:
-            check_writable(path)  # before sampling: an error afterwards would lose the samples
-        except OSError as error:
-            problems.append(f"--output: {path}: cannot be written: {error.strerror or error}")
     if problems:
         raise InputError(*problems)
 
