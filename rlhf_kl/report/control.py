@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, TypeVar
 
 from rlhf_kl.kl_controllers import adjusts
@@ -162,9 +162,3 @@ def closing_note(updates: int) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
     count = len(end(range(updates)))
     return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
-
-
-def log_beta_sd(coefs: Sequence[float]) -> float | None:
-    """Standard deviation of log beta over the second half of the updates; None without values, or if one is 0."""
-    late = tail(coefs)
-    return pstdev(map(math.log, late)) if late and min(late) > 0.0 else None

@@ -128,11 +128,8 @@ class RunResult:
             **control.control_figures(self.updates, self.config.kl),
             "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit
             "peak": max(self.ratios, default=None),
-            # Share of the second half's updates that the ceiling shortened.
-            "cut": _mean(float(row["kl/backtrack_factor"] < 1.0) for row in control.tail(self.updates)),
             "kl_sequence": self.end("kl/sequence"),
             "beta": self.end("kl/coef"),
-            "log_beta_sd": control.log_beta_sd(self.series("kl/coef")[1]),
             "scores": self.end("objective/scores"),
             "scores_shaped": self.end("objective/scores_shaped"),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference

@@ -9,7 +9,6 @@ from rlhf_kl.report.control import (
     control_figures,
     end,
     is_update,
-    log_beta_sd,
     ratios,
     tail,
     tail_error,
@@ -50,12 +49,6 @@ def test_the_best_row_is_chosen_by_a_figure_that_all_rows_share() -> None:
     assert worth({"objective/scores_shaped": 1.0, "kl/error": None}, None) == -math.inf
     assert [worth(each, 1.0) for each in rows] == pytest.approx([0.1, 0.0, 0.0, 0.7])
     assert math.isnan(worth(row(None, 0.5, coef=1.0), None))
-
-
-def test_how_quiet_beta_is_in_the_second_half() -> None:
-    up, down = 0.1 * math.exp(0.2), 0.1 * math.exp(-0.2)
-    assert log_beta_sd([5.0, 0.01, 5.0, 0.01, up, down, up, down]) == pytest.approx(0.2)
-    assert log_beta_sd([]) is log_beta_sd([0.0] * 4) is None  # the second has no penalty
 
 
 def test_short_runs() -> None:

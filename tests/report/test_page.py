@@ -18,7 +18,7 @@ from rlhf_kl.report.run import read_run
 
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
 TILT = [{"coef": 0.1 * i, "kl": 2.0 / i**2, "gain": 2.0 / i} for i in range(1, 12)]
-BEST = [{"n": 2**i, "kl_bound": 0.5 * i, "gain": 0.5 * i, "gold_gain": 0.2 * i} for i in range(5)]
+BEST = [{"n": 2**i, "kl_bound": 0.5 * i, "gain": 0.5 * i} for i in range(5)]
 REFERENCE = {"scores_shaped": 0.0, "scores_spread": 1.0, "gold": 0.0, "tilt": TILT, "best_of_n": BEST}
 KLS = [0.0, *(0.01 * i for i in range(1, 11)), *[0.1] * 10]
 
