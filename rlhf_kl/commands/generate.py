@@ -13,8 +13,8 @@ from rlhf_kl.commands.build import build_prompts, prompt_format, sampling_of, us
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import score_at
 from rlhf_kl.commands.session import run_device
-from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
-from rlhf_kl.commands.world import with_files, world_file
+from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_policy, load_run_reference, located
+from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import Prompts, PromptStream
 from rlhf_kl.errors import InputError
@@ -60,13 +60,9 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     config = config.model_copy(update={"rollout": rollout})
     loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
     with ui.waiting("loading the models and prompts"):
-        if request.model is not None:
-            loaded = loader.language_model(world_file(located(request.model), "policy"), "--model")
-            model, tokenizer = loaded.model, loaded.tokenizer
-        else:
-            model, tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
-            if request.with_reference:
-                reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
+        model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
+        if request.with_reference:
+            reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
         scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
         scorers.begin(config.updates + 1, config.updates)
         prompts = _prompts(request, config, loader, model, tokenizer)

@@ -47,11 +47,6 @@ class Variant:
         return self.config.kl.target_value
 
     @property
-    def is_controlled(self) -> bool:
-        """Whether beta depends on the KL."""
-        return adjusts(self.config.kl.controller.kind)
-
-    @property
     def constant_coef(self) -> float | None:
         """The mean beta if it is constant in every seed, else None."""
         return _mean(run.constant_coef for run in self.runs.values())
@@ -143,7 +138,7 @@ class Comparison:
     @property
     def by_target(self) -> list[Variant]:
         """The largest set of variants that differ only in their KL target (at least three), by target; else empty."""
-        controlled = [variant for variant in self.variants if variant.is_controlled]
+        controlled = [variant for variant in self.variants if adjusts(variant.config.kl.controller.kind)]
         groups = [[other for other in controlled if _same_but_for("kl.target", one, other)] for one in self.variants]
         largest: list[Variant] = max(groups, key=len, default=[])
         by_target = sorted(largest, key=lambda variant: variant.target)
