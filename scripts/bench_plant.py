@@ -29,12 +29,12 @@ PLANTS: dict[str, tuple[str, dict[str, float]]] = {
 }
 
 
-@dataclass
 def gaussian_law(sigma: float) -> Callable[[float], float]:
     """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores; constant below the least beta."""
     return lambda coef: 0.5 * (sigma / max(coef, sigma * LEAST_COEF)) ** 2
 
 
+@dataclass
 class HardPlant(Plant):
     """sqrt(KL) rises by at most `climb` per update (a clipped policy update goes only so far).
 
