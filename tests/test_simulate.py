@@ -1,7 +1,5 @@
 import json
 import math
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -9,7 +7,7 @@ import typer
 
 from rlhf_kl.cli.simulate import simulate
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ZieglerKL, build_controller
+from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, build_controller
 from rlhf_kl.report import control
 from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
 
@@ -55,14 +53,6 @@ def laws(name, sigma):
     return gaussian_law(sigma) if name == "gaussian" else lambda coef: SATURATING(coef / sigma)
 
 
-def test_gaussian_plant_arrives_at_its_law():
-    plant = Plant(gaussian_law(2.0), noise=0.0)
-    rows = simulate_plant(FixedKL(coef=1.0), plant, updates=80)
-    assert rows[0].kl == 0.0
-    assert rows[-1].kl == pytest.approx(2.0)  # 2^2 / (2 * 1^2)
-    assert all(a.kl < b.kl for a, b in pairwise(rows[:30]))
-
-
 def test_first_order_approach_in_the_root():
     plant = Plant(gaussian_law(math.sqrt(2.0)), speed=0.5, noise=0.0)
     rows = simulate_plant(FixedKL(coef=1.0), plant, updates=3)
@@ -99,19 +89,6 @@ def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
     # 5 % noise alone gives 0.04
     assert sum(errors) / len(errors) < 0.08
     assert max(errors) < 0.15
-
-
-def test_adaptive_beats_ziegler_where_both_start_wrong():
-    law = gaussian_law(1.0)
-    ideal = ideal_coef(law, TARGET * LENGTH)
-
-    def run(controller):
-        return simulate_plant(controller, ClippedPlant(law, length=LENGTH))
-
-    ours = run(adaptive(0.3 * ideal))
-    theirs = run(ZieglerKL(coef=0.3 * ideal, target=TARGET, horizon=320))
-    assert tail_error(ours, TARGET) < 0.5 * tail_error(theirs, TARGET)
-    assert peak(ours, TARGET) < peak(theirs, TARGET)
 
 
 @pytest.mark.parametrize("kind", CONTROLLERS)
@@ -251,13 +228,3 @@ def test_no_penalty_is_simulated_too(run):
     rows = rows_of(run("--config", "ppo_no_kl.yaml", "--noise", "0", "--json"))
     assert all(row["coef"] == 0.0 for row in rows)
     assert rows[0]["kl"] < rows[5]["kl"] < rows[-1]["kl"]
-
-
-def test_no_torch():
-    code = (
-        "import sys, typer; from rlhf_kl.cli.simulate import simulate; app = typer.Typer()\n"
-        "app.command()(simulate)\n"
-        "app(['--updates', '3', '--json'], standalone_mode=False)\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

@@ -236,11 +236,6 @@ def test_a_resumed_run_says_and_does_what_an_unbroken_one_does(train: Train, tmp
     assert rows(crashed) == found
 
 
-def test_the_start_stays_to_go_back_to(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run", *ROLLBACK, "kl.controller={kind: fixed, coef: 0.1}", "checkpoint={every: 2, keep: 1}")
-    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [0, 6]
-
-
 def test_rollbacks_that_do_not_help_end_the_run(train: Train, tmp_path: Path) -> None:
     settings = ("kl.target=1e-6", "kl.ceiling={value: 2e-6, action: rollback}", "ppo.learning_rate=1e-2")
     with pytest.raises(GuardStop, match=r"above the ceiling 2e-06 again, after 5 rollbacks, each of which doubled"):
