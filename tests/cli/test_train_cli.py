@@ -60,8 +60,8 @@ def test_the_run_folder(smoke: tuple[Path, Any]) -> None:
     assert any(name.startswith("value") for name in final)
     samples = read_jsonl(folder / "samples.jsonl")
     assert {sample["step"] for sample in samples if sample["chosen"] != "held out"} == {1, 2, 3}
-    keys = {"step", "prompt", "response", "chosen", "score", "gold", "kl", "tokens"}
     for sample in samples:
+        keys = {"step", "prompt", "response", "chosen", "score", "gold", "kl", "tokens"}
         assert sample.keys() - {"reference"} == keys
         assert sample["tokens"][0].keys() == {"text", "logprob", "ref_logprob", "kl"}
 
