@@ -15,7 +15,7 @@ from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_kl.kl_controllers import GuardedController
-    from rlhf_kl.simulate import Plant, SimulatedUpdate
+    from rlhf_kl.simulate import SimulatedUpdate
 
 MOST_ROWS = 20  # of the table
 PLANT_NATS = 2.0  # per sequence: the target of a plant whose unit is the token
@@ -42,8 +42,8 @@ def simulate(
 ) -> None:
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
     from rlhf_kl.monitors import worded
+    from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
     from rlhf_kl.simulate import plot as draw
-    from rlhf_kl.simulate import simulate_plant, simulate_sequence
 
     if sets and config is None:
         raise InputError("--set changes a config: it needs --config")
@@ -53,7 +53,10 @@ def simulate(
     setup = _setup(controller, config, sets or [], target, coef, episodes, updates, len(kls) if kls else 60)
     notes: list[str] = []
     if kls is None:
-        policy = _plant(speed, noise, seed, setup.length)
+        try:
+            policy = Plant(tilt_law(example_scores()), speed, noise, setup.length, seed)
+        except InputError as error:  # its fields have the names of the options
+            raise InputError(*(f"--{problem}" for problem in error.problems)) from None
         notes += worded(setup.controller.start_facts(setup.updates, setup.episodes))
         rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
     else:
@@ -124,15 +127,6 @@ def _kls(text: str) -> list[float]:
     if not kls or any(kl < 0.0 for kl in kls):
         raise InputError(f"--kl must be KLs in nats, 0 or more, with commas between: {text!r}")
     return kls
-
-
-def _plant(speed: float, noise: float, seed: int, length: float) -> Plant:
-    from rlhf_kl.simulate import Plant, example_scores, tilt_law
-
-    try:
-        return Plant(tilt_law(example_scores()), speed=speed, noise=noise, length=length, seed=seed)
-    except InputError as error:  # its fields have the names of the options
-        raise InputError(*(f"--{problem}" for problem in error.problems)) from None
 
 
 def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
