@@ -207,7 +207,6 @@ def test_a_plugin_from_a_file(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--controller", "adaptiv"], "did you mean adaptive"),
         (["--kl", "0.1,x"], "--kl"),
         (["--kl", "-0.1"], "--kl"),
         (["--set", "kl.target=0.1"], "--config"),

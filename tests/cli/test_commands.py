@@ -106,9 +106,6 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     shown = "See the page on KL (page kl), [that](https://x.org).\n*(Picture: A curve.)*"
     assert guide._for_terminal(text) == shown
     assert rlhf_kl("guide", "Coming-From.md").out.startswith("# Coming from")
-
-
-def test_the_beginning_of_a_page_name_is_enough(rlhf_kl: Cli) -> None:
     assert rlhf_kl("guide", "reward").out == rlhf_kl("guide", "rewards_and_controllers").out
     assert "guide: no page 'm': models_and_data or metrics or measurements?" in rlhf_kl("guide", "m").err
 

@@ -180,23 +180,16 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         # There is no line about a default that stands in for a wrong value.
         ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target must be a number or 'conservative'"),
         ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number or null"),
-        # unknown keys
         (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
-        (
-            "reward: {kind: sum, terms: {a: {model: builtin:reviews, wieght: 2}}}",
-            "reward.terms.a.wieght: unknown key; did you mean reward.terms.a.weight?",
-        ),
         # values
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
-        ("kl: {controller: {kind: pid, kp: fast}}", "kl.controller.kp: 'fast' does not fit"),
         ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
         ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
         # keys that do not agree
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
         ("kl: {target: moderate, unit: sequence}", "kl.target must be a number where kl.unit is sequence: 'moderate'"),
-        ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (16): 24"),
         ("reward: {kind: sum}", "reward.terms must name at least one scorer where reward.kind is sum"),
         (TERMS % "label", "reward.label is only read where reward.kind is model: 'x'"),
         ("data: {chat_options: {a: 1}}", "data.chat_options is only read where data.chat_template is true"),
