@@ -47,23 +47,16 @@ class Perplexity:
 CachedSamples = dict[tuple[int, int], Responses]  # by the first prompt and the one after the last
 
 
-@dataclass(frozen=True)
-class Window:
-    """A stretch of a document: `ids` are read, those from `first` on are scored."""
-
-    ids: list[int]
-    first: int
-
-
-def windows(ids: Sequence[int], size: int) -> Iterator[Window]:
+def windows(ids: Sequence[int], size: int) -> Iterator[tuple[list[int], int]]:
     """Windows of at most `size` tokens that overlap by half, each token but the first scored once.
 
-    The first token of a document has no context, so it is never scored.
+    A window: the tokens that are read, and the place of the first that is scored. The first token of a document has no
+    context, so it is never scored.
     """
     start, scored = 0, 1
     while scored < len(ids):
         end = min(len(ids), start + size)
-        yield Window(list(ids[start:end]), scored - start)
+        yield list(ids[start:end]), scored - start
         scored = end
         start = end - size // 2
 
@@ -93,18 +86,18 @@ def text_sums(
     """
     limit = context_length(lm.model) or DEFAULT_WINDOW
     encoded = encode_all(tokenizer, texts, bos=True)
-    pieces = [(place, piece) for place, ids in enumerate(encoded) for piece in windows(ids, limit)]
-    pieces.sort(key=lambda piece: len(piece[1].ids))
+    pieces = [(place, *window) for place, ids in enumerate(encoded) for window in windows(ids, limit)]
+    pieces.sort(key=lambda piece: len(piece[1]))
     nats = [0.0] * len(texts)
 
     def read(start: int, stop: int) -> float:
-        places, group = zip(*pieces[start:stop], strict=True)
-        losses = negative_log_likelihood(lm, [piece.ids for piece in group], [piece.first for piece in group])
-        parts = losses.cpu().split([len(piece.ids) - piece.first for piece in group])
+        places, rows, firsts = zip(*pieces[start:stop], strict=True)
+        losses = negative_log_likelihood(lm, rows, firsts)
+        parts = losses.cpu().split([len(row) - first for row, first in zip(rows, firsts, strict=True)])
         for place, part in zip(places, parts, strict=True):
             nats[place] += float(part.sum())
         if advance:
-            advance(len(group))
+            advance(len(rows))
         return float(losses.sum())
 
     total = 0.0

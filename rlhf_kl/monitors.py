@@ -145,17 +145,6 @@ class Monitors:
         better = best is None or sign * value > sign * best["value"]
         return {"step": row["step"] - 1, "metric": metric, "value": value} if better else None
 
-    def kl_bought(self, row: Mapping[str, Any]) -> float | None:
-        """Share of an update's KL that its gain needs, in [0, 1]: that of tilted reference samples with this gain.
-
-        None without samples or measurements, and if the noise of the score could explain so small a KL.
-        """
-        kl, score = read_number(row, "kl/sequence"), read_number(row, "objective/scores_shaped")
-        if self.scores is None or kl is None or score is None or not self.curve:
-            return None
-        known = kl > least_kl(self.curve, SURE * self.score_stderr(1))
-        return min(1.0, least_kl(self.curve, score - self.scores.mean) / kl) if known else None
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that later alerts and decisions depend on."""
         return {name: copy.deepcopy(getattr(self, name)) for name in _STATE}

@@ -27,36 +27,15 @@ class SimulatedUpdate(NamedTuple):
     coef_next: float
 
 
-def gaussian_law(sigma: float) -> Callable[[float], float]:
-    """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores; constant below the least beta."""
-    least = sigma * LEAST_COEF
-
-    def law(coef: float) -> float:
-        share = max(coef, least) / sigma
-        return 0.5 / (share * share)
-
-    return law
-
-
 def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
     """beta -> KL per sequence of the tilt of these reference scores; saturates at log(their number).
 
-    Tabulated once, since a benchmark evaluates it thousands of times.
+    Tabulated once, since a benchmark evaluates it thousands of times. Linear in both logarithms between the points;
+    below the least beta the KL is constant, above the largest it falls with beta^2 (the limit of every tilt).
     """
     spread = math.sqrt(math.fsum((s - math.fsum(scores) / len(scores)) ** 2 for s in scores) / len(scores))
     betas = [spread * LEAST_COEF * math.exp(0.1 * i) for i in range(121)]
-    return measured_law([(beta, tilted(scores, beta).kl) for beta in betas])
-
-
-def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """beta -> KL per sequence through points (beta, KL) of a tilt that was measured, as `summary.json` keeps them.
-
-    Linear in both logarithms between the points; below the smallest beta the KL is constant (it is unknown there),
-    above the largest it falls with beta^2 (the Gaussian law, the limit of every tilt).
-    """
-    points = sorted((math.log(coef), math.log(kl)) for coef, kl in curve if coef > 0.0 and kl > 0.0)
-    if len(points) < 2:
-        raise ValueError("a law needs two points with beta and KL above 0")
+    points = [(math.log(beta), math.log(tilted(scores, beta).kl)) for beta in betas]
 
     def law(coef: float) -> float:
         at = math.log(coef) if coef > 0.0 else points[0][0]
@@ -69,11 +48,11 @@ def measured_law(curve: Sequence[tuple[float, float]]) -> Callable[[float], floa
     return law
 
 
-def example_scores(sigma: float = 1.0, number: int = 1024, seed: int = 0) -> list[float]:
+def example_scores() -> list[float]:
     """Scores like those of a reward model: two kinds of responses, and an upper limit that many can reach."""
-    rng = random.Random(seed)
-    raw = [rng.gauss(0.9, 0.6) if rng.random() < 0.4 else rng.gauss(-0.6, 0.8) for _ in range(number)]
-    return [sigma * min(score, 1.6) for score in raw]
+    rng = random.Random(0)
+    raw = [rng.gauss(0.9, 0.6) if rng.random() < 0.4 else rng.gauss(-0.6, 0.8) for _ in range(1024)]
+    return [min(score, 1.6) for score in raw]
 
 
 @dataclass

@@ -27,7 +27,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from rlhf_kl import ui
@@ -91,9 +91,23 @@ def finished(planned: PlannedRun) -> RunResult | None:
     return run if run and run.status == "finished" and len(run.updates) == planned.config.updates else None
 
 
+def log_beta_sd(run: RunResult) -> float | None:
+    """Standard deviation of log beta over the second half of the updates; None without values, or if one is 0."""
+    late = tail(run.series("kl/coef")[1])
+    return pstdev(map(math.log, late)) if late and min(late) > 0.0 else None
+
+
+def cut(run: RunResult) -> float:
+    """Share of the second half's updates that the ceiling shortened."""
+    return fmean(row["kl/backtrack_factor"] < 1.0 for row in tail(run.updates))
+
+
+OWN = {"log_beta_sd": log_beta_sd, "cut": cut, "tilt_share": lambda run: run.summary.get("tilt_share")}
+
+
 def over(runs: Sequence[RunResult], key: str, reduce: Callable[[list[float]], float] = fmean) -> float | None:
     """A figure of several runs as one; None where a run has none."""
-    values = [run.summary.get(key) if key == "tilt_share" else run.figures[key] for run in runs]
+    values = [(run.figures | {name: own(run) for name, own in OWN.items()})[key] for run in runs]
     return reduce(values) if values and None not in values else None
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rlhf_kl.kl_controllers import build_controller
 from rlhf_kl.kl_controllers.base import KLController, clip
 from rlhf_kl.report.control import tail_error, time_in_band
-from rlhf_kl.simulate import Plant, example_scores, gaussian_law, simulate_plant, tilt_law
+from rlhf_kl.simulate import LEAST_COEF, Plant, example_scores, simulate_plant, tilt_law
 
 TARGET, LENGTH, UPDATES, EPISODES = 0.1, 20.0, 60, 64
 SPEEDS, SIGMAS, STARTS, SEEDS = (0.1, 0.2, 0.4), (0.5, 1.0, 2.0), (0.1, 0.3, 1.0, 3.0, 10.0), (0, 1, 2)
@@ -27,6 +27,11 @@ PLANTS: dict[str, tuple[str, dict[str, float]]] = {
     "inert": ("gaussian", {"climb": 0.25, "inertia": 0.6}),
     "inert sat.": ("saturating", {"inertia": 0.6}),
 }
+
+
+def gaussian_law(sigma: float) -> Callable[[float], float]:
+    """beta -> KL per sequence = sigma^2 / (2 beta^2), the tilt of Gaussian scores; constant below the least beta."""
+    return lambda coef: 0.5 * (sigma / max(coef, sigma * LEAST_COEF)) ** 2
 
 
 @dataclass

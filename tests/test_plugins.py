@@ -238,12 +238,9 @@ def test_a_value_that_does_not_fit_is_named(target: Any, written: Any, keys: lis
     assert [line.split(":")[0] for line in problems] == [f"c.{key}" for key in keys]
 
 
-def test_an_unknown_option_names_the_nearest_and_a_missing_one_is_named() -> None:
-    assert set(checked_options(Controller, {"rat": 0.5, "beta": 1}, "kl.controller")[1]) == {
-        "kl.controller.rat: unknown option of Controller; did you mean kl.controller.rate?",
-        "kl.controller.beta: unknown option of Controller; did you mean kl.controller.coef?",
-        "kl.controller.coef: missing, Controller needs it",
-    }
+def test_what_the_program_provides_is_not_missing_and_a_familiar_name_is_told() -> None:
+    unknown, _ = sorted(checked_options(Controller, {"beta": 1}, "kl.controller")[1])
+    assert unknown == "kl.controller.beta: unknown option of Controller; did you mean kl.controller.coef?"
     assert checked_options(Controller, {}, "c", provided={"coef"}) == ({}, [])
     assert checked_options(Controller, {}, "c", complete=False) == ({}, [])
     assert [takes(target, "whatever") for target in (anything, Controller, dict)] == [True, False, True]

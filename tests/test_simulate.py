@@ -1,7 +1,5 @@
 import json
 import math
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -9,17 +7,9 @@ import typer
 
 from rlhf_kl.cli.simulate import simulate
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, ZieglerKL, build_controller
+from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, build_controller
 from rlhf_kl.report import control
-from rlhf_kl.simulate import (
-    Plant,
-    example_scores,
-    gaussian_law,
-    measured_law,
-    simulate_plant,
-    simulate_sequence,
-    tilt_law,
-)
+from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
 
 TARGET, LENGTH = 0.1, 20.0
 SATURATING = tilt_law(example_scores())
@@ -55,16 +45,12 @@ def adaptive(coef):
     return AdaptiveKL(coef=coef, target=TARGET, min_coef=1e-5, max_coef=1e3)
 
 
+def gaussian_law(sigma):
+    return lambda coef: 0.5 * (sigma / coef) ** 2
+
+
 def laws(name, sigma):
     return gaussian_law(sigma) if name == "gaussian" else lambda coef: SATURATING(coef / sigma)
-
-
-def test_gaussian_plant_arrives_at_its_law():
-    plant = Plant(gaussian_law(2.0), noise=0.0)
-    rows = simulate_plant(FixedKL(coef=1.0), plant, updates=80)
-    assert rows[0].kl == 0.0
-    assert rows[-1].kl == pytest.approx(2.0)  # 2^2 / (2 * 1^2)
-    assert all(a.kl < b.kl for a, b in pairwise(rows[:30]))
 
 
 def test_first_order_approach_in_the_root():
@@ -80,25 +66,9 @@ def test_the_saturating_plant_flattens():
     assert slopes[-1] < 0.6
 
 
-def test_a_measured_law_goes_through_its_points_and_on_like_the_gaussian():
-    gaussian = gaussian_law(2.0)
-    law = measured_law([(coef, gaussian(coef)) for coef in (0.5, 0.1, 2.0)])
-    for coef in (0.1, 0.23, 0.5, 1.7, 2.0, 9.0):  # a power law is straight in both logarithms
-        assert law(coef) == pytest.approx(gaussian(coef))
-    assert law(0.01) == pytest.approx(gaussian(0.1))
-    with pytest.raises(ValueError, match="two points"):
-        measured_law([(0.1, 1.0), (0.2, 0.0)])
-
-
-@pytest.mark.parametrize(
-    ("law", "limit"),
-    [
-        (gaussian_law(2.0), math.exp(14.0) / 2.0),  # of the least beta, 2 e^-7
-        (SATURATING, math.log(1024 / sum(score == max(example_scores()) for score in example_scores()))),  # the best
-        (measured_law([(0.1, 5.0), (1.0, 0.5)]), 5.0),
-    ],
-)
-def test_without_a_penalty_the_kl_goes_where_the_least_beta_leads(law, limit):
+def test_without_a_penalty_the_kl_goes_where_the_least_beta_leads():
+    scores = example_scores()
+    law, limit = SATURATING, math.log(1024 / scores.count(max(scores)))  # the best
     assert law(0.0) == law(1e-300) == pytest.approx(limit, rel=1e-3)
     rows = simulate_plant(FixedKL(coef=0.0), Plant(law, noise=0.0), updates=80)
     assert all(a.kl < b.kl for a, b in pairwise(rows[:30]))
@@ -119,19 +89,6 @@ def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
     # 5 % noise alone gives 0.04
     assert sum(errors) / len(errors) < 0.08
     assert max(errors) < 0.15
-
-
-def test_adaptive_beats_ziegler_where_both_start_wrong():
-    law = gaussian_law(1.0)
-    ideal = ideal_coef(law, TARGET * LENGTH)
-
-    def run(controller):
-        return simulate_plant(controller, ClippedPlant(law, length=LENGTH))
-
-    ours = run(adaptive(0.3 * ideal))
-    theirs = run(ZieglerKL(coef=0.3 * ideal, target=TARGET, horizon=320))
-    assert tail_error(ours, TARGET) < 0.5 * tail_error(theirs, TARGET)
-    assert peak(ours, TARGET) < peak(theirs, TARGET)
 
 
 @pytest.mark.parametrize("kind", CONTROLLERS)
@@ -174,17 +131,6 @@ def test_a_kl_that_is_not_a_number_is_null_and_said(run):
     assert rows[1]["kl"] is None
     assert rows[1]["coef"] == rows[1]["coef_next"]
     assert "step 2: kl-not-finite" in output.err
-
-
-def test_the_plant_of_a_finished_run(run, tmp_path):
-    curve = [{"coef": coef, "kl": 0.5 / coef**2, "gain": 1.0} for coef in (0.2, 1.0, 5.0)]
-    (tmp_path / "summary.json").write_text(json.dumps({"reference": {"tilt": curve, "length": 10.0}}))
-    fixed = ["--controller", "fixed", "--coef", "1", "--noise", "0", "--updates", "80", "--target", "0.1"]
-    rows = rows_of(run("--plant", str(tmp_path), *fixed, "--json"))
-    assert rows[-1]["kl"] == pytest.approx(0.05)  # 0.5 nats per response of 10 tokens
-    (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(InputError, match="finished run"):
-        run("--plant", str(tmp_path))
 
 
 def test_table_conclusion_and_picture(run, tmp_path):
@@ -261,11 +207,8 @@ def test_a_plugin_from_a_file(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--controller", "adaptiv"], "did you mean adaptive"),
-        (["--plant", "gausian"], "did you mean gaussian"),
         (["--kl", "0.1,x"], "--kl"),
         (["--kl", "-0.1"], "--kl"),
-        (["--kl", "0.1", "--plant", "gaussian"], "exclude each other"),
         (["--set", "kl.target=0.1"], "--config"),
         (["--coef", "-1"], "coef"),
         (["--target", "-1", "--controller", "fixed"], "^--target must be a finite number above 0: -1$"),
@@ -284,13 +227,3 @@ def test_no_penalty_is_simulated_too(run):
     rows = rows_of(run("--config", "ppo_no_kl.yaml", "--noise", "0", "--json"))
     assert all(row["coef"] == 0.0 for row in rows)
     assert rows[0]["kl"] < rows[5]["kl"] < rows[-1]["kl"]
-
-
-def test_no_torch():
-    code = (
-        "import sys, typer; from rlhf_kl.cli.simulate import simulate; app = typer.Typer()\n"
-        "app.command()(simulate)\n"
-        "app(['--updates', '3', '--json'], standalone_mode=False)\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

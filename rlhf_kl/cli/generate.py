@@ -22,7 +22,6 @@ def generate(
     ] = None,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts; -: stdin.")] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompts.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .jsonl file, not to stdout.")] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")] = 1,
     with_reference: Annotated[
         bool, typer.Option("--with-reference", help="Also the reference's response, and the KL of every token.")
@@ -44,10 +43,8 @@ def generate(
         from rlhf_kl.commands.stored import Permissions
 
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
-    request = partial(GenerateRequest, run, model, checkpoint, tuple(prompt or ()), prompts, column, output)
+    request = partial(GenerateRequest, run, model, checkpoint, tuple(prompt or ()), prompts, column)
     results = run_generate(request(samples, with_reference, scores, max_new_tokens, temperature, seed, permissions))
-    if output is not None:
-        return
     if as_json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
         return

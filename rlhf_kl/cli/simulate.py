@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from rlhf_kl.cli.options import Set
-from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_kl.kl_controllers import GuardedController
-    from rlhf_kl.simulate import Plant, SimulatedUpdate
+    from rlhf_kl.simulate import SimulatedUpdate
 
 MOST_ROWS = 20  # of the table
 PLANT_NATS = 2.0  # per sequence: the target of a plant whose unit is the token
@@ -29,18 +29,10 @@ def simulate(
         str | None, typer.Option(metavar="FILE", help="Take controller, target and sizes from this config.")
     ] = None,
     sets: Set = None,
-    kl: Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs, instead of --plant.")] = None,
-    plant: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAW",
-            help="The simulated policy: how its KL depends on beta. saturating (default), gaussian, or the folder "
-            "of a finished run, for the law of its reference samples.",
-        ),
-    ] = None,
-    speed: Annotated[float, typer.Option(help="Plant: share of the way to its final KL in one update.")] = 0.2,
-    noise: Annotated[float, typer.Option(help="Plant: relative spread of a measured KL.")] = 0.05,
-    seed: Annotated[int, typer.Option(help="Plant: seed of its noise.")] = 0,
+    kl: Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs: no policy is simulated.")] = None,
+    speed: Annotated[float, typer.Option(help="Policy: share of the way to its final KL in one update.")] = 0.2,
+    noise: Annotated[float, typer.Option(help="Policy: relative spread of a measured KL.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Policy: seed of its noise.")] = 0,
     episodes: Annotated[int | None, typer.Option(min=1, help="Responses per update (64).")] = None,
     updates: Annotated[int | None, typer.Option(min=1, help="Updates to simulate (60).")] = None,
     target: Annotated[float | None, typer.Option(help="Target KL in nats.")] = None,
@@ -50,11 +42,9 @@ def simulate(
 ) -> None:
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
     from rlhf_kl.monitors import worded
+    from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
     from rlhf_kl.simulate import plot as draw
-    from rlhf_kl.simulate import simulate_plant, simulate_sequence
 
-    if kl is not None and plant is not None:
-        raise InputError("--kl and --plant exclude each other: choose one")
     if sets and config is None:
         raise InputError("--set changes a config: it needs --config")
     if target is not None and not 0.0 < target < math.inf:
@@ -63,7 +53,10 @@ def simulate(
     setup = _setup(controller, config, sets or [], target, coef, episodes, updates, len(kls) if kls else 60)
     notes: list[str] = []
     if kls is None:
-        policy = _plant(plant or "saturating", speed, noise, seed, setup.length)
+        try:
+            policy = Plant(tilt_law(example_scores()), speed, noise, setup.length, seed)
+        except InputError as error:  # its fields have the names of the options
+            raise InputError(*(f"--{problem}" for problem in error.problems)) from None
         notes += worded(setup.controller.start_facts(setup.updates, setup.episodes))
         rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
     else:
@@ -134,32 +127,6 @@ def _kls(text: str) -> list[float]:
     if not kls or any(kl < 0.0 for kl in kls):
         raise InputError(f"--kl must be KLs in nats, 0 or more, with commas between: {text!r}")
     return kls
-
-
-def _plant(name: str, speed: float, noise: float, seed: int, length: float) -> Plant:
-    """The simulated policy of a law; of a run's folder with the tilt and the length of its reference samples."""
-    from rlhf_kl.simulate import Plant, example_scores, gaussian_law, measured_law, tilt_law
-
-    if Path(name).is_dir():
-        try:
-            reference = json.loads((Path(name) / "summary.json").read_text(encoding="utf-8"))["reference"]
-            law = measured_law([(point["coef"], point["kl"]) for point in reference["tilt"]])
-            length = reference["length"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise InputError(
-                f"--plant: {name} has no summary.json with reference samples: name a finished run"
-            ) from None
-    elif name == "gaussian":
-        law = gaussian_law(1.0)
-    elif name == "saturating":
-        law = tilt_law(example_scores())
-    else:
-        known = suggestion(name, ["gaussian", "saturating"])
-        raise InputError(f"--plant: neither a plant nor a run's folder: {name!r}{known}")
-    try:
-        return Plant(law, speed=speed, noise=noise, length=length, seed=seed)
-    except InputError as error:  # its fields have the names of the options
-        raise InputError(*(f"--{problem}" for problem in error.problems)) from None
 
 
 def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:

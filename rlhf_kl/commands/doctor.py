@@ -78,7 +78,8 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, loader, pairs)
         findings.append(check_memory(config, setup, device, processes))
-        findings += check_update(unsharded(config), setup)
+        whole = {name: getattr(config, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
+        findings += check_update(config.model_copy(update=whole), setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -105,12 +106,6 @@ def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
     check_installed(config.tracking.trackers)
     for note in unused_notes(config):
         yield judged("config", False, note, "leave the key out")
-
-
-def unsharded(config: TrainConfig) -> TrainConfig:
-    """The config for one process."""
-    sections = {name: getattr(config, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
-    return config.model_copy(update=sections)
 
 
 def check_dtype(config: TrainConfig, device: torch.device) -> Finding:

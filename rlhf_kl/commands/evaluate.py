@@ -13,7 +13,7 @@ from rlhf_kl.commands.build import build_prompts, sampling_of
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import heldout_rows
 from rlhf_kl.commands.session import on_this_machine, run_device
-from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
+from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -61,12 +61,8 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
         config = request.permissions.run_config(folder)
     loader = Loader.for_run(config.run, run_device(config.run))
     texts, dtype = _texts(request, config, loader), compute_dtype(config.run.dtype)
-    if request.model is not None:
-        loaded = loader.language_model(world_file(located(request.model), "policy"), "--model")
-        model, tokenizer = loaded.model, loaded.tokenizer
-    else:
-        config = with_files(config)
-        model, tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
+    config = config if request.model is not None else with_files(config)
+    model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
     policy = frozen_lm(model, dtype, loader.device)
     figures = _perplexity(policy, tokenizer, texts, "policy")
     if request.model is not None and request.reference is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +13,15 @@ from rlhf_kl.commands.build import build_prompts, prompt_format, sampling_of, us
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import score_at
 from rlhf_kl.commands.session import run_device
-from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_run_policy, load_run_reference, located
-from rlhf_kl.commands.world import with_files, world_file
+from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_policy, load_run_reference, located
+from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import Prompts, PromptStream
-from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import NO_SCORERS, SHOWN, policy_samples
 from rlhf_kl.models.load import compute_dtype, context_length
 from rlhf_kl.models.value import frozen_lm
-from rlhf_kl.run.folder import RunFolder, check_writable, newest_run, write_atomic
-from rlhf_kl.ui import log
+from rlhf_kl.run.folder import RunFolder, newest_run
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class GenerateRequest:
     prompts: tuple[str, ...] = ()
     file: str | None = None
     column: str | None = None
-    output: Path | None = None
     samples: int = 1
     with_reference: bool = False
     scores: bool = False
@@ -47,10 +44,7 @@ class GenerateRequest:
 
 
 def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
-    """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens.
-
-    With `output` they are written there as .jsonl too.
-    """
+    """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens."""
     _check(request)
     folder, permissions = None, request.permissions
     if request.model is not None:
@@ -66,13 +60,9 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     config = config.model_copy(update={"rollout": rollout})
     loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
     with ui.waiting("loading the models and prompts"):
-        if request.model is not None:
-            loaded = loader.language_model(world_file(located(request.model), "policy"), "--model")
-            model, tokenizer = loaded.model, loaded.tokenizer
-        else:
-            model, tokenizer = load_run_policy(loader, config, folder, request.checkpoint)
-            if request.with_reference:
-                reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
+        model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
+        if request.with_reference:
+            reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
         scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
         scorers.begin(config.updates + 1, config.updates)
         prompts = _prompts(request, config, loader, model, tokenizer)
@@ -103,13 +93,6 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
             if request.scores:
                 row["reference_score"] = score_at(other.scores, i)
         samples.append(row)
-    if request.output is not None:
-        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        try:
-            write_atomic(request.output, lines)
-        except OSError as error:
-            raise RunFailed(f"--output: {request.output}: cannot be written: {error.strerror or error}") from error
-        log.info(f"{len(samples)} responses in {request.output}")
     return samples
 
 
@@ -129,13 +112,6 @@ def _check(request: GenerateRequest) -> None:
             "--plugins": request.permissions.plugins,
         }
         problems += [f"{name} belongs to a run: name one with --run" for name, value in given.items() if value]
-    if (path := request.output) is not None and path.suffix != ".jsonl":
-        problems.append(f"--output: {path}: must end in .jsonl")
-    elif path is not None:
-        try:
-            check_writable(path)  # before sampling: an error afterwards would lose the samples
-        except OSError as error:
-            problems.append(f"--output: {path}: cannot be written: {error.strerror or error}")
     if problems:
         raise InputError(*problems)
 

@@ -111,7 +111,8 @@ class Grid:
             self._report(job)
 
     def _start(self, run: PlannedRun) -> Job:
-        config, log = _places(self.plan, run)
+        config = self.plan.folder / "configs" / f"{run.name}.yaml"  # which its process reads
+        log = self.plan.folder / "logs" / f"{run.name}.log"
         for path in (_run_folder(run).path, config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(config, dump_config(run.config))
@@ -154,11 +155,6 @@ class Grid:
                 job.process.send_signal(signal.SIGINT)
         for job in self.running:
             job.process.wait()
-
-
-def _places(plan: ComparePlan, run: PlannedRun) -> tuple[Path, Path]:
-    """Paths of a run's config, which its process reads, and of its log."""
-    return plan.folder / "configs" / f"{run.name}.yaml", plan.folder / "logs" / f"{run.name}.log"
 
 
 def _run_folder(run: PlannedRun) -> RunFolder:

@@ -1,4 +1,4 @@
-"""Rows of `samples.jsonl`: responses token by token, and the tokens of an update that diverge most."""
+"""Rows of `samples.jsonl`: responses token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rlhf_kl.types import RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest
-TOP_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,6 @@ def heldout_rows(
         | ({"reference": response(other, i)} if other is not None else {})
         for i, prompt in enumerate(dict.fromkeys(prompts[:SHOWN]))  # one prompt is answered more than once
     ]
-
-
-def top_tokens(rollout: RolloutBatch, tokenizer: Any) -> list[dict[str, Any]]:
-    """The tokens of the whole batch with the largest exact KL, largest first.
-
-    `sample` is the response's place in the batch, `position` the token's in the response, both from 0; nats.
-    """
-    width = rollout.mask.shape[1]
-    furthest = rollout.exact_kl.flatten().topk(min(TOP_TOKENS, int(rollout.mask.sum()))).indices
-    columns = (rollout.response_ids, rollout.logprobs, rollout.ref_logprobs, rollout.exact_kl)
-    tokens = token_rows(tokenizer, *(column.flatten()[furthest] for column in columns))
-    places = furthest.tolist()
-    return [{"sample": at // width, "position": at % width, **token} for at, token in zip(places, tokens, strict=True)]
 
 
 def score_at(scores: Sequence[float] | Tensor, row: int) -> float | None:

@@ -55,13 +55,16 @@ class Permissions:
 NO_PERMISSIONS = Permissions()
 
 
-def load_run_policy(
-    loader: Loader, config: TrainConfig, folder: RunFolder | None, step: int | None = None
+def load_policy(
+    loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
 ) -> tuple[Any, Any]:
-    """The policy and tokenizer of a run: its final model, a checkpoint, or (no folder) its starting policy.
+    """`model` and its tokenizer; else of a run: its final model, a checkpoint, or (no folder) its starting policy.
 
     Errors: InputError if the run has no such checkpoint, or neither a checkpoint nor a final model.
     """
+    if model is not None:
+        named = loader.language_model(world_file(located(model), "policy"), "--model")
+        return named.model, named.tokenizer
     if folder is not None and folder.final.is_dir() and step is None:
         final = loader.language_model(str(folder.final), "--run")
         return final.model, final.tokenizer

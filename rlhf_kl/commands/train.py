@@ -11,7 +11,7 @@ from rlhf_kl import ui
 from rlhf_kl.commands.build import Setup, build_setup, fingerprints
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import write_final
-from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows, top_tokens
+from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.config.notes import gradient_notes, unused_notes
@@ -104,7 +104,7 @@ class TrainLoop:
             ended_by = None if decision is None else self.obey(decision, row)
             self.note_best_checkpoint(row)
             if step % config.tracking.samples_every == 0 or step in (1, total):
-                row["kl/top_tokens"] = self.record_samples(result)
+                self.record_samples(result)
             now = time.perf_counter()
             row |= speed(row, now - began, config.rollout.batch_size, self.setup.policy.device)
             began = now
@@ -147,7 +147,6 @@ class TrainLoop:
             "step": step,
             "episodes": step * config.rollout.batch_size,
             **mean_metrics(self.ranks.all(self.scorers.logged_metrics())),
-            "kl/bought": self.monitors.kl_bought(row),
             "dist/world_size": self.ranks.count,
             "dist/held": held_share(trainer.trained),
         }
@@ -206,14 +205,13 @@ class TrainLoop:
         start = [0] if ceiling is not None and ceiling.action == "rollback" else []
         self.run.spared = start + ([best["step"]] if best is not None else [])
 
-    def record_samples(self, result: StepResult) -> list[dict[str, Any]]:
-        """Record some responses of the update token by token; returns the tokens of the batch with the largest KL."""
+    def record_samples(self, result: StepResult) -> None:
+        """Record some responses of the update token by token."""
         logged = self.ranks.all(self.scorers.logged_columns(len(result.rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
         for row in sample_rows(result, self.setup.tokenizer, self.scorers.column_names, extra):
             self.run.sample(row)
-        return top_tokens(result.rollout, self.setup.tokenizer)
 
     # ---- the beginning and the end
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from rlhf_kl.errors import InputError, nearest
@@ -51,9 +50,7 @@ def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str | Non
     return before[0][1] if [role for role, _ in before] == ["user"] else conversation(before), answer
 
 
-def chat_prompt(
-    tokenizer: Any, prompt: str, system: str | None = None, options: Mapping[str, Any] = MappingProxyType({})
-) -> str:
+def chat_prompt(tokenizer: Any, prompt: str, system: str | None, options: Mapping[str, Any]) -> str:
     """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
 
     `system` comes first, unless a conversation has its own system message. `options`: variables of the template.
@@ -61,13 +58,7 @@ def chat_prompt(
     return _apply(tokenizer, _turns(prompt, system), options, answer=True)
 
 
-def chat_exchange(
-    tokenizer: Any,
-    prompt: str,
-    response: str,
-    system: str | None = None,
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> str:
+def chat_exchange(tokenizer: Any, prompt: str, response: str, system: str | None, options: Mapping[str, Any]) -> str:
     """Prompt and answer as the tokenizer's chat template writes them."""
     turns = [*_turns(prompt, system), {"role": "assistant", "content": response}]
     return _apply(tokenizer, turns, options, answer=False)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import groupby
 from operator import mul
 from statistics import fmean
 from typing import NamedTuple
@@ -190,7 +189,6 @@ class BestOfN(NamedTuple):
     n: int
     kl_bound: float  # nats per sequence
     gain: float  # mean score of the best minus the mean score of all
-    gold_gain: float | None
 
 
 def kl_bound(n: int) -> float:
@@ -198,34 +196,19 @@ def kl_bound(n: int) -> float:
     return math.log(n) - (n - 1) / n
 
 
-def best_of_n(
-    scores: Sequence[float], groups: Sequence[Hashable], golds: Sequence[float] | None = None
-) -> list[BestOfN]:
+def best_of_n(scores: Sequence[float], groups: Sequence[Hashable]) -> list[BestOfN]:
     """The curve for n = 1, 2, 4, ..., if half of the groups have n samples (a group = the responses to a prompt).
 
-    golds: scores of the same responses from another scorer. The mean is over all subsets of n, not over one draw.
+    The mean is over all subsets of n, not over one draw.
     """
-    members: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
-    for score, group, gold in zip(scores, groups, golds or scores, strict=True):
-        members[group].append((score, gold))
-    curve, n = [], 1
-    while members and 2 * len(large := [group for group in members.values() if len(group) >= n]) >= len(members):
-        best, mean = ([_expected_best(group, size) for group in large] for size in (n, 1))
-        gain = fmean(score for score, _ in best) - fmean(score for score, _ in mean)
-        gold_gain = fmean(gold for _, gold in best) - fmean(gold for _, gold in mean)
-        curve.append(BestOfN(n, kl_bound(n), gain, None if golds is None else gold_gain))
+    members, curve, n = _members(scores, groups), [], 1
+    while members and 2 * len(large := [group for group in members if len(group) >= n]) >= len(members):
+        gain = fmean(_expected_best(group, n) for group in large) - fmean(map(fmean, large))
+        curve.append(BestOfN(n, kl_bound(n), gain))
         n *= 2
     return curve
 
 
-def _expected_best(group: Sequence[tuple[float, float]], n: int) -> tuple[float, float]:
-    """Mean score and gold of the best of n over all subsets of the group; ties are broken evenly."""
-    total, score, gold, seen = math.comb(len(group), n), 0.0, 0.0, 0
-    for value, tied in groupby(sorted(group), key=lambda pair: pair[0]):
-        golds = [pair[1] for pair in tied]
-        # Subsets whose largest score is `value`: subsets of all scores up to it, minus subsets of all below it.
-        weight = (math.comb(seen + len(golds), n) - math.comb(seen, n)) / total
-        score += weight * value
-        gold += weight * math.fsum(golds) / len(golds)
-        seen += len(golds)
-    return score, gold
+def _expected_best(scores: Sequence[float], n: int) -> float:
+    """Mean score of the best of n over all subsets of the scores: the i-th smallest is the best of C(i - 1, n - 1)."""
+    return sum(math.comb(i, n - 1) * score for i, score in enumerate(sorted(scores))) / math.comb(len(scores), n)

@@ -23,7 +23,7 @@ from rlhf_kl.report.run import RunResult, read_run
 # If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
-NO_MEANS = ("held", "verdict", "since", "error_since", "target", "unit", "updates")  # of a run's figures
+NO_MEANS = ("verdict", "since", "error_since", "target", "unit", "updates")  # of a run's figures
 GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure at equal KL -> its gain over the reference
 
 Curve = tuple[list[float], list[float], list[float], list[float]]  # x, mean, mean -+ one standard deviation
@@ -47,19 +47,9 @@ class Variant:
         return self.config.kl.target_value
 
     @property
-    def is_controlled(self) -> bool:
-        """Whether beta depends on the KL."""
-        return adjusts(self.config.kl.controller.kind)
-
-    @property
     def constant_coef(self) -> float | None:
         """The mean beta if it is constant in every seed, else None."""
         return _mean(run.constant_coef for run in self.runs.values())
-
-    @property
-    def label(self) -> str:
-        """The name as words."""
-        return self.name.replace("-", " ").replace("_", " ")
 
     @property
     def verdicts(self) -> Counter[str]:
@@ -146,16 +136,9 @@ class Comparison:
         return sorted({seed for variant in self.variants for seed in variant.runs})
 
     @property
-    def sweep(self) -> list[Variant]:
-        """The largest family of at least three constant betas, by beta; empty without one."""
-        families = [f for f in self.families.values() if len(f) > 2 and all(variant.constant_coef for variant in f)]
-        largest: list[Variant] = max(families, key=len, default=[])
-        return sorted(largest, key=lambda variant: variant.constant_coef or 0.0)
-
-    @property
     def by_target(self) -> list[Variant]:
         """The largest set of variants that differ only in their KL target (at least three), by target; else empty."""
-        controlled = [variant for variant in self.variants if variant.is_controlled]
+        controlled = [variant for variant in self.variants if adjusts(variant.config.kl.controller.kind)]
         groups = [[other for other in controlled if _same_but_for("kl.target", one, other)] for one in self.variants]
         largest: list[Variant] = max(groups, key=len, default=[])
         by_target = sorted(largest, key=lambda variant: variant.target)
@@ -177,14 +160,14 @@ class Comparison:
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
-        """For each pair of groups: one group and its variants, against the group that spans more KL."""
+        """For each pair of groups: one, against the group that spans more KL."""
         entries = []
         for pair in combinations(self.groups.items(), 2):
             if not _scale_diff(pair[0][1][0], pair[1][1][0]):
                 for measure in GAINS:
                     ends = [(name, {v.name: v.ends(measure) for v in variants}) for name, variants in pair]
-                    entries += compare_groups(ends, measure)
-        return entries
+                    entries.append(compare_groups(ends, measure))
+        return [entry for entry in entries if entry is not None]
 
     def to_json(self, verdict: Sequence[str]) -> dict[str, Any]:
         """compare.json."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, TypeVar
 
 from rlhf_kl.kl_controllers import adjusts
@@ -94,11 +94,6 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     return "short" if rising else "missed", None, None
 
 
-def held(values: Sequence[float]) -> bool | None:
-    """Whether a run held its target; None where it is too short to say."""
-    return {"held": True, "late": False, "missed": False}.get(verdict(values)[0])
-
-
 def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
     """The figures that judge a run, for its summary, its card and its pages; what they mean: see `verdict`.
 
@@ -110,7 +105,7 @@ def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any
         "kl": closing_figures(rows, kl.unit).get("kl", (None, None))[1],
         "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
         "tail_error": tail_error(values), "time_in_band": time_in_band(values),
-        "held": None if word is None else held(values), "verdict": word, "since": since, "error_since": error,
+        "verdict": word, "since": since, "error_since": error,
     }  # fmt: skip
 
 
@@ -167,9 +162,3 @@ def closing_note(updates: int) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
     count = len(end(range(updates)))
     return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
-
-
-def log_beta_sd(coefs: Sequence[float]) -> float | None:
-    """Standard deviation of log beta over the second half of the updates; None without values, or if one is 0."""
-    late = tail(coefs)
-    return pstdev(map(math.log, late)) if late and min(late) > 0.0 else None

@@ -1,4 +1,4 @@
-"""Scores at equal KL: the score of a variant minus that of a family of variants, at the same KL and seed."""
+"""Scores at equal KL: the score of a family of variants minus that of another one, at the same KL and seed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class Reading(NamedTuple):
 class EqualKL:
     """Scores of `points` minus those of `curve` at the same KL, by seed."""
 
-    points: str  # a variant, or a family: then means over its variants
-    curve: str  # a family
+    points: str  # a family, or a variant where there is one family: means over its variants
+    curve: str  # another one
     measure: str  # scores_shaped | gold
     readings: Mapping[int, Reading]
     left_out: int  # pairs outside the curve's range of KL
-    direct: bool  # runs that ended at the same KL: there is no curve between them
 
     @property
     def mean(self) -> float | None:
@@ -58,31 +57,30 @@ class EqualKL:
         return asdict(self) | {"mean": self.mean, "bounds": self.bounds, "interval": self.interval}
 
 
-def compare_groups(groups: Sequence[tuple[str, Group]], measure: str) -> list[EqualKL]:
-    """Of two named groups the variants of the one that spans less KL, and their mean, against the other's curve.
+def compare_groups(groups: Sequence[tuple[str, Group]], measure: str) -> EqualKL | None:
+    """Of two named groups the mean over the variants of the one that spans less KL, against the other's curve.
 
-    Two single variants are compared only if they ended at the same KL.
+    Two single variants are compared only if they ended at the same KL; None if there is nothing to compare.
     """
     first, second = groups
     ordered = (second, first) if _kl_span(second[1]) <= _kl_span(first[1]) else (first, second)
     (name, points), (curve, others) = ordered
-    entries = []
-    for variant, ends in points.items():
-        readings, left_out = {}, 0
+    variants, left_out = list[dict[int, Reading]](), 0
+    for ends in points.values():
+        readings = {}
         for seed, (root_kl, gain) in ends.items():
             if found := [other[seed] for other in others.values() if seed in other]:
                 if (reading := ScoreCurve(found).at(root_kl)) is None:
                     left_out += 1
                 else:
                     readings[seed] = Reading(gain - reading.gain, gain - reading.high, gain - reading.low)
-        entries.append(EqualKL(variant, curve, measure, readings, left_out, len(others) == 1))
-    # Of the group the means over its variants, for each seed in which all are comparable.
-    seeds = sorted(set.intersection(*(set(entry.readings) for entry in entries)))
-    rows = {seed: zip(*(entry.readings[seed] for entry in entries), strict=True) for seed in seeds}
+        variants.append(readings)
+    # Seeds in which all variants are comparable.
+    rows = {seed: zip(*(each[seed] for each in variants), strict=True)
+            for seed in sorted(set.intersection(*map(set, variants)))}  # fmt: skip
     means = {seed: Reading(*map(fmean, row)) for seed, row in rows.items()}
-    whole = EqualKL(name, curve, measure, means, sum(entry.left_out for entry in entries), len(others) == 1)
-    entries = [*entries, whole] if len(entries) > 1 else [whole]
-    return [entry for entry in entries if entry.readings or (entry.left_out and not entry.direct)]
+    known = means or (left_out and len(others) > 1)  # a single run outside of the other's KL is no news
+    return EqualKL(name, curve, measure, means, left_out) if known else None
 
 
 def _kl_span(group: Group) -> float:

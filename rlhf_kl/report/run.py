@@ -120,14 +120,6 @@ class RunResult:
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
 
-    def gains_by_kl(self, key: str) -> list[tuple[float, float]]:
-        """(KL of a response, gain over the reference) of each update by a key, means of five; empty if some lack it."""
-        first, columns = self.reference(key), [self.series(name)[1] for name in ("kl/sequence", key)]
-        if first is None or any(len(column) < len(self.updates) for column in columns):
-            return []
-        kls, values = ([fmean(column[max(0, i - 2) : i + 3]) for i in range(len(column))] for column in columns)
-        return [(max(0.0, kl), value - first) for kl, value in zip(kls, values, strict=True)]
-
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
@@ -136,11 +128,8 @@ class RunResult:
             **control.control_figures(self.updates, self.config.kl),
             "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit
             "peak": max(self.ratios, default=None),
-            # Share of the second half's updates that the ceiling shortened.
-            "cut": _mean(float(row["kl/backtrack_factor"] < 1.0) for row in control.tail(self.updates)),
             "kl_sequence": self.end("kl/sequence"),
             "beta": self.end("kl/coef"),
-            "log_beta_sd": control.log_beta_sd(self.series("kl/coef")[1]),
             "scores": self.end("objective/scores"),
             "scores_shaped": self.end("objective/scores_shaped"),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference

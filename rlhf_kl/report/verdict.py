@@ -161,7 +161,7 @@ def _score_lines(comparison: Comparison) -> list[str]:
     """For score and gold one sentence about all pairs of groups at the same KL."""
     lines = []
     for measure, label in MEASURES.items():
-        entries = [e for e in comparison.equal_kl if e.points in comparison.groups and e.measure == measure]
+        entries = [entry for entry in comparison.equal_kl if entry.measure == measure]
         readings = [_reading(entry) for entry in entries]
         if len(entries) > 2:  # only what can be told
             readings = [reading for reading in readings if "no difference" not in reading]

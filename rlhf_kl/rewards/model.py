@@ -165,7 +165,7 @@ class RewardModel:
         """bos, prompt, response, eos, or the chat template's tokens; a text that is too long loses its beginning."""
         pairs = list(zip(prompts, responses, strict=True))
         if self.form.chat:
-            texts = [chat_exchange(self.tokenizer, prompt, response) for prompt, response in pairs]
+            texts = [chat_exchange(self.tokenizer, prompt, response, None, {}) for prompt, response in pairs]
         else:
             texts = [prompt + response for prompt, response in pairs]
         if self.encoder and not self.form.chat:

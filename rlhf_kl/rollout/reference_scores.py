@@ -130,7 +130,7 @@ class ReferenceScores:
             "length": self.length,
             "samples": len(self.shaped),
             "tilt": self.tilt_curve(),
-            "best_of_n": [point._asdict() for point in best_of_n(self.shaped, self.groups, self.gold)],
+            "best_of_n": [point._asdict() for point in best_of_n(self.shaped, self.groups)],
         }
 
     def are_enough(self, coef: Callable[[ReferenceScores], float]) -> bool:

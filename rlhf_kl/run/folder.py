@@ -191,15 +191,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
-def check_writable(path: Path) -> None:
-    """Errors: OSError if `write_atomic` could not write `path`, which stays unchanged. For results of long work."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    temporary = _temporary(path)
-    temporary.open("wb").close()
-    temporary.unlink()
-
-
 def sync(path: Path) -> None:
     """Put a file, or the names in a folder, on the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -93,17 +93,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 # ---- TensorBoard ----
 
-RESULTS = ("objective/scores", "objective/gold", "kl/token", "kl/coef", "eval/perplexity")  # columns beside the config
-
 
 class TensorBoardWriter:
-    """Scalars, text samples and the config of one run, in one event file: a view of `metrics.jsonl`.
+    """Scalars and text samples of one run, in one event file: a view of `metrics.jsonl`.
 
-    accelerate's tracker would open a new subfolder for the config, and could not write a file anew.
+    accelerate's tracker could not write a file anew.
     """
 
-    def __init__(self, folder: RunFolder, config: Mapping[str, Any]) -> None:
-        """Replace the event files by one with the rows of the run so far. `config`: resolved, as nested mappings."""
+    def __init__(self, folder: RunFolder) -> None:
+        """Replace the event files by one with the rows of the run so far."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside tensorboard and its protobuf
             from torch.utils.tensorboard import summary, writer
@@ -113,10 +111,6 @@ class TensorBoardWriter:
                 old.unlink()
             self._summary = summary
             self._writer = writer.FileWriter(str(folder.tensorboard), flush_secs=10)
-            values = {name: _parameter(value) for name, value in flat(config).items()}
-            experiment, start, self._end = summary.hparams(values, dict.fromkeys(RESULTS, 0.0))
-        for event in (experiment, start):
-            self._writer.add_summary(event)
         for row in read_jsonl(folder.metrics):
             self.row(row)
         for sample in read_jsonl(folder.samples):
@@ -145,20 +139,12 @@ class TensorBoardWriter:
     def close(self, *, failed: bool = False) -> None:
         """Write what is left."""
         del failed
-        self._writer.add_summary(self._end)
         self._writer.close()
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a row."""
     return {name: value for name in row if name != "step" and (value := read_number(row, name)) is not None}
-
-
-def _parameter(value: Any) -> float | str:
-    """A value as the HPARAMS tab takes it: other than numbers and text as JSON."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    return safe_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _verbatim(text: str) -> str:

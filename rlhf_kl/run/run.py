@@ -187,7 +187,7 @@ class Run:
         values, name, tracking = config.model_dump(mode="json"), config.run.name, config.tracking
         views: dict[str, Callable[[], Any]] = {}
         if tracking.tensorboard:
-            views["tensorboard"] = partial(TensorBoardWriter, folder, values)
+            views["tensorboard"] = partial(TensorBoardWriter, folder)
         self._views = Views(
             views | {each: partial(Tracker, each, folder, name, values, sent) for each in tracking.trackers}
         )

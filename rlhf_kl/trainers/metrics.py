@@ -72,9 +72,6 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
     scored = batch.scored
     scores, shaped = batch.scores[REWARD][scored], batch.shaped_scores[scored]
     scores_shaped = float(shaped.mean())  # nan if none is scored
-    width = config.rollout.position_width
-    bins = zip(batch.exact_kl.split(width, 1), mask.split(width, 1), strict=True)
-    per_position = [float(kl[here].mean()) for kl, here in bins if here.any()]
     return {
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
@@ -99,7 +96,6 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
         "kl/k2": batch.mean(k2(logprobs, batch.ref_logprobs)).mean,
         "kl/k3": batch.mean(k3(logprobs, batch.ref_logprobs)).mean,
         "kl/exact": token.mean,
-        "kl/per_position": per_position,
         "policy/entropy": batch.mean(batch.entropy).mean,
         "policy/logprob_gap": logprob_gap,
         "policy/logprob_gap_stderr": logprob_gap_se,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,35 +11,19 @@ from torch import Tensor
 
 BINS = 10
 HISTOGRAM_BINS = 20
-# Log-odds (N,) of binary predictions, whether each was right (N,) bool, and the scores by group.
-Predictions: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
-class CalibrationBin(NamedTuple):
-    """Predictions of about the same confidence, and how many of them were right."""
-
-    confidence: float  # mean of the predicted probability of being right, 0.5 to 1
-    accuracy: float
-    size: int
-
-
-def calibration(log_odds: Tensor, right: Tensor) -> tuple[float, list[CalibrationBin]]:
-    """Expected calibration error of binary predictions, and its bins.
+def calibration_error(log_odds: Tensor, right: Tensor) -> float:
+    """Expected calibration error of binary predictions.
 
     `log_odds` (N,) of the predictions, `right` (N,) bool: whether the prediction was right. Ten bins of equal width
     between probability 0.5 and 1. Source: Guo et al. 2017 (1706.04599), equation 3.
     """
     confidence = torch.sigmoid(log_odds.double().abs())
     place = ((confidence - 0.5) * 2 * BINS).long().clamp_max(BINS - 1)
-    bins, error = [], 0.0
-    for i in range(BINS):
-        rows = place == i
-        count = int(rows.sum())
-        if count:
-            sure, hit = float(confidence[rows].mean()), float(right[rows].double().mean())
-            bins.append(CalibrationBin(sure, hit, count))
-            error += count / len(confidence) * abs(sure - hit)
-    return error, bins
+    bins = [place == i for i in range(BINS)]
+    gaps = [float((confidence[rows] - right[rows].double()).sum().abs()) for rows in bins]
+    return sum(gaps) / len(confidence)
 
 
 def pair_figures(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
@@ -48,11 +32,10 @@ def pair_figures(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
     Accuracy counts pairs in the right order (a tie is wrong); loss is -log sigmoid(difference) in nats.
     """
     margin = chosen - rejected
-    error, _ = calibration(margin, margin > 0)
     return {
         "eval/accuracy": float((margin > 0).float().mean()),
         "eval/loss": float(-F.logsigmoid(margin).mean()),
-        "eval/calibration_error": error,
+        "eval/calibration_error": calibration_error(margin, margin > 0),
         "eval/margin": float(margin.mean()),
     }
 
@@ -63,7 +46,7 @@ def label_figures(scores: Tensor, positive: Tensor) -> dict[str, float]:
     return {
         "eval/accuracy": float(right.float().mean()),
         "eval/loss": float(F.binary_cross_entropy_with_logits(scores, positive.to(scores))),
-        "eval/calibration_error": calibration(scores, right)[0],
+        "eval/calibration_error": calibration_error(scores, right),
         "eval/majority": float(max(positive.float().mean(), 1 - positive.float().mean())),
     }
 

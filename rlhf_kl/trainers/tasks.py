@@ -23,7 +23,7 @@ from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, save_
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.ops.losses import bradley_terry_loss
 from rlhf_kl.rewards.model import RewardModel, save_reward_model
-from rlhf_kl.trainers.reward_figures import Predictions, calibration, histogram, label_figures, pair_figures
+from rlhf_kl.trainers.reward_figures import histogram, label_figures, pair_figures
 from rlhf_kl.trainers.supervised import ALONE, Task
 
 Figures = dict[str, Any]
@@ -182,14 +182,12 @@ class RewardTask(Task):
         save_reward_model(self.reward, folder)
 
     @abstractmethod
-    def predictions(self) -> Predictions:
-        """Of the last evaluation."""
+    def scores_by_group(self) -> dict[str, Tensor]:
+        """Of the last evaluation: scores (N,) of each kind of row."""
 
     def distribution(self) -> Figures:
-        """Calibration, and the histogram of the scores of the last evaluation."""
-        log_odds, right, groups = self.predictions()
-        bins = calibration(log_odds, right)[1]
-        return {"calibration": [each._asdict() for each in bins], "histogram": histogram(groups)}
+        """The histogram of the scores of the last evaluation."""
+        return {"histogram": histogram(self.scores_by_group())}
 
 
 class PairTask(RewardTask):
@@ -226,9 +224,8 @@ class PairTask(RewardTask):
         self.scores = torch.cat(ranks.parts(len(self.heldout), score), 1)  # (2, held-out pairs)
         return pair_figures(*self.scores)
 
-    def predictions(self) -> Predictions:
-        chosen, rejected = self.scores
-        return chosen - rejected, chosen > rejected, {"chosen": chosen, "rejected": rejected}
+    def scores_by_group(self) -> dict[str, Tensor]:
+        return dict(zip(("chosen", "rejected"), self.scores, strict=True))
 
 
 class LabelTask(RewardTask):
@@ -261,6 +258,5 @@ class LabelTask(RewardTask):
         self.positive = torch.tensor([row.label > 0.5 for row in self.heldout])
         return label_figures(self.scores, self.positive)
 
-    def predictions(self) -> Predictions:
-        groups = {"label 1": self.scores[self.positive], "label 0": self.scores[~self.positive]}
-        return self.scores, (self.scores > 0) == self.positive, groups
+    def scores_by_group(self) -> dict[str, Tensor]:
+        return {"label 1": self.scores[self.positive], "label 0": self.scores[~self.positive]}

@@ -33,13 +33,16 @@ def test_help_and_version_are_results(words: str, rlhf_kl: Cli) -> None:
     assert (code, bool(out), "<bool>" in out, err) == (0, True, False, "")
 
 
-def test_help_needs_no_heavy_imports() -> None:
+def test_help_a_wrong_config_and_a_simulation_need_no_heavy_imports(here: Path) -> None:
+    (here / "x.yaml").write_text("kl: {target: -1}\n")
     code = (
-        "import sys\nfrom rlhf_kl.cli import run\nrun(['--help'])\n"
-        "print([m for m in ('torch', 'transformers', 'numpy', 'pydantic') if m in sys.modules])"
+        "import sys\nfrom rlhf_kl.cli import run\nfor words in sys.argv[1:]:\n    run(words.split())\n"
+        "    print([m for m in ('torch', 'transformers', 'numpy', 'pydantic') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    words = ("--help", "config validate x.yaml", "train x.yaml", "simulate --updates 3 --json")
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    loaded = [line for line in done.stdout.splitlines() if line.endswith("]") and "step" not in line]
+    assert loaded == ["[]", "['pydantic']", "['pydantic']", "['numpy', 'pydantic']"]
 
 
 def test_the_process_exits_with_the_code_and_a_reader_that_goes_away_is_no_error(here: Path) -> None:
@@ -103,9 +106,6 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     shown = "See the page on KL (page kl), [that](https://x.org).\n*(Picture: A curve.)*"
     assert guide._for_terminal(text) == shown
     assert rlhf_kl("guide", "Coming-From.md").out.startswith("# Coming from")
-
-
-def test_the_beginning_of_a_page_name_is_enough(rlhf_kl: Cli) -> None:
     assert rlhf_kl("guide", "reward").out == rlhf_kl("guide", "rewards_and_controllers").out
     assert "guide: no page 'm': models_and_data or metrics or measurements?" in rlhf_kl("guide", "m").err
 

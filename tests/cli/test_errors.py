@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Callable
@@ -21,18 +20,6 @@ Cli = Callable[..., Any]
 SCORERS = """
 def raises(prompts, responses):
     raise RuntimeError("\\x1b[2Jthe server is gone\\u2028")
-
-def too_few(prompts, responses):
-    return [1.0]
-
-def nan(prompts, responses):
-    return [float("nan")] * len(responses)
-
-def constant(prompts, responses):
-    return [1.0] * len(responses)
-
-def lengths(prompts, responses):
-    return [float(len(response)) for response in responses]
 """
 
 
@@ -41,14 +28,12 @@ def place(tmp_path: Path, tiny_settings: dict[str, Any], tiny_folder: Path, monk
     """The working directory: a config of the tiny model, and things that cannot be used."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    (tmp_path / "bad.yaml").write_text("ppo: {lerning_rate: 1, gamma: 2}\nkl: {target: .nan}\n")
     (tmp_path / "python.yaml").write_text("kl: !!python/object/apply:os.system ['touch owned']\n")
     (tmp_path / "odd.yaml").write_text('"\\e[2J\\e]0;owned\\a": 1\n')
     (tmp_path / "scorers.py").write_text(SCORERS)
     (tmp_path / "empty.jsonl").write_text('{"prompt": ""}\n{"prompt": "' + "abcd" * 8 + '"}\n')
     (tmp_path / "column.jsonl").write_text('{"promt": "ab"}\n')
     shutil.copytree(tiny_folder, tmp_path / "tiny")
-    shutil.copytree(tiny_folder, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("my only copy")
     return tmp_path
@@ -68,14 +53,8 @@ REFUSED = [
     ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
     (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
     # what only shows when a run begins
-    (TRAIN + "policy.model=weightless", "the folder holds no weights"),
-    (TRAIN + "'reward={kind: model, model: tiny}'", "random"),
     (TRAIN + "data.prompts=empty.jsonl", "none of 2 prompts can be used: 1 empty, 1 longer than the 26 tokens"),
-    (TRAIN + "eval.prompts=empty.jsonl", "eval.prompts"),
     (TRAIN + "reward.kind=scorers.py:raises", r"RuntimeError: \x1b[2Jthe server is gone"),
-    (TRAIN + "reward.kind=scorers.py:too_few", "1 scores for"),
-    (TRAIN + "reward.kind=scorers.py:nan", "not a finite number"),
-    (TRAIN + "reward.kind=scorers.py:constant", "finds no scale"),
     *((f"train --config tiny.yaml --output-dir thesis {flag}", "thesis") for flag in ("", "--resume", "--overwrite")),
     # runs and models
     ("report", "no run under runs/: name a run folder"),
@@ -84,13 +63,12 @@ REFUSED = [
     ("eval --model ./nowhere --texts builtin:reviews-small", "no such file: ./nowhere"),
     ("eval --model tiny", "--model needs --texts"),
     ("eval --model tiny --run x", "exclude each other"),
+    ("eval --config tiny.yaml --checkpoint 2", "--checkpoint belongs to a run"),
+    ("eval --model tiny --texts x.txt --quiet", "--texts: no such file"),
     ("eval --model tiny --texts column.jsonl --quiet", "no column 'text'"),
     ("eval --model tiny --plugins", "--plugins belongs to a run: name one with --run"),
     ("generate --model tiny --quiet", "name prompts with --prompt"),
-    ("generate --model tiny --prompt '' --max-new-tokens 4 --quiet", "none of 1 prompts can be used: 1 empty"),
     ("generate --model tiny --prompts nowhere.jsonl --quiet", "--prompts: no such file"),
-    ("generate --model tiny --prompt a --output x.txt --quiet", "must end in .jsonl"),
-    ("generate --model tiny --prompt a --output no/x.jsonl --quiet", "--output: no/x.jsonl: cannot be written"),
     ("generate --model tiny --prompt a --with-reference --quiet", "--with-reference"),
 ]  # fmt: skip
 
@@ -106,12 +84,6 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line: str, words: str, place
     assert not (place / "run" / "config.yaml").exists()
     assert not (place / "owned").exists()
     assert (place / "thesis" / "thesis.tex").read_text() == "my only copy"
-
-
-def test_every_problem_is_one_line(place: Path, rlhf_kl: Cli) -> None:
-    code, out, err = rlhf_kl("config", "validate", "bad.yaml", "--set", "ppo.epochs=0", "--set", "foo")
-    keys = ["--set", "ppo.lerning_rate:", "ppo.epochs", "ppo.gamma", "kl.target"]
-    assert (code, out, [line.split()[:2] for line in err.splitlines()]) == (2, "", [["error:", key] for key in keys])
 
 
 GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a.yaml --resume\n"
@@ -138,18 +110,3 @@ def test_exit_codes(error: BaseException, code: int, said: str, rlhf_kl: Cli, mo
     failing.command("other")(lambda: None)
     monkeypatch.setattr(cli, "app", failing)
     assert rlhf_kl("fail", "--config", "a.yaml", "--overwrite") == (code, "", said)
-
-
-def test_a_guard_that_stops_the_run_is_exit_three(place: Path, rlhf_kl: Cli) -> None:
-    sets = ("--set", "kl.target=1e-7", "--set", "kl.ceiling={value: 2e-7, action: stop}")
-    outcome = rlhf_kl("train", "--config", "tiny.yaml", "--output-dir", "run", *sets)
-    assert outcome.code == 3
-    assert outcome.err.splitlines()[-1].startswith("error: KL ")
-
-
-def test_a_gold_function_that_misbehaves_costs_its_figures_only(place: Path, rlhf_kl: Cli) -> None:
-    change = "reward={kind: 'scorers.py:lengths', gold: 'scorers.py:raises'}"
-    outcome = rlhf_kl("train", "--config", "tiny.yaml", "--output-dir", "run", "--set", change)
-    assert outcome.code == 0
-    assert "gold-failed: reward.gold: " in outcome.err
-    assert json.loads((place / "run" / "summary.json").read_text())["final"]["objective/gold"] is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import shutil
@@ -16,7 +15,6 @@ import yaml
 
 from rlhf_kl.cli.evaluate import LABELS
 from rlhf_kl.report.texts import held_out_texts
-from rlhf_kl.run.log import read_jsonl
 
 Cli = Callable[..., Any]
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
@@ -142,31 +140,14 @@ def test_the_reference_beside_it_and_the_kl_of_every_token(rlhf_kl: Cli, place: 
     assert lines[1].index("policy") == 40
 
 
-def test_prompts_of_the_run_or_of_stdin(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_the_run_of_stdin_or_of_a_file(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = [each["prompt"] for each in held_out_texts(place / "run")]
     assert [sample["prompt"] for sample in document(rlhf_kl("generate", "--run", "run", "--json"))] == shown
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\nd\n"))
     found = document(rlhf_kl("generate", "--run", "run", "--prompts", "-", "--json"))
     assert found == document(rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--prompt", "d", "--json"))
-
-
-def test_from_a_file_to_a_file(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_kl.commands import generate
-
-    prompts = [f"{x}{y}" for x in "abcd" for y in "abcdabcdabcd"]
-    (place / "in.csv").write_text("q\n" + "".join(f"{prompt}\n" for prompt in prompts))
-    words = ("generate", "--run", "run", "--prompts", "in.csv", "--column", "q", "--output", "out.jsonl", "--json")
-    outcome = rlhf_kl(*words)
-    assert (outcome.code, outcome.out) == (0, "")
-    assert "48 responses" in outcome.err
-    assert [row["prompt"] for row in read_jsonl(place / "out.jsonl")] == prompts
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(generate, "write_atomic", full)
-    said = "error: --output: out.jsonl: cannot be written: No space left on device\n"
-    assert rlhf_kl(*words, "--quiet") == (1, "", said)
+    (place / "in.csv").write_text("q\nab\nd\n")
+    assert found == document(rlhf_kl("generate", "--run", "run", "--prompts", "in.csv", "--column", "q", "--json"))
 
 
 def test_full_memory_halves_a_pass_and_changes_no_sample_or_is_one_line(

@@ -79,6 +79,7 @@ def test_the_texts_of_a_run_are_those_of_its_training_and_its_start_is_the_refer
         assert (last["text"], last["kl"]) == (now["text"], pytest.approx(now["kl"], rel=1e-4))
         assert last["kl"] == pytest.approx(sum(token["kl"] for token in last["tokens"]), rel=1e-5)
     start = evaluate(config=str(tiny_run / "config.yaml"))
+    assert (start["kl_token"], start["perplexity"]) == pytest.approx((0.0, start["reference"]["perplexity"]), abs=1e-5)
     assert start["scores"] == pytest.approx(read["reference"]["scores"])
     assert start["standard_errors"]["length"] == pytest.approx(read["reference"]["standard_errors"]["length"])
 
@@ -100,12 +101,6 @@ def test_an_unfinished_run_is_its_newest_checkpoint(tiny_run: Path, tmp_path: Pa
     assert "neither a final model nor a checkpoint" in problem(run=copy)
 
 
-def test_a_config_is_its_starting_policy(tiny_run: Path) -> None:
-    found = evaluate(config=str(tiny_run / "config.yaml"))
-    assert found["kl_token"] == pytest.approx(0.0, abs=1e-5)
-    assert found["perplexity"] == found["reference"]["perplexity"]
-
-
 def test_the_newest_run_where_none_is_named(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "no finished run" in problem()
@@ -124,13 +119,3 @@ def test_another_reference_for_a_run(
 
     save_model(new_model(seed=9, spread=0.2), letters, tmp_path / "other")
     assert evaluate(run=tiny_run, reference=str(tmp_path / "other"))["kl_token"] > 0.01
-
-
-def test_what_cannot_be_evaluated(tiny_run: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    assert "exclude each other" in problem(run=tiny_run, model=str(tiny_folder))
-    assert "holds no run" in problem(run=tmp_path)
-    assert "--checkpoint" in problem(model=str(tiny_folder), checkpoint=2)
-    assert "--checkpoint" in problem(config=str(tiny_run / "config.yaml"), checkpoint=2)
-    assert "--texts: no such file" in problem(model=str(tiny_folder), texts=str(tmp_path / "x.txt"))
-    (tmp_path / "config.json").write_text("{}")
-    assert "--model" in problem(model=str(tmp_path))

@@ -49,16 +49,6 @@ def test_final_and_checkpoints_hold_the_adapter_alone(run: Path, tiny_folder: Pa
     assert all("lora" in name or "critic" in name for name in stored)
 
 
-@pytest.mark.quick
-def test_a_rollback_with_no_checkpoint_goes_to_the_start(train: Train, tmp_path: Path) -> None:
-    ceiling = "kl={target: 1.0e-4, ceiling: {value: 2.0e-4, action: rollback}, controller: {kind: fixed, coef: 0.001}}"
-    train(tmp_path / "run", *LORA, ceiling, "checkpoint.every=100", "ppo.learning_rate=0.1")
-    found = rows(tmp_path / "run")
-    turned = [i for i, row in enumerate(found) if any("controller of the start" in a for a in row.get("alerts", []))]
-    assert turned
-    assert found[turned[0] + 1]["kl/token"] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_eval_reads_the_adapter_and_its_checkpoints(run: Path) -> None:
     def evaluated(**request: Any) -> dict[str, Any]:
         return run_eval(EvalRequest(run=run, **request))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.commands.samples import StepResult, sample_rows, top_tokens
+from rlhf_kl.commands.samples import StepResult, sample_rows
 from rlhf_kl.types import RolloutBatch
 
 ROWS, WIDTH = 8, 3
@@ -53,14 +53,3 @@ def test_the_first_ones_and_those_that_diverge_most(result: StepResult, letters:
     assert [len(row["tokens"]) for row in rows] == [3, 2, 3, 3, 1, 3]
     assert rows[5]["kl"] == pytest.approx(2.2)
     assert rows[5]["tokens"][1] == {"text": "b", "logprob": -1.0, "ref_logprob": -1.5, "kl": 2.0}
-
-
-def test_the_tokens_that_diverge_most_of_the_whole_batch(result: StepResult, letters: Any) -> None:
-    found = top_tokens(result.rollout, letters)
-    assert len(found) == 10
-    assert [(token["sample"], token["position"], token["text"]) for token in found[:3]] == [
-        (4, 0, "a"),
-        (6, 1, "b"),
-        (1, 1, "a"),
-    ]
-    assert [token["kl"] for token in found] == pytest.approx([3.0, 2.0, 1.0, *[0.1] * 7])

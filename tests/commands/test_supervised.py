@@ -138,13 +138,3 @@ def test_labelled_texts_make_a_classifier(supervised: Run, tmp_path: Path) -> No
     )
     with_it, without = scorer(["", ""], ["cab", "cdb"]).tolist()
     assert with_it > 0 > without  # the log-odds of label 1
-
-
-def test_gradient_checkpointing_changes_no_figure(supervised: Run, tmp_path: Path) -> None:
-    for name, switch in (("plain", "false"), ("recomputed", "true")):
-        supervised("sft", tmp_path / name, f"policy.gradient_checkpointing={switch}")
-    rows = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "recomputed")]
-    for one, other in zip(*rows, strict=True):
-        assert {k: v for k, v in one.items() if "time" not in k} == pytest.approx(
-            {k: v for k, v in other.items() if "time" not in k}, rel=1e-4, abs=1e-6
-        )

@@ -99,17 +99,6 @@ def test_a_run_that_cannot_start_overwrites_nothing(train: Train, tiny_run: Path
     assert [c.step for c in checkpoints(run / "checkpoints")] == [1]
 
 
-def test_what_a_run_starts_from_is_not_overwritten(train: Train, tiny_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
-    inputs = {"policy.model": run / "final", "data.prompts": run / "samples.jsonl"}
-    with pytest.raises(InputError) as caught:
-        train(run, *(f"{key}='{path}'" for key, path in inputs.items()), overwrite=True)
-    assert [problem.partition(" lies in")[0] for problem in caught.value.problems] == [
-        f"{key}: {path}" for key, path in inputs.items()
-    ]
-    assert all(path.exists() for path in inputs.values())
-
-
 # ---- guards ----
 
 
@@ -128,7 +117,8 @@ def test_a_ceiling_that_stops_keeps_its_checkpoint(train: Train, tmp_path: Path)
 @pytest.mark.quick
 def test_a_ceiling_that_rolls_back_says_so_and_raises_beta(train: Train, tmp_path: Path) -> None:
     overrides = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
-    train(tmp_path / "run", *overrides, "kl.controller={kind: fixed, coef: 0.1}")
+    train(tmp_path / "run", *overrides, "kl.controller={kind: fixed, coef: 0.1}", "checkpoint={every: 2, keep: 1}")
+    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [0, 6]  # the start stays to go back to
     found = rows(tmp_path / "run")[:-1]
     above = [row for row in found if row["kl/token"] > 0.004]
     assert above

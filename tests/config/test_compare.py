@@ -91,11 +91,3 @@ def test_the_config_of_another_command_is_one_line(
     (tmp_path / "own.yaml").write_text("extends: sft_reviews.yaml\n")  # has no section of its own
     with pytest.raises(InputError, match=f"{file} is a config for `rlhf-kl {command}`, not for `rlhf-kl compare`"):
         load_compare(file)
-
-
-def test_set_wins_over_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    variants = {"a": {"kl": {"target": 0.1}}, "b": {"kl": {"target": 0.1, "controller": {"coef": 0.3}}}}
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({"base": "ppo_adaptive.yaml", "variants": variants}))
-    assert [run.config.kl.target for run in load_compare(file, ["kl.target=0.2"]).runs] == [0.2, 0.2]

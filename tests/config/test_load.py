@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,23 +180,16 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         # There is no line about a default that stands in for a wrong value.
         ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target must be a number or 'conservative'"),
         ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number or null"),
-        # unknown keys
         (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
-        (
-            "reward: {kind: sum, terms: {a: {model: builtin:reviews, wieght: 2}}}",
-            "reward.terms.a.wieght: unknown key; did you mean reward.terms.a.weight?",
-        ),
         # values
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
-        ("kl: {controller: {kind: pid, kp: fast}}", "kl.controller.kp: 'fast' does not fit"),
         ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
         ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
         # keys that do not agree
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
         ("kl: {target: moderate, unit: sequence}", "kl.target must be a number where kl.unit is sequence: 'moderate'"),
-        ("ppo: {microbatch_size: 24}", "ppo.microbatch_size must divide ppo.minibatch_size (16): 24"),
         ("reward: {kind: sum}", "reward.terms must name at least one scorer where reward.kind is sum"),
         (TERMS % "label", "reward.label is only read where reward.kind is model: 'x'"),
         ("data: {chat_options: {a: 1}}", "data.chat_options is only read where data.chat_template is true"),
@@ -233,18 +224,6 @@ def test_every_key_refuses_what_no_key_can_be(model: type[Section], value: Any) 
         _, config, found = check_mapping(model, raw)
         assert config is None, key
         assert any(line.startswith(key) for line in found), found
-
-
-def test_a_config_error_needs_no_torch(write: Write) -> None:
-    file = write(text="ppo: {lerning_rate: 1}\n")
-    code = (
-        "import sys\nfrom rlhf_kl.config.load import load_config\nfrom rlhf_kl.errors import InputError\n"
-        f"load_config('train', 'ppo_adaptive.yaml')\ntry: load_config('train', {str(file)!r})\n"
-        "except InputError: pass\nelse: raise SystemExit('no error')\n"
-        "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # ---- a policy of the user's own takes nothing from the built-in world ----

@@ -52,14 +52,6 @@ PROBLEMS = [
     # (config, what reading it tells, else what importing its plugins tells)
     ("kl: {controller: {kind: mine.py:LinearKL, episodes: 5}}\nreward: {kind: mine.py:brevity, slope: 1}", [], []),
     (
-        "kl: {controller: {kind: mine.py:LinearKL, coef: 0.2, episods: 5000}}",
-        [],
-        [
-            "kl.controller.episodes: missing, LinearKL needs it",
-            "kl.controller.episods: unknown option of LinearKL; did you mean kl.controller.episodes?",
-        ],
-    ),
-    (
         "reward: {kind: mine.py:brevity, word: 1.5, responses: []}\nkl: {controller: {kind: mine.py:LinearKL}}",
         [],
         [

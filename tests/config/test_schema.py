@@ -69,14 +69,6 @@ def is_read(key: str) -> bool:
     return not READ.isdisjoint(f"{one}.{name}" for one in (owner, *ALIASES))
 
 
-def test_the_documented_defaults() -> None:
-    config = TrainConfig()
-    assert (config.kl.target, config.kl.unit, config.kl.estimator) == (0.1, "token", "exact")
-    assert (config.kl.controller.kind, config.kl.controller.coef) == ("adaptive", "auto")
-    assert (config.ppo.total_episodes, config.ppo.learning_rate, config.ppo.lam) == (3840, "auto", 0.95)
-    assert (config.updates, config.run.output_dir, config.reward.model) == (60, "runs/run", "builtin:reviews")
-
-
 @pytest.mark.parametrize(
     ("raw", "name", "value"),
     [

@@ -49,7 +49,6 @@ def problem(path: Path, column: str = "prompt") -> str:
     ("name", "body", "expected"),
     [
         ("x.jsonl", "", "holds no rows"),
-        ("x.txt", "\n \n", "holds no rows"),
         ("x.csv", "prompt\n", "holds no rows"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
         ("x.jsonl", '{"prompt": "a"}\n["b"]\n', "line 2: is a list"),

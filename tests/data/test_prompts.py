@@ -31,13 +31,6 @@ def test_a_batch_depends_on_seed_and_step_alone(letters: Any) -> None:
     assert stream(letters, seed=1).batch(1).texts + stream(letters, seed=1).batch(2).texts != (forward[0] + forward[1])
 
 
-def test_processes_take_their_rows_of_the_global_batch(letters: Any) -> None:
-    prompts = stream(letters, batch_size=4)
-    whole = prompts.batch(2)
-    halves = [prompts.batch(2, offset, 2).texts for offset in (0, 2)]
-    assert halves[0] + halves[1] == whole.texts
-
-
 def test_prompts_are_padded_on_the_left(letters: Any) -> None:
     batch = stream(letters).pick([0, 3])
     assert batch.ids.tolist() == [[0, 0, 0, 1, 3], [1, 3, 4, 5, 6]]

@@ -265,12 +265,6 @@ def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
     assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_facts(60, 64) == {}
 
 
-def test_bounds_of_a_signature_hold_for_a_plugin_that_ignores_them():
-    guarded = build_controller(Recorder, {}, coef=1.0)
-    guarded.update(0.1, 64)
-    assert guarded.coef == 4.0
-
-
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'adaptve'; available: adaptive, .*, ziegler"):
         build_controller("adaptve", {})

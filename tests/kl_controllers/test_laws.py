@@ -196,18 +196,6 @@ def test_adaptive_moves_at_most_its_rate():
     assert AdaptiveKL(down=0.3, up=0.7).log_steps(64) == (0.3, 0.7)
 
 
-def test_adaptive_counts_a_cut_update_with_its_full_length():
-    # The same KLs; once they stand still by themselves, once because the ceiling cuts every update to half.
-    free, cut = AdaptiveKL(target=0.1), AdaptiveKL(target=0.1)
-    kls = (0.0, 0.05, 0.1, 0.12, 0.13, 0.13, 0.13)
-    for before, after in pairwise(kls):
-        free.observe_update(before, after, after)
-        cut.observe_update(before, after, after + 0.03)
-        for law in (free, cut):
-            law.update(before, 64)
-    assert cut.coef > free.coef
-
-
 @pytest.mark.parametrize(
     ("cls", "options", "word"),
     [

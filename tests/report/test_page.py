@@ -18,7 +18,7 @@ from rlhf_kl.report.run import read_run
 
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
 TILT = [{"coef": 0.1 * i, "kl": 2.0 / i**2, "gain": 2.0 / i} for i in range(1, 12)]
-BEST = [{"n": 2**i, "kl_bound": 0.5 * i, "gain": 0.5 * i, "gold_gain": 0.2 * i} for i in range(5)]
+BEST = [{"n": 2**i, "kl_bound": 0.5 * i, "gain": 0.5 * i} for i in range(5)]
 REFERENCE = {"scores_shaped": 0.0, "scores_spread": 1.0, "gold": 0.0, "tilt": TILT, "best_of_n": BEST}
 KLS = [0.0, *(0.01 * i for i in range(1, 11)), *[0.1] * 10]
 
@@ -61,7 +61,7 @@ def test_one_file_that_names_no_other(page: str) -> None:
     assert len(page) < 1_000_000
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 4
 
 
 def test_text_of_a_run_is_text(page: str) -> None:
@@ -111,7 +111,7 @@ def test_the_page_and_the_pictures_of_a_comparison(
     assert not re.search(r"<[bi]>", text)
     assert "$<b>static<i>$ 0.1x" in unescape(text)
     assert "30x the target, up to 30x" in text
-    assert text.count("<svg") == 4 + 6
+    assert text.count("<svg") == 4 + 4
     places = re.findall(r'<a href="([^"]+)">seed [01]</a>', text)
     assert len(places) == 8
     assert all((tmp_path / "out" / unquote(place)).is_file() for place in places)
@@ -122,4 +122,4 @@ def test_the_page_and_the_pictures_of_a_comparison(
     assert "says adaptive" in shown
     assert "best of n 1.50" in text  # at the pointer
     drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert drawn == {"compare", "score", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}
+    assert drawn == {"compare", "score", "beta", "perplexity", "frontier"}

@@ -14,7 +14,6 @@ import pytest
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.folder import (
     RunFolder,
-    check_writable,
     lock_run_folder,
     newest_run,
     remove_folder,
@@ -212,15 +211,6 @@ def test_a_file_is_replaced_whole_and_not_through_a_link(tmp_path: Path, monkeyp
     assert path.read_text(encoding="utf-8") == "zwei ü"
     assert (tmp_path / "precious").read_text() == "x"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "precious"]
-
-
-def test_whether_a_file_can_be_written_is_told_without_touching_it(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    check_writable(path)
-    assert list(tmp_path.iterdir()) == []
-    for place in (tmp_path, tmp_path / "no" / "a.txt", tmp_path / ("n" * 300)):
-        with pytest.raises(OSError, match=r"Is a directory|No such file|name too long"):
-            check_writable(place)
 
 
 def test_a_folder_is_replaced_whole_and_a_write_that_fails_leaves_the_old_one(tmp_path: Path) -> None:

@@ -99,7 +99,6 @@ def test_a_batch_worked_by_hand() -> None:
     }
     for key, value in wanted.items():
         assert row[key] == pytest.approx(value, rel=1e-5), key
-    assert row["kl/per_position"] == pytest.approx([0.3, 0.3])
     assert rollout_metrics(BATCH, 0.5, config(0.9, "sequence"))["kl/error"] == pytest.approx(-0.5)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf_kl.trainers.reward_figures import calibration, histogram, label_figures, pair_figures
+from rlhf_kl.trainers.reward_figures import calibration_error, histogram, label_figures, pair_figures
 
 
 def logit(p: float) -> float:
@@ -16,17 +16,15 @@ def test_a_hand_table_of_calibration() -> None:
     """Four predictions at 0.9 of which three are right, four at 0.62 of which two are: 0.15 and 0.12 off."""
     odds = torch.tensor([logit(0.9)] * 4 + [-logit(0.62)] * 4)
     right = torch.tensor([True, True, True, False, True, True, False, False])
-    error, bins = calibration(odds, right)
-    assert error == pytest.approx(0.5 * 0.15 + 0.5 * 0.12, abs=1e-6)
-    assert [(round(part.confidence, 4), part.accuracy, part.size) for part in bins] == [(0.62, 0.5, 4), (0.9, 0.75, 4)]
+    assert calibration_error(odds, right) == pytest.approx(0.5 * 0.15 + 0.5 * 0.12, abs=1e-6)
 
 
 def test_scores_that_are_true_log_odds_are_calibrated() -> None:
     generator = torch.Generator().manual_seed(0)
     odds = torch.randn(200_000, generator=generator) * 2
     label = torch.rand(200_000, generator=generator) < torch.sigmoid(odds)
-    assert calibration(odds, (odds > 0) == label)[0] < 0.01
-    assert calibration(3 * odds, (odds > 0) == label)[0] > 0.05  # too sure of itself
+    assert calibration_error(odds, (odds > 0) == label) < 0.01
+    assert calibration_error(3 * odds, (odds > 0) == label) > 0.05  # too sure of itself
 
 
 def test_figures_of_pairs() -> None:

@@ -97,11 +97,6 @@ class RolloutSection(Section):
     null = an eighth of ppo.total_episodes, at least 128 and at most 1024. Sampling ends earlier once both are known.
     """
 
-    @property
-    def position_width(self) -> int:
-        """Neighbouring positions of a response that share a number in kl/per_position: at most 64 numbers."""
-        return math.ceil(self.max_new_tokens / 64)
-
     @model_validator(mode="after")
     def _divides(self) -> Self:
         require_divides("rollout.samples_per_prompt", self.samples_per_prompt, "rollout.batch_size", self.batch_size)
