@@ -18,6 +18,7 @@ DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 ROOT_KL = "√KL, nats per response"
+BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
 
 class Style(NamedTuple):
@@ -47,7 +48,7 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
 
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
-    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run)])
+    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run), _total_reward_of(run)])
 
 
 def _kl(run: RunResult) -> Chart:
@@ -108,6 +109,30 @@ def _beta(run: RunResult) -> Chart:
     return Chart("beta", "Beta, the KL coefficient", "beta", [Line("beta", "beta", x, beta)], caption, log=log)
 
 
+def _total_reward_of(run: RunResult) -> Chart | None:
+    gains, gold = (run.gains_by_kl(f"objective/{name}") for name in ("scores_shaped", "gold"))
+    return _total_reward("Updates of this run, means of five", gains, BETAS, gold) if gains else None
+
+
+def _total_reward(
+    points: str, gains: Sequence[tuple[float, float]], betas: Sequence[float], gold: Sequence[tuple[float, float]] = ()
+) -> Chart:
+    """Score gain - beta * KL over KL, a line for each beta: where a line is highest, that beta leads.
+
+    gains, gold: (KL of a response in nats, gain over the reference), in any order. points: what they are.
+    """
+    lines = [Line("true score (gold)", "gold", *_columns(sorted(gold)))]
+    for i, beta in enumerate(betas):
+        totals = [(kl, gain - beta * kl) for kl, gain in sorted(gains)]
+        tint, best = ORDERED[i * len(ORDERED) // len(betas)], max(totals, key=lambda point: point[1])
+        lines += [Line(f"beta {beta:.2g}", tint, *_columns(totals)), marks("", tint, [best[0]], [best[1]], "D")]
+    caption = f"{points}. Diamond: the highest total of a beta. A score that rises while gold falls is exploited."
+    return Chart(
+        "total-reward", "Total reward against KL", "score gain - beta · KL", lines, caption,
+        xlabel="KL, nats per response", folded=True,
+    )  # fmt: skip
+
+
 # ---- a comparison
 
 
@@ -138,13 +163,19 @@ def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]
 
 def compare_charts(comparison: Comparison) -> list[Chart]:
     """Of a sweep what it is made for, then means over seeds by update, and score against sqrt(KL)."""
-    charts = (
+    charts = [
         _targets(comparison),
         _over_time(comparison, "objective/scores", "score", "Score"),
         _over_time(comparison, "eval/perplexity", "perplexity", "Held-out perplexity"),
         _over_time(comparison, "kl/coef", "beta", "Beta, the KL coefficient"),
         _frontier(comparison),
-    )
+    ]
+    if sweep := comparison.sweep:
+        pairs = [(v.mean("kl_sequence"), v.mean("score_gain")) for v in sweep]
+        ends = [(kl, gain) for kl, gain in pairs if kl is not None and gain is not None]
+        betas = [variant.constant_coef or 0.0 for variant in sweep]
+        total = _total_reward("Ends of the variants, means over seeds", [(0.0, 0.0), *ends], betas) if ends else None
+        charts += [_kl_over_beta(sweep, variant_styles(comparison)), total]
     return with_values(charts)
 
 
@@ -171,15 +202,27 @@ def _frontier(comparison: Comparison) -> Chart | None:
     if not lines:
         return None
     caption = "Each point is the end of one run."
-    if tilt := reference.get("tilt"):
-        x, y = [math.sqrt(point["kl"]) for point in tilt], [point["gain"] for point in tilt]
-        lines.append(Line("upper limit", "ink", x, y))
+    if tilt := _tilt(reference):
+        lines.append(Line("upper limit", "ink", [math.sqrt(kl) for _, kl, _ in tilt], [gain for *_, gain in tilt]))
         caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta))."
     if best := reference.get("best_of_n"):
         x, y = [math.sqrt(point["kl_bound"]) for point in best], [point["gain"] for point in best]
         lines.append(Line("best of n", "muted", x, y, dash=DASHES[1], marker="."))
         caption += f" Dashed: best of n reference samples, n up to {best[-1]['n']}, at the upper bound of its KL."
     return Chart("frontier", "Score against KL", "score gain, in reference sd", lines, caption, xlabel=ROOT_KL)
+
+
+def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> Chart:
+    """The KL at the end of each run by its beta, with the tilt of the reference's samples."""
+    ends = [(v.name, run.figures["beta"], run.figures["kl_sequence"]) for v in variants for run in v.runs.values()]
+    ends = [(name, beta, kl) for name, beta, kl in ends if beta and kl]
+    low, high = min((beta for _, beta, _ in ends), default=0), max((beta for _, beta, _ in ends), default=0)
+    tilt = [(coef, kl) for coef, kl, _ in _tilt(_reference(variants)) if low <= 1.6 * coef <= 2.56 * high and kl > 0]
+    lines = [marks("", styles[name].tint, [beta], [kl]) for name, beta, kl in ends]
+    lines.append(Line("best policy", "ink", *_columns(tilt), marker=""))
+    caption = "Points: runs. Line: the optimum of score - beta · KL, estimated from the reference's samples."
+    title, unit = "KL at the end against beta", "nats per response"
+    return Chart("kl-beta", title, unit, lines, caption, xlabel="beta", log="xy")
 
 
 def _targets(comparison: Comparison) -> Chart | None:
@@ -232,3 +275,8 @@ def _reference(variants: Sequence[Variant]) -> Mapping[str, Any]:
     """The reference's own figures in the first summary that has them; all runs of a comparison share the reference."""
     runs = [run for variant in variants for run in variant.runs.values()]
     return next((run.reference_figures for run in runs if run.reference_figures), {})
+
+
+def _tilt(reference: Mapping[str, Any]) -> list[tuple[float, float, float]]:
+    """(beta, sequence KL, score gain) of the tilted reference samples."""
+    return [(point["coef"], point["kl"], point["gain"]) for point in reference.get("tilt") or []]

@@ -136,6 +136,13 @@ class Comparison:
         return sorted({seed for variant in self.variants for seed in variant.runs})
 
     @property
+    def sweep(self) -> list[Variant]:
+        """The largest family of at least three constant betas, by beta; empty without one."""
+        families = [f for f in self.families.values() if len(f) > 2 and all(variant.constant_coef for variant in f)]
+        largest: list[Variant] = max(families, key=len, default=[])
+        return sorted(largest, key=lambda variant: variant.constant_coef or 0.0)
+
+    @property
     def by_target(self) -> list[Variant]:
         """The largest set of variants that differ only in their KL target (at least three), by target; else empty."""
         controlled = [variant for variant in self.variants if adjusts(variant.config.kl.controller.kind)]

@@ -89,6 +89,7 @@ class Chart:
     target: float | None = None  # a KL, drawn with the band around it
     ceiling: float | None = None
     more: Callable[[Axes], object] | None = None  # draws what this chart alone has
+    folded: bool = False  # on a page under "more"
 
 
 def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o", size: float = 5.5) -> Line:

@@ -47,7 +47,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         heading = f"{'After' if step == steps[-1] and len(steps) > 1 else 'Before'}: update {step}"
         samples.append((heading, [_sample(row, hottest) for row in run.samples if row["step"] == step]))
-    verdict = run.figures["verdict"]
+    charts, verdict = run_charts(run), run.figures["verdict"]
     return _render(
         "report.html",
         refresh=refresh,
@@ -59,7 +59,8 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
-        charts=[_chart(chart) for chart in run_charts(run)],
+        charts=[_chart(chart) for chart in charts if not chart.folded],
+        more=[_chart(chart) for chart in charts if chart.folded],
         hottest=format_number(hottest, 2),
         texts=[(each["prompt"], _texts(run, each, hottest)) for each in texts],
         samples=samples,

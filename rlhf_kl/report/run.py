@@ -120,6 +120,14 @@ class RunResult:
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
 
+    def gains_by_kl(self, key: str) -> list[tuple[float, float]]:
+        """(KL of a response, gain over the reference) of each update by a key, means of five; empty if some lack it."""
+        first, columns = self.reference(key), [self.series(name)[1] for name in ("kl/sequence", key)]
+        if first is None or any(len(column) < len(self.updates) for column in columns):
+            return []
+        kls, values = ([fmean(column[max(0, i - 2) : i + 3]) for i in range(len(column))] for column in columns)
+        return [(max(0.0, kl), value - first) for kl, value in zip(kls, values, strict=True)]
+
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import compare_charts
+from rlhf_kl.report.charts import _total_reward, compare_charts
 from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
@@ -28,6 +28,7 @@ def test_variants_and_families_follow_from_the_configs(grid: Grid) -> None:
     assert [variant.name for variant in comparison.variants] == list(TWO)
     assert {name: len(members) for name, members in comparison.families.items()} == {"adaptive": 2, "static": 3}
     assert (comparison.target, comparison.unit, comparison.seeds, comparison.notes) == (0.1, "token", [0, 1], [])
+    assert [variant.name for variant in comparison.sweep] == ["static-0.1x", "static-1x", "static-10x"]  # by beta
 
 
 def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
@@ -118,3 +119,13 @@ def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metric
     assert one.best_target is None
     assert judge(one)[0].endswith("1 seed: none is the best.")
     assert not any("est target" in line or "true score at" in line.lower() for line in judge(one))
+
+
+def test_the_total_reward_pays_for_the_kl() -> None:
+    """Gain sqrt(2 KL), the most that Gaussian scores allow: the total is highest at KL = 1 / (2 beta^2)."""
+    gains = [(kl, math.sqrt(2 * kl)) for kl in (0.5, 2.0, 8.0, 0.0, 50.0)]
+    chart = _total_reward("points", gains, (0.1, 0.25, 0.5, 1.0))
+    _, first, *others = chart.lines  # the gold line comes before
+    assert (first.label, first.x) == ("beta 0.1", [0.0, 0.5, 2.0, 8.0, 50.0])
+    assert first.y == pytest.approx([math.sqrt(2 * kl) - 0.1 * kl for kl in first.x])
+    assert [(mark.x[0], mark.y[0]) for mark in others[::2]] == [(50.0, 5.0), (8.0, 2.0), (2.0, 1.0), (0.5, 0.5)]

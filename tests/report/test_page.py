@@ -61,7 +61,7 @@ def test_one_file_that_names_no_other(page: str) -> None:
     assert len(page) < 1_000_000
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5
 
 
 def test_text_of_a_run_is_text(page: str) -> None:
@@ -111,7 +111,7 @@ def test_the_page_and_the_pictures_of_a_comparison(
     assert not re.search(r"<[bi]>", text)
     assert "$<b>static<i>$ 0.1x" in unescape(text)
     assert "30x the target, up to 30x" in text
-    assert text.count("<svg") == 4 + 4
+    assert text.count("<svg") == 4 + 6
     places = re.findall(r'<a href="([^"]+)">seed [01]</a>', text)
     assert len(places) == 8
     assert all((tmp_path / "out" / unquote(place)).is_file() for place in places)
@@ -122,4 +122,4 @@ def test_the_page_and_the_pictures_of_a_comparison(
     assert "says adaptive" in shown
     assert "best of n 1.50" in text  # at the pointer
     drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert drawn == {"compare", "score", "beta", "perplexity", "frontier"}
+    assert drawn == {"compare", "score", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,12 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("kl: {target: -1.0}\n")
     with pytest.raises(InputError, match=r"config.yaml: kl.target"):
         read_run(tmp_path)
+
+
+def test_gold_turns_over_where_its_parabola_does(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+    """Gold is 0.5 d - 0.1 d^2 with d = sqrt(2 KL): highest at d = 2.5."""
+    run = read_run(write_run("run", metrics_rows([0.005 * i for i in range(60)])))
+    kl, gold = max(run.gains_by_kl("objective/gold"), key=lambda point: point[1])
+    assert math.sqrt(2 * kl) == pytest.approx(2.5, rel=0.03)
+    assert gold == pytest.approx(0.625, rel=0.01)
+    assert read_run(write_run("other", metrics_rows([0.1] * 20, gold=False))).gains_by_kl("objective/gold") == []
