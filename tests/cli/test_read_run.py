@@ -19,7 +19,7 @@ from rlhf_kl.report.texts import held_out_texts
 Cli = Callable[..., Any]
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents"}
 POLICY_KEYS = {"kl_token", "kl_sequence", "forward_kl_token", "scores", "gold", "length", "eos_rate", "distinct_2"}
-POLICY_KEYS |= {"prompts"}
+POLICY_KEYS |= {"prompts", "responses"}
 BESIDE = {"scores", "gold", "length", "eos_rate", "distinct_2"}
 # Every import, construction and call leaves a line.
 CODE = """
@@ -195,6 +195,8 @@ def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) 
     assert line.endswith("--plugins runs it")
     figures = json.loads(without.out)
     allowed = document(rlhf_kl("eval", "--run", "run", "--json", "--plugins", "--quiet"))
+    errors, others = (each.pop("standard_errors") for each in (figures, allowed))
+    assert {name for name in others if others[name] != errors.get(name)} == {"scores", "gold"}
     assert {name for name in figures if figures[name] != allowed[name]} == {"scores", "gold", "reference", "texts"}
     assert figures["reference"]["scores"] is figures["scores"] is figures["texts"][0]["policy"][0]["score"] is None
     outcome = rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--scores")
