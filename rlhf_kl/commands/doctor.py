@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -84,7 +84,15 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
     """
     findings: list[Finding] = []
     try:
-        findings.extend(all_checks(config, pairs, processes))
+        findings += check_config(config, processes)
+        config = with_files(on_this_machine(config))
+        device = run_device(config.run)
+        setup = build_setup(config, device)
+        loader = Loader.for_run(config.run, device)
+        findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
+        findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
+        findings += check_reward_model(config, setup, loader, pairs)
+        findings += check_updates(config, setup, processes)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -96,24 +104,6 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
             raise
         findings.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY))
     return findings
-
-
-def all_checks(config: TrainConfig, pairs: str | None, processes: int) -> Iterator[Finding]:
-    """In the order in which a run would fail."""
-    yield from check_config(config, processes)
-    config = with_files(on_this_machine(config))
-    device = run_device(config.run)
-    setup = build_setup(config, device)
-    loader = Loader.for_run(config.run, device)
-    yield check_dtype(config, device)
-    yield check_rate(config, setup.policy.module)
-    yield from check_tokenizers(config, setup, loader)
-    yield from check_context(config, setup)
-    yield from check_reward_model(config, setup, loader, pairs)
-    trainer = yield from check_update(unsharded(config), setup)
-    if trainer is not None:
-        peak = full_update(setup, trainer) if processes == 1 else None
-        yield check_memory(config, setup, device, processes, peak)
 
 
 # ---- before the update
@@ -222,9 +212,9 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
 # ---- the update
 
 
-def check_update(config: TrainConfig, setup: Setup) -> Generator[Finding, None, PPOTrainer | None]:
-    """The start of the run and its first update, measured; returns the trainer, unless that update failed."""
-    began = time.perf_counter()
+def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[Finding]:
+    """The start of the run and its first update, measured; then the memory of the largest one."""
+    began, config = time.perf_counter(), unsharded(whole)
     training = prepare_training(config, setup)
     start = time.perf_counter() - began
     yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
@@ -235,7 +225,7 @@ def check_update(config: TrainConfig, setup: Setup) -> Generator[Finding, None, 
             result = training.trainer.update(1)
     except NonFiniteRollout as failure:
         yield Finding("fatal", "update", str(failure))
-        return None
+        return
     row, facts = update_row(result, config), dict(result.facts)
     update = time.perf_counter() - began - start
     with ui.waiting("one evaluation"):
@@ -252,7 +242,7 @@ def check_update(config: TrainConfig, setup: Setup) -> Generator[Finding, None, 
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all")
-    return training.trainer
+    yield check_memory(whole, setup, processes, full_update(setup, training.trainer) if processes == 1 else None)
 
 
 def full_update(setup: Setup, trainer: PPOTrainer) -> int:
@@ -267,19 +257,20 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     endless = replace(setup.sampling, eos_ids=[-1])  # no token
     trainer.rollouts.sample = Sampler(setup.policy, longest, setup.tokenizer, endless, stream.seed)
     with ui.waiting("one update with responses of full length"), contextlib.suppress(NonFiniteRollout):
-        trainer.update(2)
+        trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20)
 
 
-def check_memory(config: TrainConfig, setup: Setup, device: torch.device, processes: int, peak: int | None) -> Finding:
+def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | None) -> Finding:
     """Whether the largest update fits: by its measured peak, and for several processes by the estimate."""
+    device = setup.policy.device
     estimate, room = estimate_memory(config, setup, device, processes), int(SHARE * free_memory(device))
     counted = estimate.total(estimate.rows)
     need, how = (counted, "counted") if peak is None else (peak, "measured")
     most = estimate.largest_microbatch(room - need + counted)
-    message = f"{need / 2**30:.2f} GiB at the peak of an update with all responses of full length, {how}"
-    message = message if processes == 1 else f"in each of {processes} processes {message}"
-    message += f"; {room / 2**30:.1f} GiB to use"
+    message = "" if processes == 1 else f"in each of {processes} processes "
+    message += f"{need / 2**30:.2f} GiB at the peak of an update with all responses of full length, {how}; "
+    message += f"{room / 2**30:.1f} GiB to use"
     if need <= room:
         return judged("memory", True, f"{message}; up to {most} responses in a training pass fit")
     if most is not None:

@@ -17,6 +17,7 @@ from rlhf_kl.models.logits import LOGIT_ELEMENTS, has_rounding_products
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.ops.logprobs import CHUNK_ELEMENTS, DEVICE_CHUNKS
 from rlhf_kl.ops.packing import KEYS_AND_VALUES, WORTH_SHARING
+from rlhf_kl.rewards.model import SCORING_ROWS, SCORING_TOKENS
 from rlhf_kl.rollout.states import PASS_ROWS, PASS_TOKENS
 
 FLOAT = 4  # bytes
@@ -73,7 +74,7 @@ def estimate_memory(config: TrainConfig, setup: Setup, device: torch.device, pro
     kind = device.type if device.type in LOGIT_ELEMENTS else "cpu"
 
     # Numbers of the models.
-    models = _models(config)
+    models = 2 if config.critic == "separate" else 1  # a separate value function is about as large as the policy
     value = (models - 1) * parameter_count(policy)
     full = parameter_count(policy) + value
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) + value
@@ -95,41 +96,47 @@ def estimate_memory(config: TrainConfig, setup: Setup, device: torch.device, pro
     rows, minibatch = -(-config.rollout.batch_size // processes), config.minibatch_size // processes
     new, prompt, each = config.rollout.max_new_tokens, setup.prompts.longest, config.rollout.samples_per_prompt
     row = read = prompt + new
-    if prompt * (1 - 1 / each) > WORTH_SHARING * (row - 1):
+    together = not (shard or config.policy.gradient_checkpointing)
+    if together and prompt * (1 - 1 / each) > WORTH_SHARING * (row - 1):
         read = new + prompt // each + prompt // KEYS_AND_VALUES
-    trained_row = row if shard or config.policy.gradient_checkpointing else read  # these do not share prompts
+    in_pass = config.ppo.microbatch_size
+    if in_pass is None:
+        in_pass = max(1, tokens_of_a_pass(policy, device, config.run.dtype, models=models) // read)
     states = new * hidden
     if config.critic == "features":  # of whole texts those that scored them, in the critic's features again
         states += new * feature_count(setup) + row * (feature_count(setup) - hidden)
 
     # Bytes of passes.
     weights, per_token = kept_by_autograd(setup.policy)
-    in_layer, logits, chunk = per_token / depth, FLOAT * new * vocabulary, FLOAT * LOGIT_ELEMENTS[kind]
+    logits, chunk = FLOAT * new * vocabulary, FLOAT * LOGIT_ELEMENTS[kind]
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_size = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    cache = (2 if setup.policy.dtype == torch.bfloat16 else FLOAT) * row * 2 * depth * heads * head_size
-    sampling = rows * cache + TEMPORARIES * min(FLOAT * rows * vocabulary, chunk)
+    cached = (2 if setup.policy.dtype == torch.bfloat16 else FLOAT) * 2 * depth * heads * head_size  # of a token
+    at_once = AT_ONCE * per_token / depth
+    prompts = rows * prompt / each * (cached + at_once)
+    sampling = max(prompts, rows * row * cached + TEMPORARIES * min(FLOAT * rows * vocabulary, chunk))
     pass_rows = min(rows, PASS_ROWS, max(1, PASS_TOKENS[kind] // read))
+    scored = min(rows, SCORING_ROWS, max(1, SCORING_TOKENS // row)) if setup.scorers.models else 0
+    reading = max(pass_rows * read, scored * row) * at_once
     pieces = TEMPORARIES * min(pass_rows * logits, FLOAT * CHUNK_ELEMENTS * (1 if kind == "cpu" else DEVICE_CHUNKS))
-    at_once = max(pass_rows * read, rows * prompt // each)  # tokens: of a pass over texts, and of one over all prompts
-    reading = max(AT_ONCE * in_layer * at_once, 2 * min(pass_rows * logits, chunk) + pieces)
+    comparing = FLOAT * ceiling + 2 * min(pass_rows * logits, chunk) + pieces
     exact = config.kl.placement != "reward" and config.kl.estimator == "exact"  # the KL is in the loss
     copies = 3 if exact else 2  # of logits: the policy's, their gradient, the reference's
     if config.policy.gradient_checkpointing:
-        weights, per_token = weights / depth, FLOAT * depth * hidden + in_layer
+        weights, per_token = weights / depth, FLOAT * depth * hidden + per_token / depth
     return MemoryEstimate(
         kept=int(FLOAT * (own * part + frozen + 2 * trained * part + centred)),
         states=FLOAT * rows * states,
-        rollout=int(FLOAT * (full * (1 - part) + all_frozen - frozen) + max(sampling, FLOAT * ceiling + reading)),
+        rollout=int(FLOAT * (full * (1 - part) + all_frozen - frozen) + max(sampling, reading, comparing)),
         training=int(FLOAT * (ceiling + shard * (2 * layer + outside))),
         gradients=int(FLOAT * (trained * part + shard * trained / full * (layer + outside))),
         tied=FLOAT * head.numel() if head is inputs and head.requires_grad else 0,
         per_pass=int(models * weights + exact * pieces),
-        per_row=int(trained_row * models * per_token),
+        per_row=int(read * models * per_token),
         logits=copies * logits,
         chunk=copies * chunk,
         minibatch=minibatch,
-        rows=min(microbatch_rows(config, policy, device, trained_row), minibatch),
+        rows=min(in_pass, minibatch),
     )
 
 
@@ -169,16 +176,3 @@ def free_memory(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
-
-
-def microbatch_rows(config: TrainConfig, policy: Any, device: torch.device, tokens: int) -> int:
-    """Responses in a training pass, where each has `tokens` tokens with its prompt."""
-    if config.ppo.microbatch_size is not None:
-        return config.ppo.microbatch_size
-    room = tokens_of_a_pass(policy, device, config.run.dtype, models=_models(config))
-    return max(1, min(config.minibatch_size, room // tokens))
-
-
-def _models(config: TrainConfig) -> int:
-    """Models that a training pass goes through; a separate value function is about as large as the policy."""
-    return 2 if config.critic == "separate" else 1

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rlhf_kl.commands.build import build_setup, layers_of
 from rlhf_kl.commands.doctor import full_update
-from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, kept_by_autograd, microbatch_rows
+from rlhf_kl.commands.memory import MemoryEstimate, estimate_memory, kept_by_autograd
 from rlhf_kl.commands.start import prepare_training
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -64,7 +64,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
     for name, shape in SHAPES.items():
         folders[name] = tmp_path_factory.mktemp(name)
-        BENCH["random_world"](folders[name], shape, [PROMPT] * 128)
+        BENCH["random_world"](folders[name], shape, [PROMPT] * 256)
         (folders[name] / "held.jsonl").write_text(json.dumps({"prompt": "w1 w2"}) + "\n")
     return folders
 
@@ -159,23 +159,6 @@ def test_what_a_pass_keeps(new_model: Callable[..., Any]) -> None:
     assert copied < 0.1 * weights
 
 
-@pytest.mark.parametrize(
-    ("model", "value", "size", "rows"),
-    [(1000, "head", None, 16), (25_000, "head", None, 4), (25_000, "separate", None, 2), (25_000, "head", 8, 8)],
-)
-def test_rows_of_a_pass(model: int, value: str, size: int | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_kl.memory.kept_per_token", lambda _policy: model)
-    monkeypatch.setattr("rlhf_kl.memory.ROOM", {"cpu": 4 * 25_000 * 40})
-    config = SimpleNamespace(
-        ppo=SimpleNamespace(microbatch_size=size),
-        minibatch_size=16,
-        critic=value,
-        run=SimpleNamespace(dtype="float32"),
-    )
-    policy = SimpleNamespace(parameters=list)
-    assert microbatch_rows(config, policy, torch.device("cpu"), tokens=10) == rows
-
-
 def test_what_fits_into_memory() -> None:
     sizes = {"kept": 60, "states": 10, "rollout": 65, "training": 5, "gradients": 25, "tied": 5, "per_pass": 3}
     estimate = MemoryEstimate(**sizes, per_row=8, logits=2, chunk=12, minibatch=12, rows=4)
@@ -186,18 +169,50 @@ def test_what_fits_into_memory() -> None:
     assert [estimate.largest_microbatch(room) for room in (186, 185, 142, 134)] == [12, 6, 3, None]
 
 
-def test_the_weights_of_an_adapter_and_of_shards(
-    tiny_folder: Path, tmp_path: Path, tiny_settings: dict[str, Any]
-) -> None:
+@pytest.fixture
+def estimated(tiny_folder: Path, tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., MemoryEstimate]:
+    """`estimated(policy, "policy.shard=true", processes=2)`: of the tiny run."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    model, other = (load_causal_lm(str(tiny_folder)) for _ in range(2))
-    size = parameter_count(model)
+    other = load_causal_lm(str(tiny_folder))
 
-    def estimated(policy: Any, *changes: str, processes: int = 1) -> MemoryEstimate:
+    def estimate(policy: Any, *changes: str, processes: int = 1) -> MemoryEstimate:
         config = load_config("train", tmp_path / "tiny.yaml", list(changes))
         prompts = SimpleNamespace(longest=4)
         setup: Any = SimpleNamespace(policy=LM(policy), reference=LM(other), scorers=Scorers(), prompts=prompts)
         return estimate_memory(config, setup, torch.device("cpu"), processes)
+
+    return estimate
+
+
+@pytest.mark.parametrize(
+    ("kept", "changes", "rows"),
+    [
+        (1000, [], 16),
+        (25_000, [], 4),
+        (25_000, ["policy.value=separate"], 2),
+        (25_000, ["ppo.microbatch_size=8"], 8),
+        (25_000, ["rollout.samples_per_prompt=4"], 5),
+        (25_000, ["rollout.samples_per_prompt=4", "rollout.max_new_tokens=12"], 2),
+        (25_000, ["rollout.samples_per_prompt=4", "policy.gradient_checkpointing=true"], 4),
+    ],
+)
+def test_rows_of_a_pass(
+    new_model: Callable[..., Any],
+    estimated: Callable[..., MemoryEstimate],
+    kept: int,
+    changes: list[str],
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 4 tokens and 6 new ones; of a prompt that four responses share, each takes 1 token, and 1 for its keys."""
+    monkeypatch.setattr("rlhf_kl.memory.kept_per_token", lambda _policy: kept)
+    monkeypatch.setattr("rlhf_kl.memory.ROOM", {"cpu": 4 * 25_000 * 40})
+    assert estimated(new_model(), "ppo.microbatch_size=null", *changes).rows == rows
+
+
+def test_the_weights_of_an_adapter_and_of_shards(new_model: Any, estimated: Callable[..., MemoryEstimate]) -> None:
+    model = new_model()
+    size = parameter_count(model)
 
     whole = estimated(model)
     # Policy, reference and two moments; gradients and the copy for the ceiling; in float32.
