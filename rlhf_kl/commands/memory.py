@@ -13,7 +13,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.memory import tokens_of_a_pass
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import parameter_count
-from rlhf_kl.models.logits import LOGIT_ELEMENTS, has_rounding_products
+from rlhf_kl.models.logits import LOGIT_ELEMENTS, can_shift, has_rounding_products
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.ops.logprobs import CHUNK_ELEMENTS, DEVICE_CHUNKS
 from rlhf_kl.ops.packing import KEYS_AND_VALUES, WORTH_SHARING
@@ -70,7 +70,8 @@ def estimate_memory(config: TrainConfig, setup: Setup, device: torch.device, pro
     policy: Any = setup.policy.model
     shape, adapted, shard = policy.config.get_text_config(), has_adapter(policy), config.policy.shard
     hidden, depth, vocabulary = int(shape.hidden_size), int(shape.num_hidden_layers), int(shape.vocab_size)
-    head, inputs = setup.policy.base.get_output_embeddings().weight, setup.policy.base.get_input_embeddings().weight
+    last, inputs = setup.policy.base.get_output_embeddings(), setup.policy.base.get_input_embeddings()
+    head, half = last.weight, setup.policy.dtype == torch.bfloat16
     kind = device.type if device.type in LOGIT_ELEMENTS else "cpu"
 
     # Numbers of the models.
@@ -88,9 +89,9 @@ def estimate_memory(config: TrainConfig, setup: Setup, device: torch.device, pro
     part = 1 / processes if shard else 1.0
     own = stored_bytes(policy) / FLOAT + value
     ceiling = (trained - value) * part if config.kl.ceiling is not None else 0
-    # The head without its mean, of the reference, and of a policy whose head is frozen.
-    centred = head.numel() * (1 if head.requires_grad else 2)
-    centred = centred if setup.policy.may_round and has_rounding_products(device) else 0
+    centred = 0  # the head without its mean, of the reference, and of a policy whose head is frozen
+    if half and can_shift(last, shape) and has_rounding_products(device):
+        centred = head.numel() * (1 if head.requires_grad else 2)
 
     # Rows. Where a prompt is read once for its responses, the keys and values of each take a quarter of its memory.
     rows, minibatch = -(-config.rollout.batch_size // processes), config.minibatch_size // processes
@@ -99,9 +100,7 @@ def estimate_memory(config: TrainConfig, setup: Setup, device: torch.device, pro
     together = not (shard or config.policy.gradient_checkpointing)
     if together and prompt * (1 - 1 / each) > WORTH_SHARING * (row - 1):
         read = new + prompt // each + prompt // KEYS_AND_VALUES
-    in_pass = config.ppo.microbatch_size
-    if in_pass is None:
-        in_pass = max(1, tokens_of_a_pass(policy, device, config.run.dtype, models=models) // read)
+    in_pass = config.ppo.microbatch_size or tokens_of_a_pass(policy, device, config.run.dtype, models=models) // read
     states = new * hidden
     if config.critic == "features":  # of whole texts those that scored them, in the critic's features again
         states += new * feature_count(setup) + row * (feature_count(setup) - hidden)
@@ -111,7 +110,7 @@ def estimate_memory(config: TrainConfig, setup: Setup, device: torch.device, pro
     logits, chunk = FLOAT * new * vocabulary, FLOAT * LOGIT_ELEMENTS[kind]
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_size = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    cached = (2 if setup.policy.dtype == torch.bfloat16 else FLOAT) * 2 * depth * heads * head_size  # of a token
+    cached = (2 if half else FLOAT) * 2 * depth * heads * head_size  # of a token
     at_once = AT_ONCE * per_token / depth
     prompts = rows * prompt / each * (cached + at_once)
     sampling = max(prompts, rows * row * cached + TEMPORARIES * min(FLOAT * rows * vocabulary, chunk))
@@ -130,13 +129,13 @@ def estimate_memory(config: TrainConfig, setup: Setup, device: torch.device, pro
         rollout=int(FLOAT * (full * (1 - part) + all_frozen - frozen) + max(sampling, reading, comparing)),
         training=int(FLOAT * (ceiling + shard * (2 * layer + outside))),
         gradients=int(FLOAT * (trained * part + shard * trained / full * (layer + outside))),
-        tied=FLOAT * head.numel() if head is inputs and head.requires_grad else 0,
+        tied=FLOAT * head.numel() if head is inputs.weight and head.requires_grad else 0,
         per_pass=int(models * weights + exact * pieces),
         per_row=int(read * models * per_token),
         logits=copies * logits,
         chunk=copies * chunk,
         minibatch=minibatch,
-        rows=min(in_pass, minibatch),
+        rows=min(max(1, in_pass), minibatch),
     )
 
 

@@ -168,7 +168,7 @@ class LM(Trunk):
     def head(self) -> Head:
         """Hidden states (n, H) -> what the head makes of them (n, V), for the weights as they are now."""
         layer = self.base.get_output_embeddings()
-        if self.may_round and has_rounding_products(layer.weight.device):
+        if self._rounds(layer) and has_rounding_products(layer.weight.device):
             self.rounded = self.rounded or RoundedHead(layer)
             return self.rounded.now()
 
@@ -181,17 +181,15 @@ class LM(Trunk):
 
         return exact
 
-    @property
-    def may_round(self) -> bool:
-        """Whether products of the head may round to bfloat16."""
-        layer = self.base.get_output_embeddings()
+    def _rounds(self, layer: nn.Module) -> bool:
+        """Whether products of the head may round."""
         return self.dtype == torch.bfloat16 and can_shift(layer, self.model.config.get_text_config())
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """Inside, the weights do not change, and logits are only sampled from."""
         layer = self.base.get_output_embeddings()
-        self.fixed_head = decoding_head(layer) if self.may_round else self.head()
+        self.fixed_head = decoding_head(layer) if self._rounds(layer) else self.head()
         try:
             yield
         finally:
