@@ -2,9 +2,9 @@
 
 64 responses of 256 tokens behind prompts of 256, four responses in a training pass. What is trained, its gradients and
 Adam's moments are float32, the layers compute in bfloat16, and frozen ones are stored in it where nothing is sharded;
-the reward is a function, so a reward model adds its weights. The
-arithmetic is in rlhf_kl/commands/memory.py, and tests/processes/test_memory.py compares it with the bytes of real
-tensors in one and in two processes.
+the reward is a function, so a reward model adds its weights. The arithmetic is in rlhf_kl/commands/memory.py.
+tests/commands/test_memory.py compares it with a profiler's peak on a CPU, and tests/processes/test_memory.py with the
+bytes of the tensors in two processes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.commands.memory import estimate_memory
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.value import store_frozen
@@ -42,6 +44,9 @@ def estimate(shape: dict[str, Any], gpus: int, *, lora: bool, shard: bool) -> fl
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
         if lora:
             model = add_adapter(model, r=16, alpha=32.0, target_modules=None, ref="x", seed=0)
+    reference = model if lora else copy.deepcopy(model).requires_grad_(False)
+    if not shard:
+        store_frozen(reference, torch.bfloat16)
     config = TrainConfig.model_validate({
         "run": {"dtype": "bfloat16"},
         "policy": {"model": "x", "shard": shard, "lora": {} if lora else None},
@@ -51,14 +56,12 @@ def estimate(shape: dict[str, Any], gpus: int, *, lora: bool, shard: bool) -> fl
         "eval": {"texts": "x"},
         "rollout": {"batch_size": BATCH, "max_new_tokens": TOKENS // 2},
     })  # fmt: skip
-    reference = model if lora else copy.deepcopy(model).requires_grad_(False)
-    if not shard:
-        store_frozen(reference, torch.bfloat16)
-    lm = SimpleNamespace(model=model, module=model, device=torch.device("cuda"))
-    parts: Any = SimpleNamespace(
-        policy=lm, reference=SimpleNamespace(model=reference, module=reference), scorers=Scorers()
-    )
-    return estimate_memory(config, parts, TOKENS, gpus).total(ROWS) / 2**30
+    prompts = SimpleNamespace(longest=TOKENS // 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without memory, in which autocast works
+        policy = LM(model.to_empty(device="cpu"), torch.bfloat16)
+        parts: Any = SimpleNamespace(policy=policy, reference=LM(reference), scorers=Scorers(), prompts=prompts)
+        memory = estimate_memory(config, parts, torch.device("cuda"), gpus)
+    return memory.total(min(ROWS, memory.minibatch)) / 2**30
 
 
 def main() -> None:

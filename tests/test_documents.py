@@ -158,9 +158,7 @@ def test_every_python_block_compiles(document: Path) -> None:
             compile(block.text, str(document), "exec")
 
 
-def test_the_controller_of_the_guide_does_what_it_is_written_to_do(
-    place: Callable[[Path], Path], rlhf_kl: Any
-) -> None:
+def test_the_controller_of_the_guide_does_what_it_is_written_to_do(place: Callable[[Path], Path], rlhf_kl: Any) -> None:
     folder = place(FOLDER / "rewards_and_controllers.md")
     words = ["train", "--config", "linear.yaml"]
     assert run(["rlhf-kl", *words], rlhf_kl) == ""

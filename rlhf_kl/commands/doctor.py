@@ -1,15 +1,17 @@
 """`rlhf-kl doctor`: every check that would save a wasted run, before the run.
 
-It starts like `train`, makes one update, and writes nothing.
+It starts like `train`, makes two updates (the second with responses of full length), and writes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,25 +20,27 @@ import torch
 from rlhf_kl import ui
 from rlhf_kl.commands.build import Setup, build_setup, learning_rate
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory, microbatch_rows
+from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory
 from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.train import evaluate_policy
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.monitors import worded
-from rlhf_kl.rollout.collect import NonFiniteRollout
-from rlhf_kl.run.log import check_installed
+from rlhf_kl.rollout.collect import NonFiniteRollout, Sampler
+from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.run import LESS_MEMORY
 from rlhf_kl.status import duration
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.optim import usual_learning_rate
+from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
 PROBES = 64  # prompts that the tokenizer checks read
@@ -77,9 +81,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, loader, pairs)
-        findings.append(check_memory(config, setup, device, processes))
-        whole = {name: getattr(config, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
-        findings += check_update(config.model_copy(update=whole), setup)
+        findings += check_updates(config, setup, processes)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -190,30 +192,14 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
     yield judged("reward", good, message, "train it on more pairs, or use another reward.model")
 
 
-def check_memory(config: TrainConfig, setup: Setup, device: torch.device, processes: int) -> Finding:
-    """Whether an update fits, by the estimate."""
-    tokens = setup.prompts.longest + config.rollout.max_new_tokens
-    estimate, room = estimate_memory(config, setup, tokens, processes), int(SHARE * free_memory(device))
-    minibatch = config.minibatch_size // processes
-    rows = min(microbatch_rows(config, setup.policy.model, device, tokens), minibatch)
-    need, most = estimate.total(rows), estimate.largest_microbatch(minibatch, room)
-    message = f"about {need / 2**30:.2f} GiB with {rows} responses in a pass, {room / 2**30:.1f} GiB to use"
-    message = message if processes == 1 else f"in each of {processes} processes {message}"
-    if need <= room:
-        return judged("memory", True, f"{message}; up to {most} fit")
-    if most is not None:
-        return judged("memory", False, message, f"ppo.microbatch_size={most}")
-    share = "" if config.policy.shard else "policy.shard=true with several processes, "
-    change = share + "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
-    return judged("memory", False, f"{message}; not even 1 fits", change)
-
-
 # ---- the update
 
 
-def check_update(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
-    """The start of the run and its first update, measured."""
+def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[Finding]:
+    """The start of the run and its first update, measured; then the memory of the largest one."""
     began = time.perf_counter()
+    unsharded = {name: getattr(whole, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
+    config = whole.model_copy(update=unsharded)
     training = prepare_training(config, setup)
     start = time.perf_counter() - began
     yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
@@ -241,6 +227,42 @@ def check_update(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all")
+    yield check_memory(whole, setup, processes, full_update(setup, training.trainer) if processes == 1 else None)
+
+
+def full_update(setup: Setup, trainer: PPOTrainer) -> int:
+    """Peak memory, in bytes, of an update with the longest prompts and responses that all have full length.
+
+    On a CPU it is that of this process.
+    """
+    stream = setup.prompts
+    order = sorted(range(len(stream)), key=lambda i: len(stream.rows[i]))[-stream.batch_size // stream.samples :]
+    texts, rows = [stream.texts[i] for i in order], [stream.rows[i] for i in order]
+    longest = PromptStream(texts, setup.tokenizer, stream.batch_size, stream.seed, rows, stream.samples)
+    endless = replace(setup.sampling, eos_ids=[-1])  # no token
+    trainer.rollouts.sample = Sampler(setup.policy, longest, setup.tokenizer, endless, stream.seed)
+    with ui.waiting("one update with responses of full length"), contextlib.suppress(NonFiniteRollout):
+        trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
+    return int(peak_memory_mb(setup.policy.device) * 2**20)
+
+
+def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | None) -> Finding:
+    """Whether the largest update fits: by its measured peak, and for several processes by the estimate."""
+    device = setup.policy.device
+    estimate, room = estimate_memory(config, setup, device, processes), int(SHARE * free_memory(device))
+    counted = estimate.total(estimate.rows)
+    need, how = (counted, "counted") if peak is None else (peak, "measured")
+    most = estimate.largest_microbatch(room - need + counted)
+    message = "" if processes == 1 else f"in each of {processes} processes "
+    message += f"{need / 2**30:.2f} GiB at the peak of an update with all responses of full length, {how}; "
+    message += f"{room / 2**30:.1f} GiB to use"
+    if need <= room:
+        return judged("memory", True, f"{message}; up to {most} responses in a training pass fit")
+    if most is not None:
+        return judged("memory", False, message, f"ppo.microbatch_size={most}")
+    share = "" if config.policy.shard else "policy.shard=true with several processes, "
+    change = share + "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
+    return judged("memory", False, f"{message}; not even 1 response in a pass fits", change)
 
 
 def check_scores(training: Training) -> Iterator[Finding]:

@@ -35,14 +35,17 @@ Closing = tuple[dict[str, object], list[str]]
 def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     """Figures and next steps after `train`. config: knows where the run is now, which its summary may not."""
     final, closing, place = summary["final"], summary["closing"], short_path(config.run.output_dir)
-    control, share = summary["control"], summary.get("tilt_share")
+    control = summary["control"]
+    share = None if control["verdict"] == "short" else summary.get("tilt_share")
     same = collapsed(final)  # which a gain in score does not make good
     figures = {name: start_to_end(figure) for name, figure in closing.items()}
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",
         "score": figures.get("score"),
-        "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
+        "score gain": None
+        if same or share is None or control["verdict"] == "short"
+        else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
         "true score (gold)": figures.get("gold"),
         "beta": figures.get("beta"),

@@ -35,9 +35,9 @@ if __name__ == "__main__":
     config = load_config("train", sys.argv[1])
     with joined(config.run) as processes:
         before = bytes_of_tensors()
-        setup = build_setup(config, run_device(config.run, group=True))
-        tokens = max(map(len, setup.prompts.rows)) + config.rollout.max_new_tokens
-        estimate = estimate_memory(config, setup, tokens, processes.count)
+        device = run_device(config.run, group=True)
+        setup = build_setup(config, device)
+        estimate = estimate_memory(config, setup, device, processes.count)
         training = prepare_training(config, setup, ranks=processes)
         training.trainer.update(1)
         found = {"held": bytes_of_tensors() - before, "world": processes.count, **asdict(estimate)}
