@@ -26,14 +26,12 @@ def short_path(path: str) -> str:
     return shlex.quote(os.path.relpath(path, here) if path.startswith(here + os.sep) else path)
 
 
-def prepare_torch() -> None:
-    """Set variables of the environment that torch reads at its import, unless the user has set them.
+def wait_without_spinning() -> None:
+    """Let waiting threads sleep after a moment, unless the user has set one of the variables.
 
-    Waiting threads sleep after a moment. By default they spin for milliseconds: with another run on the same cores, a
-    waiting thread then blocks the core that the other thread needs. Large tensors get pages of 2 MB, where Linux has
-    them: clearing 512 pages of 4 KB takes four times as long.
+    Call it before torch is imported. By default they spin for milliseconds: with another run on the same cores, a
+    waiting thread then blocks the core that the other thread needs.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         os.environ["GOMP_SPINCOUNT"] = "4000"  # rounds; GNU's OpenMP, that of torch on Linux
         os.environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's, in milliseconds

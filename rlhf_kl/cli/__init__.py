@@ -16,7 +16,7 @@ from rlhf_kl.cli import compare, config, evaluate, generate, guide, init, simula
 from rlhf_kl.cli.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.program import prepare_torch, shell_command
+from rlhf_kl.program import shell_command, wait_without_spinning
 from rlhf_kl.text import safe_text
 
 TRAINING = {  # commands that take a config, and one that comes along
@@ -63,7 +63,7 @@ def _root(
 
 def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
-    prepare_torch()
+    wait_without_spinning()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -99,7 +99,8 @@ def test_the_verdict_on_the_target(kind: str, kls: list[float], words: str) -> N
         figures["score"]
         == f"{format_number(10 * kls[0])} -> {format_number(10 * fmean(kls[-min(10, len(kls) // 2) :]))}"
     )
-    assert (figures["held-out perplexity"], figures["score gain"]) == ("3.50", "95% of the most that this KL allows")
+    gain = None if "too short" in words else "95% of the most that this KL allows"  # its KL is noise at first
+    assert (figures["held-out perplexity"], figures.get("score gain")) == ("3.50", gain)
     assert f"mean of the last {min(10, len(kls) // 2)}" in figures["figures"]
 
 
