@@ -20,7 +20,7 @@ from rlhf_kl.run.log import read_jsonl
 
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents", "standard_errors"}
 OF_BOTH = {"scores", "gold", "length", "eos_rate", "distinct_2"}
-POLICY_KEYS = OF_BOTH | {"kl_token", "kl_sequence", "forward_kl_token", "prompts", "texts"}
+POLICY_KEYS = OF_BOTH | {"kl_token", "kl_sequence", "forward_kl_token", "prompts", "responses", "texts"}
 
 
 def evaluate(**request: Any) -> dict[str, Any]:
