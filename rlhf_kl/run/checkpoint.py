@@ -20,7 +20,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import as_filled, as_written
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
 
-FORMAT = 7  # of the state; raised when older checkpoints cannot be resumed any more
+FORMAT = 8  # of the state; raised when older checkpoints cannot be resumed any more
 CONTENTS = "checksums.json"  # sizes of the files, and checksums of small ones
 HASHED = 1 << 20  # bytes; a larger file has no checksum
 SHARD = 1 << 30  # bytes of tensors in a file; a larger tensor has a file of its own
