@@ -237,8 +237,20 @@ def collapsed(row: Mapping[str, Any]) -> bool:
 
 
 _BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
-_STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
-          "best_checkpoint")  # fmt: skip
+_STATE = (
+    "updates",
+    "rows",
+    "first",
+    "gaps",
+    "gold",
+    "lowest",
+    "skipped",
+    "rollbacks",
+    "turned_back",
+    "active",
+    "best",
+    "best_checkpoint",
+)
 
 
 def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
@@ -483,8 +495,14 @@ def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
         recent = [row.get("held", 0.0) for row in m.rows[-PATIENCE:]]
         # While the policy is frozen no update is shortened. A KL that falls is given time.
         waited = m.updates - m.config.ppo.value_warmup >= PATIENCE and min(recent) > limit and kl >= 0.9 * recent[0]
-        return {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"], "rollbacks": m.rollbacks,
-                "waited": waited}  # fmt: skip
+        return {
+            "kl": kl,
+            "kl_unit": m.config.kl.unit,
+            "limit": limit,
+            "step": m.row["step"],
+            "rollbacks": m.rollbacks,
+            "waited": waited,
+        }
 
     return measure
 

@@ -78,13 +78,19 @@ class RunStatus:
         left, speed = self._seconds_left(), self._number("perf/tokens_per_s")
         perplexity, self._perplexity_is_new = self._perplexity if self._perplexity_is_new else None, False
         step = f"{self._row.get('step', '-')}"
-        return _columns((
-            f"{step}/{self.total}" if self.total else step, f"{self._row.get('episodes', '-')}",
-            format_number(self._number("objective/scores"), 4),
-            format_number(kl, 4), "-" if ratio is None else f"{ratio:.2f}x",
-            format_number(self._number("kl/coef"), 4), format_number(perplexity),
-            "-" if speed is None else f"{speed:.0f}", "-" if left is None else duration(left),
-        ))  # fmt: skip
+        return _columns(
+            (
+                f"{step}/{self.total}" if self.total else step,
+                f"{self._row.get('episodes', '-')}",
+                format_number(self._number("objective/scores"), 4),
+                format_number(kl, 4),
+                "-" if ratio is None else f"{ratio:.2f}x",
+                format_number(self._number("kl/coef"), 4),
+                format_number(perplexity),
+                "-" if speed is None else f"{speed:.0f}",
+                "-" if left is None else duration(left),
+            )
+        )
 
     # ---- the live view
 

@@ -139,10 +139,17 @@ def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
 
     every = -(-len(rows) // MOST_ROWS)
     body = [
-        [str(r.step), f"{r.kl:.4f}", f"{r.kl / setup.target:.2f}", *mark(r.kl / setup.target), f"{r.coef:.4f}",
-         f"{r.coef_next:.4f}"]
-        for r in rows if r.step % every == 0 or r.step in (1, len(rows))
-    ]  # fmt: skip
+        [
+            str(r.step),
+            f"{r.kl:.4f}",
+            f"{r.kl / setup.target:.2f}",
+            *mark(r.kl / setup.target),
+            f"{r.coef:.4f}",
+            f"{r.coef_next:.4f}",
+        ]
+        for r in rows
+        if r.step % every == 0 or r.step in (1, len(rows))
+    ]
     print(f"{setup.kind}, target {setup.target:g} nats, {setup.episodes} responses per update\n")
     print(text_table(("update", "KL", "KL/target", "", "", "beta", "next beta"), body))
     if every > 1:

@@ -126,9 +126,17 @@ def _add_prompts(
     scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         own, other = policy_samples(
-            *pair, prompts, range(len(prompts)), config.run.seed, sampling_of(config, policy.model, tokenizer),
-            tokenizer, scorers, batch_size=config.rollout.batch_size, advance=advance, shown=len(prompts),
-        )  # fmt: skip
+            *pair,
+            prompts,
+            range(len(prompts)),
+            config.run.seed,
+            sampling_of(config, policy.model, tokenizer),
+            tokenizer,
+            scorers,
+            batch_size=config.rollout.batch_size,
+            advance=advance,
+            shown=len(prompts),
+        )
     facts: dict[str, Any] = {}
     found = figures_of(own, other, facts) | {"prompts": len(kept), "responses": len(prompts)}
     for alert in worded(facts):

@@ -87,6 +87,10 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
     verdict = "\n".join(hanging(line, width, 2) for line in lines)
     parts = [verdict, text_table(*figures_table(comparison), width or WIDTH)]
     if texts := compared_texts(comparison):
-        parts.append("\n".join(hanging(f"{who} ({figures}): {safe_text(text)}", width, 2)
-                               for who, figures, text in [("prompt", "held out", texts[0]), *texts[1]]))  # fmt: skip
+        parts.append(
+            "\n".join(
+                hanging(f"{who} ({figures}): {safe_text(text)}", width, 2)
+                for who, figures, text in [("prompt", "held out", texts[0]), *texts[1]]
+            )
+        )
     return "\n\n".join([*parts, short_path(str(folder / "compare.html"))])

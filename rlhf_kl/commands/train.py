@@ -294,9 +294,17 @@ def evaluate_policy(
     def evaluate() -> tuple[TextSums, tuple[Samples, Samples]]:
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             return text_sums(setup.policy, setup.tokenizer, texts), policy_samples(
-                setup.policy, setup.reference, prompts, rows, config.run.seed, setup.sampling, setup.tokenizer,
-                setup.scorers, batch_size=config.rollout.batch_size // ranks.count, cached=setup.cached,
-            )  # fmt: skip
+                setup.policy,
+                setup.reference,
+                prompts,
+                rows,
+                config.run.seed,
+                setup.sampling,
+                setup.tokenizer,
+                setup.scorers,
+                batch_size=config.rollout.batch_size // ranks.count,
+                cached=setup.cached,
+            )
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other = map(Samples.joined, zip(*samples, strict=True))

@@ -123,7 +123,8 @@ def casting_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         def forward(x: Tensor) -> Tensor:
             nonlocal last
             if not torch.is_autocast_enabled(device):
-                return usual(x)  # type: ignore[no-any-return]
+                result: Tensor = usual(x)
+                return result
             if x.dtype != dtype:
                 if x is not last[0] or x._version != last[1]:
                     last = x, x._version, x.to(dtype)

@@ -59,7 +59,8 @@ class Trunk(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where its parameters are."""
-        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def base(self) -> Any:
@@ -151,7 +152,8 @@ class LM(Trunk):
 
     def states(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
         """One forward pass; `use(logits, hidden)` runs inside of it, with `hidden` (N, H)."""
-        return self(rows, use)  # type: ignore[no-any-return]
+        result: R = self(rows, use)
+        return result
 
     def logits(self, hidden: Tensor) -> Logits:
         """Logits at stored hidden states (N, H), up to a shift in each row: costs only a pass of the head."""

@@ -157,9 +157,16 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
                 fontsize=size * 0.9, color=colour("muted"), va="bottom", in_layout=False,
             )  # fmt: skip
         card = FancyBboxPatch(
-            (0.008, 0.008), 0.984, 0.984, boxstyle="round,pad=0,rounding_size=0.02", transform=figure.transFigure,
-            facecolor="white", edgecolor=colour("grid"), zorder=-1, mutation_aspect=figure.get_figwidth() / height,
-        )  # fmt: skip
+            (0.008, 0.008),
+            0.984,
+            0.984,
+            boxstyle="round,pad=0,rounding_size=0.02",
+            transform=figure.transFigure,
+            facecolor="white",
+            edgecolor=colour("grid"),
+            zorder=-1,
+            mutation_aspect=figure.get_figwidth() / height,
+        )
         figure.add_artist(card)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI, transparent=True)

@@ -76,8 +76,10 @@ def compare_groups(groups: Sequence[tuple[str, Group]], measure: str) -> EqualKL
                     readings[seed] = Reading(gain - reading.gain, gain - reading.high, gain - reading.low)
         variants.append(readings)
     # Seeds in which all variants are comparable.
-    rows = {seed: zip(*(each[seed] for each in variants), strict=True)
-            for seed in sorted(set.intersection(*map(set, variants)))}  # fmt: skip
+    rows = {
+        seed: zip(*(each[seed] for each in variants), strict=True)
+        for seed in sorted(set.intersection(*map(set, variants)))
+    }
     means = {seed: Reading(*map(fmean, row)) for seed, row in rows.items()}
     known = means or (left_out and len(others) > 1)  # a single run outside of the other's KL is no news
     return EqualKL(name, curve, measure, means, left_out) if known else None

@@ -40,8 +40,11 @@ TABLE_NOTE = (
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
     texts = run.texts
-    tokens = [token for row in [*run.samples, *(text for each in texts for text in each["policy"])]
-              for token in row.get("tokens") or ()]  # fmt: skip
+    tokens = [
+        token
+        for row in [*run.samples, *(text for each in texts for text in each["policy"])]
+        for token in row.get("tokens") or ()
+    ]
     hottest = min(HOTTEST[1], max([HOTTEST[0], *(read_number(token, "kl") or 0.0 for token in tokens)]))
     steps, samples = sorted({row["step"] for row in run.samples}), []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
@@ -78,10 +81,16 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
     if comparison.target is not None:
         subtitle += f" · KL target {comparison.target:g} nats per {comparison.unit}"
     links = [
-        (v.name, [(seed, quote(os.path.relpath(run.report, folder))) for seed, run in v.runs.items()
-                  if run.report.is_file()])
+        (
+            v.name,
+            [
+                (seed, quote(os.path.relpath(run.report, folder)))
+                for seed, run in v.runs.items()
+                if run.report.is_file()
+            ],
+        )
         for v in comparison.variants
-    ]  # fmt: skip
+    ]
     first, *others = [_chart(chart) for chart in compare_charts(comparison)]
     held = [_chart(chart) for chart in held_charts(comparison)]
     return _render(

@@ -31,13 +31,13 @@ class ReferenceStates:
     """The reference's last hidden states at a rollout's states, computed once.
 
     From them the logits cost only one pass of the head, for each use: the exact KL of a rollout, the KL in the
-    loss, and the ceiling. Where all logits fit into one chunk they are kept too.
+    loss, and the ceiling.
     """
 
     def __init__(self, lm: LM) -> None:
         self.lm = lm
         self.hidden = torch.empty(0)  # (tokens, H)
-        self.kept: Tensor | None = None  # (tokens, V) logits
+        self.stored: Tensor | None = None  # (tokens, V) logits, where they fit into one chunk and memory has room
         self.size = PassSize(PASS_ROWS, "reading a rollout", LESS_TO_READ)  # of all passes over a rollout
 
     def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
@@ -47,21 +47,21 @@ class ReferenceStates:
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
         """Start a new rollout; drops the last one."""
-        self.hidden, self.kept = torch.empty(0), None
+        self.hidden, self.stored = torch.empty(0), None
         for rows in self.passes(layout):
             hidden = self.lm.hidden(rows)
             if not len(self.hidden):
                 self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
             self.hidden[rows.numbers] = hidden
         logits: Logits = self.lm.logits(self.hidden)
-        if len(logits) <= logits.rows:
-            self.kept = logits(slice(None))
+        if len(logits) <= logits.rows and not self.size.halved:
+            self.stored = logits(slice(None))
 
     @torch.no_grad()
     def logits(self, numbers: Tensor) -> Tensor:
         """Logits (n, V) of some of the rollout's response tokens, by number (n,): as many as one chunk holds."""
-        if self.kept is not None:
-            return self.kept.index_select(0, numbers)
+        if self.stored is not None:
+            return self.stored.index_select(0, numbers)
         logits: Logits = self.lm.logits(self.hidden.index_select(0, numbers))
         return logits(slice(None))
 

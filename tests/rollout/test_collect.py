@@ -10,6 +10,7 @@ from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
+from rlhf_kl.models.logits import LOGIT_ELEMENTS
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.rewards.plugin import PluginReward
@@ -170,8 +171,12 @@ def roll_out(setup: Setup, letters: Any, noise: str, eos: tuple[int, ...] = (2,)
     return rollout
 
 
-def test_its_logits_are_those_of_its_own_pass(setup: Setup, letters: Any, own_logits: Make) -> None:
-    """Of the rollout that was read last, in any order of its tokens."""
+@pytest.mark.parametrize("elements", [1 << 25, 1])
+def test_its_logits_are_those_of_its_own_pass(
+    setup: Setup, letters: Any, own_logits: Make, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rollout that was read last, in any order of its tokens; stored where they fit into a chunk."""
+    monkeypatch.setitem(LOGIT_ELEMENTS, "cpu", elements)
     for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
         rollout = roll_out(setup, letters, noise, eos)
         mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
@@ -182,6 +187,7 @@ def test_its_logits_are_those_of_its_own_pass(setup: Setup, letters: Any, own_lo
         ]
         expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
         result = setup.reference.logits(order)
+        assert (setup.reference.stored is not None) == (elements > 1)
         torch.testing.assert_close(result.double(), expected[order], rtol=1e-4, atol=1e-4)
         assert not result.requires_grad
 
