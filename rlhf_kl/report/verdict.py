@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlhf_kl.report.compare import Comparison, Variant
+from rlhf_kl.report.control import BAND_FROM
 from rlhf_kl.report.equal_kl import EqualKL
 from rlhf_kl.text import format_number, format_percent
 
@@ -116,7 +117,7 @@ def _control_line(comparison: Comparison) -> list[str]:
     goal = f"the target of {same:g} nats per {unit}" if same is not None else ""
     parts, free = [], []
     controlled = [variant for variant in comparison.variants if variant.verdicts]
-    for word, verb in (("held", "held"), ("late", "reached late"), ("missed", "missed"), ("short", "")):
+    for word, verb in (("held", "held {}"), ("late", "reached {} late"), ("missed", "missed {}"), ("short", "")):
         runs = [run for variant in controlled for run in variant.runs.values() if run.figures["verdict"] == word]
         if not runs:
             continue
@@ -128,7 +129,8 @@ def _control_line(comparison: Comparison) -> list[str]:
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         errors = [run.figures["tail_error"] for run in runs] if verb else []
         off = f"(off by {_span(errors, format_percent)})"
-        parts.append(f"{who} {verb} {goal} {off}" if verb else f"too short to say: {who}")
+        short = f"too short to say: {who} (under {BAND_FROM} updates, or the KL still rises)"
+        parts.append(f"{who} {verb.format(goal)} {off}" if verb else short)
         goal = goal if same is None else "it"
     for family, members in comparison.families.items():
         ratios = [ratio for v in members if not v.verdicts and (ratio := v.over_target) is not None]
