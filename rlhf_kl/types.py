@@ -149,17 +149,18 @@ class RolloutBatch:
         }
         return replace(self, **moved)
 
-    def mean(self, x: Tensor, unit: Unit = "token") -> Mean:
-        """Mean of `x` (B, T) over all tokens, or of its sums over responses; prompts are the independent draws."""
-        sums = float64(torch.where(self.mask, x, 0.0)).sum(1)
-        return mean_of_groups(sums, self.lengths if unit == "token" else torch.ones_like(sums), self.group)
+    def mean(self, x: Tensor, unit: Unit = "token", rows: Sequence[int] | slice = slice(None)) -> Mean:
+        """Mean of `x` (B, T) over all tokens, or of its sums over responses; prompts are the independent draws.
 
-    def kl(self, unit: Unit, exact_kl: Tensor | None = None) -> Mean:
-        """Mean exact KL in nats per token or per response: what is controlled, held below a ceiling and logged.
-
-        `exact_kl` (B, T): that of another policy at the same states.
+        `rows`: of all responses to some prompts; default: the batch.
         """
-        return self.mean(self.exact_kl if exact_kl is None else exact_kl, unit)
+        sums = float64(torch.where(self.mask, x, 0.0)).sum(1)
+        sizes = self.lengths if unit == "token" else torch.ones_like(sums)
+        return mean_of_groups(sums[rows], sizes[rows], self.group)
+
+    def kl(self, unit: Unit) -> Mean:
+        """Mean exact KL in nats per token or per response: what is controlled, held below a ceiling and logged."""
+        return self.mean(self.exact_kl, unit)
 
     @classmethod
     def concat(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -5,8 +5,9 @@
 `make bench-trl` makes an environment with TRL (--peer-python names another) and runs this. Both sides do the same work
 with the same policy, reward model, prompts and number of threads (OMP_NUM_THREADS): --epochs passes over each batch in
 --minibatches optimizer steps, with the same group size, lengths and peak learning rate, which falls linearly there and
-as `adaptive` has it here; a text that is cut off pays 1. Ours has its defaults otherwise, and its seconds hold the
-reference samples and the closing evaluation. TRL gives a policy no positions, so that padding would shift GPT-2's: of
+as `adaptive` has it here; a text that is cut off pays 1. Ours has its defaults otherwise. Seconds to a score count from
+the start of the command; beside them stands what passed before the first update: imports and models on both sides, on
+ours the reference samples too. TRL gives a policy no positions, so that padding would shift GPT-2's: of
 the prompts only those of the most usual length are used, by both sides.
 
 The models: `reviews`, the built-in one; `llama`, of 43M parameters with random weights, which has seconds an update but
@@ -26,6 +27,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -76,7 +78,8 @@ tracking: {tensorboard: false, samples_every: 100000}
 class Run(NamedTuple):
     """What is compared."""
 
-    seconds: list[float]  # since the start, at the end of each update
+    start: float  # seconds of the command before the first update
+    seconds: list[float]  # of the command, at the end of each update
     scores: list[float]  # of the reward model, less 1 where the text was cut off
     kl: float  # per token, over the last fifth
     spent: list[float]  # seconds of an update and of its PHASES: medians without the first two
@@ -98,9 +101,8 @@ class Run(NamedTuple):
 def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
     """A run of `rlhf-kl train` in a process of its own."""
     folder = args.folder / f"{advantage}-s{seed}"
+    config, held_out = args.folder / f"{advantage}-s{seed}.yaml", args.folder / "held_out.jsonl"
     if not (folder / "summary.json").exists():
-        config, held_out = args.folder / "base.yaml", args.folder / "held_out.jsonl"
-        config.write_text(SETTINGS, encoding="utf-8")
         with args.prompts.open(encoding="utf-8") as lines:
             other = " ".join([json.loads(next(lines))["prompt"]] * 2)  # no prompt, but of words that the model knows
         held_out.write_text(json.dumps({"text": other, "prompt": other}) + "\n", encoding="utf-8")
@@ -117,13 +119,14 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
         settings |= {"ppo.learning_rate": args.learning_rate, "ppo.total_episodes": args.batch * args.updates}
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), "--quiet", "--overwrite"]
+        config.write_text(SETTINGS, encoding="utf-8")  # now: its time is that of the start
         run_alone([*command, "--output-dir", str(folder), *words])
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    loading = (folder / "summary.json").stat().st_mtime - summary["seconds"] - config.stat().st_mtime
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "time/step_s" in row]
-    times = [row["time/step_s"] for row in rows]
-    start = summary["seconds"] - sum(times)
     return Run(
-        [start + sum(times[: i + 1]) for i in range(len(times))],
+        loading + rows[0]["time/elapsed_s"] - rows[0]["time/step_s"],
+        [loading + row["time/elapsed_s"] for row in rows],
         [row["objective/scores"] - 1 + row["rollout/eos_rate"] for row in rows],
         fmean(row["kl/k3"] for row in rows[-len(rows) // 5 :]),
         [median(row[f"time/{name}_s"] for row in rows[2:]) for name in ("step", "rollout", "score", "update")],
@@ -138,12 +141,14 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
         options = json.dumps(vars(args) | {"method": method, "beta": beta, "seed": seed + 1}, default=str)
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         script = str(ROOT / "scripts" / "peer_trl.py")
-        output = run_alone([args.peer_python, script, options], env=environment)
-        file.write_text(output.splitlines()[-1], encoding="utf-8")
+        began = time.time()
+        found = json.loads(run_alone([args.peer_python, script, options], env=environment).splitlines()[-1])
+        file.write_text(json.dumps(found | {"start": found["curve"][0]["began"] - began}), encoding="utf-8")
     found = json.loads(file.read_text(encoding="utf-8"))
     curve = found["curve"]
     return Run(
-        [point["seconds"] for point in curve],
+        found["start"],
+        [found["start"] + point["seconds"] for point in curve],
         [point["score"] for point in curve],
         fmean(point["kl"] for point in curve[-len(curve) // 5 :]),
         [found[f"{name}_s"] for name in ("update", *PHASES)],
@@ -184,7 +189,7 @@ def table(runs: dict[str, list[Run]], score: float | None) -> str:
     """One row for each side: mean (standard deviation) over the seeds, of the seconds the median over all of them."""
     head = ["", "seconds an update", *PHASES, "memory, MB", "KL"]
     if score is not None:
-        head += ["score", f"median seconds to {score:g}", "reached"]
+        head += ["score", f"median seconds to {score:g}", "before the first update", "reached"]
     rows = []
     for side, found in runs.items():
         row = [side, *(f"{median(each):.3g}" for each in zip(*(run.spent for run in found), strict=True))]
@@ -193,6 +198,7 @@ def table(runs: dict[str, list[Run]], score: float | None) -> str:
             times = [run.seconds_to(score) for run in found]
             middle = median(math.inf if math.isnan(each) else each for each in times)
             row += [spread((run.score for run in found), 2), "not reached" if math.isinf(middle) else f"{middle:.1f}"]
+            row.append(f"{median(run.start for run in found):.1f}")
             row.append(f"{sum(not math.isnan(each) for each in times)} of {len(found)}")
         rows.append(row)
     return text_table(head, rows)

@@ -93,15 +93,17 @@ class Curve(TrainerCallback):
         return wrapper
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.start = time.perf_counter()
+        self.start, self.began = time.perf_counter(), time.time()
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
         seconds = time.perf_counter() - self.start
         if "reward" in logs:  # the last log is a summary
-            self.points.append({"seconds": seconds, "score": logs["reward"], "kl": logs["kl"], **self.spent})
+            self.points.append(
+                {"began": self.began, "seconds": seconds, "score": logs["reward"], "kl": logs["kl"], **self.spent}
+            )
         elif "objective/kl" in logs:  # of PPO, summed over a response
             kl = logs["objective/kl"] / self.length
-            self.points.append({"seconds": seconds, "score": logs["objective/scores"], "kl": kl})
+            self.points.append({"began": self.began, "seconds": seconds, "score": logs["objective/scores"], "kl": kl})
 
 
 def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:

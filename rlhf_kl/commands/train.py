@@ -107,6 +107,7 @@ class TrainLoop:
                 self.record_samples(result)
             now = time.perf_counter()
             row |= speed(row, now - began, config.rollout.batch_size, self.setup.policy.device)
+            row["time/elapsed_s"] = self.run.seconds
             began = now
             self.run.log(row, sound=result.sound)
             ui.show_row(row)

@@ -78,7 +78,7 @@ class DifferentPrompts:
         number = {prompt: i for i, prompt in enumerate(different)}
         self.numbers = [number[prompt] for prompt in prompts]  # of each row's prompt
         self.lengths = [len(prompt) for prompt in different]  # by number, in tokens
-        self.same = [_same_tokens(a, b) for a, b in pairwise(different)]  # as the next prompt
+        self.same = [same_tokens(a, b) for a, b in pairwise(different)]  # as the next prompt
 
     def common(self, numbers: Collection[int], device: torch.device) -> int:
         """Tokens of the common prefix of these prompts to be read once; 0 if that saves nothing."""
@@ -87,8 +87,8 @@ class DifferentPrompts:
         return common if common * (len(lengths) - 1) > pass_overhead(device) else 0
 
 
-def _same_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the common prefix of two prompts."""
+def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix of two rows of tokens."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -178,13 +178,19 @@ class Layout:
         """The rows in passes: in those of `groups`, or where the prompts have enough in common, which reads it once."""
         if share and len(rows):
             prompts = self.different_prompts
-            different = {prompts.numbers[row] for row in rows}
-            common = prompts.common(different, self.device)
-            read = common + sum(prompts.lengths[number] - common for number in different)
-            every = sum(prompts.lengths[prompts.numbers[row]] for row in rows)
+            numbers = [prompts.numbers[row] for row in rows]
+            common = prompts.common(set(numbers), self.device)
+            read = common + sum(prompts.lengths[number] - common for number in set(numbers))
+            every = sum(prompts.lengths[number] for number in numbers)
             if every - read > WORTH_SHARING * sum(self.lengths[row] for row in rows):
-                for group in self._by_prompt(rows, most_rows=most_rows, most_tokens=most_tokens):
-                    yield self.pack_shared(group)
+                for group in group_lengths(
+                    [int(self.responses[row]) for row in rows],
+                    most_rows=most_rows,
+                    most_tokens=most_tokens - common,
+                    overhead=pass_overhead(self.device) + common,
+                    prompts=[(number, prompts.lengths[number] - common) for number in numbers],
+                ):
+                    yield self.pack_shared([rows[i] for i in group])
                 return
         yield from map(self.pack, self.groups(rows, most_rows=most_rows, most_tokens=most_tokens))
 
@@ -193,26 +199,6 @@ class Layout:
         lengths, overhead = [self.lengths[row] for row in rows], pass_overhead(self.device)
         groups = group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead)
         return [[rows[i] for i in group] for group in groups]
-
-    def _by_prompt(self, rows: Sequence[int], *, most_rows: int, most_tokens: int) -> Iterator[list[int]]:
-        """The rows in groups, those with the same prompt side by side."""
-        group: list[int] = []
-        numbers, lengths = self.different_prompts.numbers, self.responses.tolist()
-        for row in sorted(rows, key=lambda row: (numbers[row], lengths[row])):
-            if group and (len(group) >= most_rows or self._shared_tokens([*group, row]) > most_tokens):
-                yield group
-                group = []
-            group.append(row)
-        if group:
-            yield group
-
-    def _shared_tokens(self, rows: Sequence[int]) -> int:
-        """Tokens that take the memory of a pass over these rows, keys and values of copied prompts included."""
-        prompts = {self.different_prompts.numbers[row] for row in rows}
-        common = self.different_prompts.common(prompts, self.device)
-        width = max(self.different_prompts.lengths[number] for number in prompts)
-        each = int(self.responses[list(rows)].max()) + width // KEYS_AND_VALUES
-        return common + len(prompts) * (width - common) + len(rows) * each
 
 
 def split_groups(groups: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -251,21 +237,34 @@ def pack_last(rows: Sequence[Sequence[int]], device: torch.device) -> Packed:
     return Packed(ids.to(device), states, states, states)
 
 
-def group_lengths(lengths: Sequence[int], *, most_rows: int, most_tokens: int, overhead: int) -> list[list[int]]:
-    """Indices of `lengths` in groups, shortest first, with the fewest padded tokens plus `overhead` per group.
+def group_lengths(
+    lengths: Sequence[int],
+    *,
+    most_rows: int,
+    most_tokens: int,
+    overhead: int,
+    prompts: Sequence[tuple[int, int]] | None = None,
+) -> list[list[int]]:
+    """Indices of `lengths` in groups, shortest first, with the fewest tokens, padding included, plus `overhead` each.
 
-    A group has at most `most_rows` members and `most_tokens` padded tokens, but at least one member. Exact, by
+    A group has at most `most_rows` members and `most_tokens` tokens, but at least one member. `prompts`: number and
+    length of what stands before each one; a group reads equal ones once, and copies their keys and values. Exact, by
     dynamic programming over the sorted lengths.
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    before = prompts or [(0, 0)] * len(lengths)
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], before[i]))
     best = [0.0] + [float("inf")] * len(order)  # cost of the first k
     start = [0] * (len(order) + 1)
     for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
+        longest, widest, different = lengths[order[end - 1]], 0, set[int]()
         for size in range(1, min(most_rows, end) + 1):
-            if size > 1 and size * longest > most_tokens:
+            number, width = before[order[end - size]]
+            different.add(number)
+            widest = max(widest, width)
+            tokens = len(different) * widest + size * longest
+            if size > 1 and tokens + size * (widest // KEYS_AND_VALUES) > most_tokens:
                 break
-            cost = best[end - size] + size * longest + overhead
+            cost = best[end - size] + tokens + overhead
             if cost < best[end]:
                 best[end], start[end] = cost, end - size
     groups, end = [], len(order)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
-from rlhf_kl.memory import fitting_batches
+from rlhf_kl.memory import PassSize
 from rlhf_kl.models.lm import Trunk
 from rlhf_kl.models.load import context_length, save_model
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all, pad
-from rlhf_kl.ops.packing import Packed, group_lengths, pack_last, pass_overhead
+from rlhf_kl.ops.packing import group_lengths, pack_last, pass_overhead, same_tokens, text_layout
 
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
 SCORING_TOKENS = 1 << 16
+SHORTER = "shorter texts for the reward model need less"
 SAME_SCORE = 1e-3  # largest difference to the classifier's own forward pass, over the score
 
 FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
@@ -58,7 +60,8 @@ class ScoredText(NamedTuple):
     """A text as a decoder reward model read it."""
 
     ids: list[int]
-    states: Tensor  # (tokens, H): last hidden states
+    first: int  # the token that the first of the states belongs to
+    states: Tensor  # (tokens - first, H): last hidden states
 
 
 class RewardModel:
@@ -114,20 +117,46 @@ class RewardModel:
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
         """Scores (B,) float32 on the CPU, in the model's unit; inf where it is not finite, since NaN means no score."""
         rows = self.encode(prompts, responses)
-        scores = torch.zeros(len(rows))
-        self.kept = [ScoredText(row, torch.empty(0)) for row in rows] if self.keeps_states else []
-        overhead = pass_overhead(self.trunk.device)
-        lengths = [len(row) for row in rows]
-        for group in group_lengths(lengths, most_rows=self.rows, most_tokens=SCORING_TOKENS, overhead=overhead):
-
-            def score(start: int, stop: int, group: Sequence[int] = group) -> None:
-                part = group[start:stop]
-                texts = [rows[i] for i in part]
-                scores[part] = (self._score_and_keep(part, texts) if self.keeps_states else self.forward(texts)).cpu()
-
-            for _ in fitting_batches(len(group), len(group), score, "shorter texts for the reward model need less"):
-                pass
+        read = self._encoded if self.encoder else partial(self._behind_prompts, self._starts(prompts, rows))
+        scores = PassSize(self.rows, "scoring a text", SHORTER).fit(lambda most: read(rows, most)).cpu()
         return torch.where(scores.isfinite(), scores, math.inf)
+
+    def _encoded(self, rows: Sequence[Sequence[int]], most_rows: int) -> Tensor:
+        """Scores (B,) of an encoder."""
+        scores, overhead = torch.zeros(len(rows)), pass_overhead(self.trunk.device)
+        lengths = [len(row) for row in rows]
+        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=SCORING_TOKENS, overhead=overhead):
+            scores[group] = self.forward([rows[i] for i in group]).cpu()
+        return scores
+
+    def _starts(self, prompts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
+        """How many tokens of each text are those of its prompt alone; at least 1."""
+        different = list(dict.fromkeys(prompts))
+        alone = dict(zip(different, self.encode(different, [""] * len(different)), strict=True))
+        return [max(1, min(same_tokens(alone[p], row), len(row) - 1)) for p, row in zip(prompts, rows, strict=True)]
+
+    def _behind_prompts(self, starts: Sequence[int], rows: Sequence[list[int]], most_rows: int) -> Tensor:
+        """Scores (B,) of a decoder, which reads equal prompts once; the states behind them are kept, if wanted."""
+        # A state belongs to the token after it; the last one's is a token that is not read.
+        layout = text_layout([[*row, 0] for row in rows], starts, self.trunk.device)
+        owner = torch.repeat_interleave(layout.responses).to(layout.device)
+        last = torch.zeros(layout.tokens, dtype=torch.bool, device=layout.device)
+        last[layout.responses.cumsum(0) - 1] = True
+        ends = states = torch.empty(0)
+        share = self.trunk.shares_prompts
+        for packed in layout.passes(range(len(rows)), most_rows=most_rows, most_tokens=SCORING_TOKENS, share=share):
+            hidden = self.trunk.hidden(packed)
+            if not len(ends):
+                ends = hidden.new_empty(len(rows), hidden.shape[1])
+                states = hidden.new_empty(layout.tokens if self.keeps_states else 0, hidden.shape[1])
+            of_last = last[packed.numbers]
+            ends[owner[packed.numbers[of_last]]] = hidden[of_last]
+            if self.keeps_states:
+                states[packed.numbers] = hidden
+        if self.keeps_states:
+            parts = states.split(layout.responses.tolist())
+            self.kept = [ScoredText(*text) for text in zip(rows, (n - 1 for n in starts), parts, strict=True)]
+        return self._scores(self._head(ends))
 
     def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Scores (B,) float32 of encoded texts, with gradients if they are enabled."""
@@ -136,17 +165,6 @@ class RewardModel:
         ids, mask = (x.to(self.trunk.device) for x in pad(rows, int(self.tokenizer.pad_token_id), left=False))
         with self.trunk.precision():
             return self._scores(self.model(input_ids=ids, attention_mask=mask).logits.float())
-
-    def _score_and_keep(self, group: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor:
-        """Scores (B,) of a decoder; the states of all tokens are kept."""
-        last = pack_last(rows, self.trunk.device)
-        width = last.ids.shape[1]
-        lengths = [len(row) for row in rows]
-        every = torch.cat([torch.arange(n) + i * width for i, n in enumerate(lengths)]).to(last.ids.device)
-        states = self.trunk.hidden(Packed(last.ids, every, every, every)).split(lengths)
-        for i, text in zip(group, states, strict=True):
-            self.kept[i] = ScoredText(self.kept[i].ids, text)
-        return self._scores(self._head(torch.stack([text[-1] for text in states])))
 
     def _head(self, states: Tensor) -> Tensor:
         """Outputs (B, outputs) float32 of states (B, H), outside of autocast."""

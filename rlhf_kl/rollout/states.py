@@ -105,11 +105,12 @@ def _recall(layout: Layout, reward: RewardModel, states: Tensor) -> list[int]:
     for row, text in enumerate(reward.kept[: len(ids)]):
         prompt, response = int(layout.prompts[row]), int(layout.responses[row])
         start, length = layout.prompt_width - prompt, layout.lengths[row]
-        if text.ids[:length] != ids[row][start : start + length]:
+        begin = prompt - 1 - text.first
+        if begin < 0 or text.ids[:length] != ids[row][start : start + length]:
             missing.append(row)
         else:
             first = int(layout.first[row])
-            states[first : first + response] = _scaled(text.states[prompt - 1 : prompt - 1 + response])
+            states[first : first + response] = _scaled(text.states[begin : begin + response])
     return missing
 
 

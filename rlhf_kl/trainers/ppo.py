@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from rlhf_kl.trainers.objectives import Losses, Stats, StepLosses, Targets, Toke
 from rlhf_kl.trainers.optim import fit_critic, set_learning_rate
 from rlhf_kl.trainers.rate import LearningRate
 from rlhf_kl.types import RolloutBatch
+
+ENOUGH = 16  # responses for the change of the KL in an update
 
 
 @dataclass(frozen=True)
@@ -159,15 +162,27 @@ class PPOTrainer:
                 yield (groups.unsqueeze(1) * together + torch.arange(together)).flatten()
 
     def kl_now(self, rollout: RolloutBatch) -> Mean:
-        """Mean KL of the current policy at the rollout's states."""
-        mine = self.ranks.mine(range(len(rollout)))
+        """Mean KL of the current policy at the rollout's states: that of the rollout, and the change since then.
+
+        The change is read at half of the prompts, where these have ENOUGH responses: before and after at the same
+        states, so it varies much less than the KL.
+        """
+        unit, mine = self.config.kl.unit, self.ranks.mine(range(len(rollout)))
+        half = [row for row in range(len(rollout)) if row // rollout.group % 2 == 0]
+        rows = half if len(half) >= ENOUGH else list(range(len(rollout)))
         with unsharded(*self.rollouts.sharded):
             kl = self.reference.size.fit(
                 lambda _: exact_kl_now(
-                    self.model.policy, self.reference, rollout, self.config.rollout.temperature, mine
+                    self.model.policy,
+                    self.reference,
+                    rollout,
+                    self.config.rollout.temperature,
+                    [row for row in rows if row in mine],
                 )
             )
-        return rollout.kl(self.config.kl.unit, self.ranks.sum(kl))
+        before, change = rollout.kl(unit), rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
+        after = before.mean + change.mean  # can be below 0, by its error
+        return Mean(0.0 if after < 0.0 else after, math.hypot(before.stderr, change.stderr))
 
     # ---- passes and memory
 

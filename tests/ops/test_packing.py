@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_kl.ops.packing import Layout, group_lengths, pack_last, split_groups, text_layout
+from rlhf_kl.ops.packing import KEYS_AND_VALUES, Layout, group_lengths, pack_last, split_groups, text_layout
 
 PROMPTS = [[11, 12], [21, 22, 23], [31]]
 RESPONSES = [[13, 14, 15], [24], [32, 33]]
@@ -82,27 +83,47 @@ def test_the_last_token_of_each_text_is_read(rows: list[list[int]]) -> None:
         assert packed.ids[i, : len(row)].tolist() == row
 
 
-def cheapest(lengths: list[int], most_rows: int, most_tokens: int, overhead: int) -> int:
-    """By trying every way to cut the sorted lengths."""
-    ordered, best = sorted(lengths), 1 << 60
+Row = tuple[int, tuple[int, int]]  # the length of a response; number and length of its prompt
+
+
+def tokens_of(group: Sequence[Row]) -> int:
+    """Padded tokens of responses, and of their different prompts."""
+    prompts = {prompt for _, prompt in group}
+    return len(group) * max(n for n, _ in group) + len(prompts) * max(width for _, width in prompts)
+
+
+def cheapest(rows: list[Row], allowed: Callable[[Sequence[Row]], bool], overhead: int) -> int:
+    """By trying every way to cut the sorted rows."""
+    ordered, best = sorted(rows), 1 << 60
     for count in range(len(ordered)):
         for cuts in combinations(range(1, len(ordered)), count):
             groups = [ordered[a:b] for a, b in zip((0, *cuts), (*cuts, len(ordered)), strict=True)]
-            allowed = all(len(g) <= most_rows and (len(g) == 1 or len(g) * g[-1] <= most_tokens) for g in groups)
-            if allowed:
-                best = min(best, sum(len(g) * g[-1] + overhead for g in groups))
+            if all(map(allowed, groups)):
+                best = min(best, sum(tokens_of(g) + overhead for g in groups))
     return best
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 8), st.integers(1, 120), st.integers(0, 50))
-def test_groups_are_the_cheapest_there_are(lengths: list[int], rows: int, tokens: int, overhead: int) -> None:
-    groups = group_lengths(lengths, most_rows=rows, most_tokens=tokens, overhead=overhead)
-    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-    for group in groups:
-        assert len(group) <= rows
-        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= tokens
-    cost = sum(len(group) * max(lengths[i] for i in group) + overhead for group in groups)
-    assert cost == cheapest(lengths, rows, tokens, overhead)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.sampled_from([(0, 3), (1, 20), (2, 9)])), min_size=1, max_size=8),
+    st.booleans(),
+    st.integers(1, 8),
+    st.integers(1, 120),
+    st.integers(0, 50),
+)
+def test_groups_are_the_cheapest_there_are(rows: list[Row], shared: bool, most: int, tokens: int, cost: int) -> None:
+    """Of responses behind their prompts, which each group reads once, and of whole texts."""
+    rows = rows if shared else [(length, (0, 0)) for length, _ in rows]
+    lengths, prompts = [n for n, _ in rows], [prompt for _, prompt in rows] if shared else None
+    found = group_lengths(lengths, most_rows=most, most_tokens=tokens, overhead=cost, prompts=prompts)
+    assert sorted(i for group in found for i in group) == list(range(len(lengths)))
+
+    def allowed(group: Sequence[Row]) -> bool:
+        copies = len(group) * (max(width for _, (_, width) in group) // KEYS_AND_VALUES)
+        return len(group) <= most and (len(group) == 1 or tokens_of(group) + copies <= tokens)
+
+    groups = [[rows[i] for i in group] for group in found]
+    assert all(map(allowed, groups))
+    assert sum(tokens_of(group) + cost for group in groups) == cheapest(rows, allowed, cost)
 
 
 @pytest.mark.parametrize(("overhead", "count"), [(0, 3), (1000, 1)])

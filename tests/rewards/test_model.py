@@ -64,8 +64,25 @@ def test_kept_states_are_those_of_each_text_alone(model: RewardModel, rows: int)
     for text in keeping.kept:
         with torch.no_grad():
             own = model.model.base_model(input_ids=torch.tensor([text.ids])).last_hidden_state[0]
-        torch.testing.assert_close(text.states, own, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(text.states, own[text.first :], rtol=1e-4, atol=1e-5)
+    assert [text.first for text in keeping.kept] == [len(prompt) for prompt in prompts]  # its last token; a bos is 0
     assert model.kept == []
+
+
+def test_a_prompt_of_several_responses_is_read_once(model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["abcdabcdabcdabcd"] * 3 + ["dcbadcbadcbadcba"] * 3
+    responses = ["a", "bb", "", "dada", "c", "ab"]
+    alone = [scores(model, [p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
+    read: list[int] = []
+    inner = model.trunk.step
+
+    def step(ids: torch.Tensor, *args: Any) -> Any:
+        read.append(ids.numel())
+        return inner(ids, *args)
+
+    monkeypatch.setattr(model.trunk, "step", step)
+    assert scores(model, prompts, responses) == pytest.approx(alone, abs=1e-5)
+    assert 2 * 17 <= sum(read) <= 2 * 17 + 6 * 5  # each prompt with its bos, and responses with their ends, padded
 
 
 @pytest.mark.parametrize("pad", [None, 0, 1, 2, 3, 4])

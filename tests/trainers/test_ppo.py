@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import rlhf_kl.trainers.ppo as ppo_module
 from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -99,6 +100,33 @@ def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(
         per_row = [float(kl[mask].sum()) for kl, mask in zip(rollout.exact_kl, rollout.mask, strict=True)]
         assert row["kl/sequence"] == pytest.approx(sum(per_row) / 32, rel=1e-5, abs=1e-9)
         assert row["kl/token"] == pytest.approx(sum(per_row) / int(rollout.mask.sum()), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(("size", "group", "read"), [(64, 2, 32), (64, 64, 64), (16, 2, 16), (96, 32, 64)])
+def test_the_kl_after_an_update_needs_the_change_at_half_of_the_prompts(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, size: int, group: int, read: int
+) -> None:
+    """Beside the KL at all states, which the rollout's own formula gives for its columns of the moved policy."""
+    passes: list[Sequence[int]] = []
+    inner = ppo_module.exact_kl_now
+
+    def counted(*args: Any) -> Tensor:
+        passes.append(args[-1])
+        return inner(*args)
+
+    monkeypatch.setattr(ppo_module, "exact_kl_now", counted)
+    rollout = {"batch_size": size, "samples_per_prompt": group}
+    trainer = make_trainer(
+        rollout=rollout, ppo={"minibatch_size": size}, kl={"ceiling": {"value": 1e3}, "unit": "sequence"}
+    )
+    batch, row = (update := trainer.update(1)).rollout, update.ceiling
+    assert [len(rows) for rows in passes] == [read]
+    moved = inner(trainer.model.policy, trainer.reference, batch, 1.0, range(size))
+    exact = replace(batch, exact_kl=moved).kl("sequence")
+    assert exact.mean > 1e-4
+    assert row.kl_after == pytest.approx(exact.mean, rel=0.2)
+    if read == size:
+        assert row.kl_after == pytest.approx(exact.mean, rel=1e-4)
 
 
 @pytest.mark.parametrize("value", ["head", "separate", "features"])
