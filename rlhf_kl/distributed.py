@@ -146,7 +146,10 @@ class Ranks:
 
     def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
         """Scale all gradients down if their joint norm is above `most`; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(parameters, most)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if most < math.inf:
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return norm
 
 
 class Group(Ranks):
