@@ -113,46 +113,54 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
             return scores.are_enough(lambda some: starting_coef(config, some)[0])
         return False
 
-    for samples, complete in sample_references(config, setup, ranks):
-        if complete and not len(samples.scores):
-            raise InputError("reward: returned None for all reference samples")
-        if samples.spread and (complete or are_enough(samples)):
-            break
+    with ui.progress("sampling the reference", config.reference_samples // ranks.count) as advance:
+        for samples, complete in sample_references(config, setup, ranks, advance):
+            if complete and not len(samples.scores):
+                raise InputError("reward: returned None for all reference samples")
+            if samples.spread and (complete or are_enough(samples)):
+                break
     for failure in samples.failures[:1]:
         log.warning(f"{failure}: the reference has no gold score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
-def sample_references(config: TrainConfig, setup: Setup, ranks: Ranks) -> Iterator[tuple[ReferenceSamples, bool]]:
+def sample_references(
+    config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
+) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
     drawn: list[ReferenceSamples] = []
     for number in range(PLANS):
         groups = sample_prompts(len(setup.prompts), config.reference_samples, config.run.seed, number)
         rounds = sample_rounds(groups)
         for rows in rounds:
-            drawn.append(sample_reference(config, setup, ranks, groups, rows, number))
+            drawn.append(sample_reference(config, setup, ranks, groups, rows, number, advance))
             yield ReferenceSamples.concat(drawn), rows is rounds[-1]
 
 
 def sample_reference(
-    config: TrainConfig, setup: Setup, ranks: Ranks, groups: list[int], rows: list[int], number: int
+    config: TrainConfig,
+    setup: Setup,
+    ranks: Ranks,
+    groups: list[int],
+    rows: list[int],
+    number: int,
+    advance: ui.Advance,
 ) -> ReferenceSamples:
     """Scored reference samples of all processes: these `rows` of plan `number`, whose prompts are `groups`."""
     mine, size = ranks.mine(rows), max(1, config.rollout.batch_size // ranks.count)
-    with ui.progress("sampling the reference", len(mine)) as advance:
 
-        def batches() -> Any:
-            for batch in reference_responses(
-                *(setup.reference, setup.prompts, groups, setup.sampling, setup.tokenizer, config.run.seed),
-                *(mine, size, number),
-            ):
-                yield batch
-                advance(len(batch.prompts))
+    def batches() -> Any:
+        for batch in reference_responses(
+            *(setup.reference, setup.prompts, groups, setup.sampling, setup.tokenizer, config.run.seed),
+            *(mine, size, number),
+        ):
+            yield batch
+            advance(len(batch.prompts))
 
-        def sample() -> ReferenceSamples:
-            return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
+    def sample() -> ReferenceSamples:
+        return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
 
-        return ReferenceSamples.concat(ranks.all(ranks.run(sample, scores=True)))
+    return ReferenceSamples.concat(ranks.all(ranks.run(sample, scores=True)))
 
 
 def check_policy(config: TrainConfig, setup: Setup) -> None:
