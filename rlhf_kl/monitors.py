@@ -243,20 +243,8 @@ def collapsed(row: Mapping[str, Any]) -> bool:
 
 
 _BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
-_STATE = (
-    "updates",
-    "rows",
-    "first",
-    "gaps",
-    "gold",
-    "lowest",
-    "skipped",
-    "rollbacks",
-    "turned_back",
-    "active",
-    "best",
-    "best_checkpoint",
-)
+_STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
+          "best_checkpoint")  # fmt: skip
 
 
 def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
@@ -475,12 +463,9 @@ def sign(key: str, message: str, size: Callable[[float, float], float], updates:
 
     def measure(m: Monitors) -> Figures | None:
         found, scores = m.levels(key, updates), m.levels("objective/scores")
-        if (
-            found is None
-            or scores is None
-            or m.gold
-            or scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9
-        ):
+        if found is None or scores is None or m.gold:
+            return None
+        if scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9:
             return None
         return {"low": scores[0], "high": scores[1], "start": found[0], "now": found[1], "size": size(*found)}
 
@@ -510,14 +495,8 @@ def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
         recent = [row.get("held", 0.0) for row in m.rows[-PATIENCE:]]
         # While the policy is frozen no update is shortened. A KL that falls is given time.
         waited = m.updates - m.config.ppo.value_warmup >= PATIENCE and min(recent) > limit and kl >= 0.9 * recent[0]
-        return {
-            "kl": kl,
-            "kl_unit": m.config.kl.unit,
-            "limit": limit,
-            "step": m.row["step"],
-            "rollbacks": m.rollbacks,
-            "waited": waited,
-        }
+        figures = {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"]}
+        return figures | {"rollbacks": m.rollbacks, "waited": waited}
 
     return measure
 
