@@ -33,11 +33,17 @@ START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
 CLIMBS = (12, 30, 90)  # windows of `kl-climbing`, in updates
 TRENDS = (10, 25, 60)  # windows of `overoptimised-gold`, in updates
-STUCK = 5  # updates in a row: beta at its bound, or all responses nearly equal
+STUCK = 5  # updates in a row: beta at its bound, or all responses or scores equal
 FEW, MANY = 0.2, 0.4  # share of different responses at which `alike` begins, and at which it clears
 BOUGHT = 8  # updates of `kl-not-bought`
 RISE = 10  # updates in which a KL that is called low no longer rises; twice as many for a score
 SURE = 2.0  # standard errors of the score that a KL must exceed
+EQUAL = {  # advice where all scores are equal
+    "to_rise": "The scores of all responses to a prompt are equal, so there is nothing to learn: look at the scores in "
+    "samples.jsonl; a reward has to tell responses apart, or the prompts are too easy or too hard for it",
+    "to_lower": "the scores of all responses to a prompt are equal: look at the reward",
+    "change": "look at the reward, whose scores for a prompt are all equal, and not at",
+}
 ROLLBACKS = 5  # at most in a run
 PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
 
@@ -119,7 +125,7 @@ class Monitors:
         alerts, decision = [], None
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                words = alarm.words(self.advice | dict(figures))
+                words = alarm.words(self.advice | dict(figures) | (EQUAL if equal_scores(self) else {}))
                 if alarm.action == "warn":
                     alerts.append(words)
                 elif alarm.action != "note" and decision is None:
@@ -237,20 +243,8 @@ def collapsed(row: Mapping[str, Any]) -> bool:
 
 
 _BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
-_STATE = (
-    "updates",
-    "rows",
-    "first",
-    "gaps",
-    "gold",
-    "lowest",
-    "skipped",
-    "rollbacks",
-    "turned_back",
-    "active",
-    "best",
-    "best_checkpoint",
-)
+_STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
+          "best_checkpoint")  # fmt: skip
 
 
 def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
@@ -266,6 +260,7 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
     goal += "limit only, set kl.controller {kind: fixed, coef: 0} and a kl.ceiling"
     return {
         "to_rise": rise if constant else goal,
+        "to_lower": "lower kl.controller.min_coef or kl.target",
         "to_fall": "Raise kl.controller.coef, lower ppo.learning_rate" if constant else "Lower ppo.learning_rate",
         "to_restrain": "Raise kl.controller.coef" if constant else "Lower kl.target (a goal that beta also falls for)",
         "less_noise": (exact if (config.kl.placement, config.kl.estimator) == ("reward", "k1") else "L") + noise,
@@ -412,8 +407,16 @@ def mean_kl(m: Monitors) -> Figures | None:
     kls = [row["kl"] for row in m.rows[max(0, len(m.rows) - m.updates + m.warmup) :] if "kl" in row]
     if m.target is None or not m.has("kl") or len(kls) < START:
         return None
-    ratio, rises = fmean(kls) / m.target, still_rises(m.values("kl"), RISE)
+    ratio, rises = fmean(kls) / m.target, still_rises(m.values("kl"), RISE) and not equal_scores(m)
     return {"mean": fmean(kls), "count": len(kls), "ratio": ratio, "low": math.inf if rises else ratio}
+
+
+def equal_scores(m: Monitors) -> bool:
+    """Whether no response scored better than another one to its prompt for some updates."""
+    spreads, equal = m.values("objective/scores_std", STUCK), m.values("rollout/equal_groups", STUCK)
+    groups = m.config.rollout.batch_size // m.config.rollout.samples_per_prompt
+    none = len(spreads) == STUCK and max(spreads) <= 1e-6 * max(1.0, abs(m.now.get("objective/scores", 0.0)))
+    return none or (len(equal) == STUCK and min(equal) >= groups)
 
 
 def falling_gold(m: Monitors) -> Figures | None:
@@ -460,12 +463,9 @@ def sign(key: str, message: str, size: Callable[[float, float], float], updates:
 
     def measure(m: Monitors) -> Figures | None:
         found, scores = m.levels(key, updates), m.levels("objective/scores")
-        if (
-            found is None
-            or scores is None
-            or m.gold
-            or scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9
-        ):
+        if found is None or scores is None or m.gold:
+            return None
+        if scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9:
             return None
         return {"low": scores[0], "high": scores[1], "start": found[0], "now": found[1], "size": size(*found)}
 
@@ -495,14 +495,8 @@ def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
         recent = [row.get("held", 0.0) for row in m.rows[-PATIENCE:]]
         # While the policy is frozen no update is shortened. A KL that falls is given time.
         waited = m.updates - m.config.ppo.value_warmup >= PATIENCE and min(recent) > limit and kl >= 0.9 * recent[0]
-        return {
-            "kl": kl,
-            "kl_unit": m.config.kl.unit,
-            "limit": limit,
-            "step": m.row["step"],
-            "rollbacks": m.rollbacks,
-            "waited": waited,
-        }
+        figures = {"kl": kl, "kl_unit": m.config.kl.unit, "limit": limit, "step": m.row["step"]}
+        return figures | {"rollbacks": m.rollbacks, "waited": waited}
 
     return measure
 
@@ -551,7 +545,7 @@ ALARMS = (
     Alarm("sampler-mismatch", "over {updates} updates the tokens were not sampled from the policy that is trained: "
           "{found}. Check temperature, top-k and top-p, dropout, padding and dtype",
           sampled_elsewhere, lambda f: bool(f["found"])),
-    Alarm("beta-at-min", _AT_BOUND + "lower kl.controller.min_coef or kl.target",
+    Alarm("beta-at-min", _AT_BOUND + "{to_lower}",
           at_bound(0), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
     Alarm("beta-at-max", _AT_BOUND + "raise kl.controller.max_coef or kl.target",
           at_bound(1), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),

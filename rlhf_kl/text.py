@@ -34,14 +34,14 @@ def stdout_width() -> int | None:
 
 
 def hanging(text: str, width: int | None, indent: int) -> str:
-    """`text` broken between words to `width` columns, every line after the first with `indent` spaces in front.
+    """Each line of `text` broken between words to `width` columns, all but the first with `indent` spaces in front.
 
     The first line leaves as much room on its left. No word is broken; with width None no line is.
     """
-    if width is None:
-        return text
-    room = max(width - indent, 20)
-    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    lines = text.split("\n")
+    if width is not None:
+        wrapper = textwrap.TextWrapper(max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
+        lines = [row for line in lines for row in wrapper.wrap(line)]
     return f"\n{' ' * indent}".join(lines)
 
 

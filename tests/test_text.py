@@ -38,6 +38,7 @@ def test_a_hanging_indent_fits_the_width_and_keeps_paths_whole() -> None:
 def test_lines_stay_whole_where_stdout_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stdout_width() is None
     assert hanging("word " * 50, None, 5) == "word " * 50
+    assert hanging("a   b\nc", None, 2) == hanging("a   b\nc", 40, 2) == "a   b\n  c"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     assert stdout_width() == 60

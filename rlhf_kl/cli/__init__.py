@@ -151,6 +151,6 @@ def _key_option(option: str, command: str, near: str) -> str:
     if near and not any(f".{dotted}".endswith(f".{key}") for dotted in [*known, *FAMILIAR]):
         return near
     nearest = (nearest_keys(key, known) or ["KEY"])[0]
-    if nearest == "ppo.total_episodes" and command == "train":
+    if nearest == "ppo.total_episodes" and command in ("train", "doctor"):
         return "did you mean --updates N?"
     return f"config keys are changed with --set: --set {nearest}=VALUE"

@@ -17,6 +17,8 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where (d
     """Begin a run of your own: copy a config, a reward function, prompts and texts. Nothing is overwritten."""
     from rlhf_kl.config.paths import shipped_configs
 
+    if folder.suffix in (".yaml", ".yml") or folder.is_file():
+        raise InputError(f"{folder} is no folder: init takes one, new or empty, and writes mine.yaml into it")
     files = sorted((shipped_configs() / "init").iterdir())
     if taken := [folder / file.name for file in files if os.path.lexists(folder / file.name)]:
         raise InputError(*(f"{file} is there already: init overwrites nothing, name a new folder" for file in taken))

@@ -34,8 +34,6 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    if updates is not None and any(change.startswith("ppo.total_episodes") for change in set_ or []):
-        raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
     _run("train", config, overrides(set_, output_dir, seed), updates, resume, overwrite, merge, as_json, quiet)
 
 
@@ -54,19 +52,25 @@ def supervised(
     _run(kind, config, overrides(set_, output_dir, seed), None, resume, overwrite, merge, False, quiet)
 
 
-def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flags: bool) -> None:
+def _settings(kind: Kind, config: str, changes: list[str], updates: int | None) -> Any:
+    """The config, with its plugins checked. Its errors come before torch is imported."""
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_plugins
-    from rlhf_kl.config.schema import TrainConfig
 
-    resume, overwrite, merge, as_json, quiet = flags
-    # Errors of the config come before torch is imported.
     settings: Any = load_config(kind, config, changes)
     if updates is not None:
-        changes.append(f"ppo.total_episodes={updates * settings.rollout.batch_size}")
+        if any(change.startswith("ppo.total_episodes") for change in changes):
+            raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
+        changes = [*changes, f"ppo.total_episodes={updates * settings.rollout.batch_size}"]
         settings = load_config(kind, config, changes)
-    if isinstance(settings, TrainConfig):
+    if kind == "train":
         check_plugins(settings)
+    return settings
+
+
+def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flags: bool) -> None:
+    resume, overwrite, merge, as_json, quiet = flags
+    settings = _settings(kind, config, changes, updates)
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.finish import merge_final, require_adapter, supervised_closing, train_closing
@@ -96,6 +100,7 @@ def doctor(
     config: Config,
     set_: Set = None,
     seed: Seed = None,
+    updates: Updates = None,
     pairs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
     ] = None,
@@ -104,11 +109,7 @@ def doctor(
     quiet: Quiet = False,
 ) -> int:
     """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
-    from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.plugins import check_plugins
-
-    settings = load_config("train", config, overrides(set_, None, seed))
-    check_plugins(settings)
+    settings = _settings("train", config, overrides(set_, None, seed), updates)
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.doctor import run_doctor

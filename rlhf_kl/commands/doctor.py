@@ -29,12 +29,14 @@ from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
+from rlhf_kl.kl_controllers.tilt import best_of_n
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.monitors import worded
 from rlhf_kl.rollout.collect import NonFiniteRollout, Sampler
+from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.run import LESS_MEMORY
 from rlhf_kl.status import duration
@@ -47,6 +49,7 @@ PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
 FEW_VALUES = 5
+BEST_OF = 16  # responses, of which the best is the measure of a gain
 MOSTLY_EQUAL = 0.95  # share of reference samples with one score
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 
@@ -204,6 +207,7 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     start = time.perf_counter() - began
     yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
     yield from check_scores(training)
+    yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
     try:
         with ui.waiting("one update"):
@@ -284,6 +288,26 @@ def check_scores(training: Training) -> Iterator[Finding]:
         yield judged("scores", grouped and most <= MOSTLY_EQUAL, message, advice)
     elif not warnings:
         yield judged("scores", True, message)
+
+
+def check_targets(config: TrainConfig, scores: ReferenceScores) -> Iterator[Finding]:
+    """The most score at low KLs: that of the tilted reference samples, as far as they tell (none: equal scores)."""
+    curve, unit, target = scores.tilt_curve(), config.kl.unit, config.kl.target_value
+    size, (tilted, groups) = scores.length if unit == "token" else 1.0, scores.to_tilt()
+    best = [point for point in best_of_n(tilted, groups or [0] * len(tilted)) if point.n <= BEST_OF][-1]
+    limit = curve[-1]["kl"] / size if curve else 0.0
+    ladder = [kl for power in range(-5, 3) for kl in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if kl <= limit]
+    kls = sorted({*ladder[-4:], *([target] if target <= limit else [])})
+    gains = {0.0: 0.0} | {kl: gain for kl in kls if (gain := scores.most_gain(kl * size)) is not None}
+    if len(gains) == 1:
+        return
+    rows = [[f"KL per {unit}", *(f"{kl:g}" for kl in gains)]]
+    rows += [["most shaped score", *(f"{scores.mean + gain:.2f}" for gain in gains.values())]]
+    if best.n > 1:
+        rows += [[f"of best of {best.n}", *(f"{gain / best.gain:.0%}" for gain in gains.values())]]
+    table = "\n".join(f"{name:<17}" + "".join(f"{cell:>7}" for cell in cells) for name, *cells in rows)
+    note = f"nats; the {len(scores.shaped)} reference samples, weighted by their scores, tell nothing above {limit:.2g}"
+    yield judged("targets", True, f"{table}\n{note}" + (f" (the target is {target:g})" if target > limit else ""))
 
 
 def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:

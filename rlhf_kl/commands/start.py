@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhf_kl import ui
@@ -16,7 +17,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rollout.collect import measure, respond, response_layout
+from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
 from rlhf_kl.rollout.reference_scores import (
     PLANS,
     ReferenceSamples,
@@ -113,46 +114,39 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
             return scores.are_enough(lambda some: starting_coef(config, some)[0])
         return False
 
-    for samples, complete in sample_references(config, setup, ranks):
-        if complete and not len(samples.scores):
-            raise InputError("reward: returned None for all reference samples")
-        if samples.spread and (complete or are_enough(samples)):
-            break
+    with ui.progress("sampling the reference", config.reference_samples // ranks.count) as advance:
+        for samples, complete in sample_references(config, setup, ranks, advance):
+            if complete and not len(samples.scores):
+                raise InputError("reward: returned None for all reference samples")
+            if samples.spread and (complete or are_enough(samples)):
+                break
     for failure in samples.failures[:1]:
         log.warning(f"{failure}: the reference has no gold score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
-def sample_references(config: TrainConfig, setup: Setup, ranks: Ranks) -> Iterator[tuple[ReferenceSamples, bool]]:
+def sample_references(
+    config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
+) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
-    drawn: list[ReferenceSamples] = []
-    for number in range(PLANS):
-        groups = sample_prompts(len(setup.prompts), config.reference_samples, config.run.seed, number)
-        rounds = sample_rounds(groups)
-        for rows in rounds:
-            drawn.append(sample_reference(config, setup, ranks, groups, rows, number))
-            yield ReferenceSamples.concat(drawn), rows is rounds[-1]
+    drawn, size, seed = list[ReferenceSamples](), max(1, config.rollout.batch_size // ranks.count), config.run.seed
 
-
-def sample_reference(
-    config: TrainConfig, setup: Setup, ranks: Ranks, groups: list[int], rows: list[int], number: int
-) -> ReferenceSamples:
-    """Scored reference samples of all processes: these `rows` of plan `number`, whose prompts are `groups`."""
-    mine, size = ranks.mine(rows), max(1, config.rollout.batch_size // ranks.count)
-    with ui.progress("sampling the reference", len(mine)) as advance:
-
-        def batches() -> Any:
-            for batch in reference_responses(
-                *(setup.reference, setup.prompts, groups, setup.sampling, setup.tokenizer, config.run.seed),
-                *(mine, size, number),
-            ):
+    def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:
+        def batches() -> Iterator[Responses]:
+            options = setup.sampling, setup.tokenizer, seed, mine, size, number
+            for batch in reference_responses(setup.reference, setup.prompts, groups, *options):
                 yield batch
                 advance(len(batch.prompts))
 
-        def sample() -> ReferenceSamples:
-            return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
+        return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
 
-        return ReferenceSamples.concat(ranks.all(ranks.run(sample, scores=True)))
+    for number in range(PLANS):
+        groups = sample_prompts(len(setup.prompts), config.reference_samples, seed, number)
+        rounds = sample_rounds(groups)
+        for rows in rounds:
+            draw = partial(sample, groups, ranks.mine(rows), number)
+            drawn += ranks.all(ranks.run(draw, scores=True))
+            yield ReferenceSamples.concat(drawn), rows is rounds[-1]
 
 
 def check_policy(config: TrainConfig, setup: Setup) -> None:

@@ -211,4 +211,8 @@ def best_of_n(scores: Sequence[float], groups: Sequence[Hashable]) -> list[BestO
 
 def _expected_best(scores: Sequence[float], n: int) -> float:
     """Mean score of the best of n over all subsets of the scores: the i-th smallest is the best of C(i - 1, n - 1)."""
-    return sum(math.comb(i, n - 1) * score for i, score in enumerate(sorted(scores))) / math.comb(len(scores), n)
+    best, weight = 0.0, n / len(scores)
+    for i, score in zip(range(len(scores) - 1, -1, -1), sorted(scores, reverse=True), strict=True):
+        best += weight * score
+        weight *= (i - n + 1) / max(i, 1)
+    return best

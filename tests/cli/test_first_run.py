@@ -68,8 +68,10 @@ SMALL = ("--set", "rollout={batch_size: 8, max_new_tokens: 16, reference_samples
 
 @pytest.mark.quick
 def test_an_own_run_from_an_empty_folder(own: Path, rlhf_kl: Cli) -> None:
-    done = rlhf_kl("doctor", "mine.yaml", "--quiet", *SMALL)
+    done = rlhf_kl("doctor", "mine.yaml", "--updates", "3", *SMALL)
     assert (done.code, done.out.splitlines()[-1].split()[0]) == (0, "ready:"), done
+    assert "3 updates of" in done.out
+    assert done.err.count("sampling the reference ...") == 1
     assert done.out.endswith(" doubtful; next: rlhf-kl train --config mine.yaml\n")
     train = ("train", "mine", "--updates", "2", *SMALL, "--set", "tracking.tensorboard=false")
     done = rlhf_kl(*train, "--json", "--quiet")
@@ -146,6 +148,10 @@ MISTAKES = [
     ("eval runs/mine", "(runs/mine)", "did you mean --run runs/mine?"),
     ("generate hello", "(hello)", "did you mean --prompt hello?"),
     ("init", "mine.yaml is there already", "name a new folder"),
+    ("init mine.yaml", "mine.yaml is no folder", "writes mine.yaml into it"),
+    ("init new.yaml", "new.yaml is no folder"),
+    ("doctor mine.yaml --steps 10", "--steps", "did you mean --updates N?"),
+    ("doctor mine.yaml --updates 3 --set ppo.total_episodes=9", "--updates 3", "ppo.total_episodes", "choose one"),
 ]  # fmt: skip
 
 
