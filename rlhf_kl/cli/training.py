@@ -10,8 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Config, Json, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
-from rlhf_kl.errors import InputError
+from rlhf_kl.cli.options import (
+    Config,
+    Json,
+    Merge,
+    OutputDir,
+    Overwrite,
+    Quiet,
+    Resume,
+    Seed,
+    Set,
+    Updates,
+    check_updates,
+    overrides,
+)
 from rlhf_kl.program import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
@@ -34,8 +46,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a policy with PPO and keep its KL to the reference at the target."""
-    if updates is not None and any(change.startswith("ppo.total_episodes") for change in set_ or []):
-        raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
+    check_updates(updates, set_)
     _run("train", config, overrides(set_, output_dir, seed), updates, resume, overwrite, merge, as_json, quiet)
 
 

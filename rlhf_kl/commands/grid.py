@@ -99,8 +99,9 @@ class Grid:
         return self.failures
 
     def _step(self, advance: Advance) -> None:
-        while self.waiting and len(self.running) < self.jobs:
-            self.running.append(self._start(self.waiting.pop(0)))
+        while len(self.running) < self.jobs and (run := self._next()):
+            self.waiting.remove(run)
+            self.running.append(self._start(run))
         time.sleep(POLL_S)
         for job in self.running:
             if new := job.new_updates():
@@ -109,6 +110,11 @@ class Grid:
             self.running.remove(job)
             advance(job.new_updates())
             self._report(job)
+
+    def _next(self) -> PlannedRun | None:
+        """The first waiting run that starts from no unfinished one."""
+        unfinished = {run.name for run in (*self.waiting, *(job.run for job in self.running))}
+        return next((run for run in self.waiting if run.after not in unfinished), None)
 
     def _start(self, run: PlannedRun) -> Job:
         config = self.plan.folder / "configs" / f"{run.name}.yaml"  # which its process reads
@@ -144,9 +150,17 @@ class Grid:
         last = _last_line(job.log)
         if code == GUARD:
             log.warning(f"{text}stopped by a guard: {last}")
-            return
-        self.failures.append(job.run.name)
-        log.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
+        else:
+            self.failures.append(job.run.name)
+            log.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
+        lost = [job.run.name]
+        for run in list(self.waiting):  # in the order of their chain
+            if run.after in lost:
+                lost.append(run.name)
+                self.waiting.remove(run)
+        if len(lost) > 1:
+            log.error(f"not trained, since {lost[0]} did not reach its end: {', '.join(lost[1:])}")
+        self.failures += lost[1:]
 
     def _stop(self) -> None:
         """Interrupt the runs in progress: each writes a checkpoint and ends."""
