@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from rlhf_kl import ui
 from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.run import stored_config
@@ -64,7 +66,7 @@ def check_folders(plan: ComparePlan) -> None:
     problems = []
     for run in plan.runs:
         folder = _run_folder(run)
-        changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(run.config))
+        changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(begun(run)))
         if changed:
             problems.append(
                 f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs anew, "
@@ -121,7 +123,7 @@ class Grid:
         log = self.plan.folder / "logs" / f"{run.name}.log"
         for path in (_run_folder(run).path, config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(config, dump_config(run.config))
+        write_atomic(config, dump_config(begun(run)))
         mode = "--overwrite" if self.overwrite else "--resume"
         environment = dict(os.environ)
         if self.jobs > 1:
@@ -169,6 +171,24 @@ class Grid:
                 job.process.send_signal(signal.SIGINT)
         for job in self.running:
             job.process.wait()
+
+
+def begun(run: PlannedRun) -> TrainConfig:
+    """The config that a run starts with. In a chain, `auto` is the last beta of the run before, over the step in KL.
+
+    The reference's samples, which `auto` reads elsewhere, know little of a policy that is far from the reference.
+    """
+    config, before = (
+        run.config,
+        RunFolder(Path(run.config.policy.model).parent).finished_summary() if run.after else None,
+    )
+    if before is None or config.kl.controller.coef != "auto":
+        return config
+    control, last = config.kl.controller, before["final"]
+    coef = last["kl/coef_next"] * last["kl/target"] / config.kl.target_value
+    coef = min(max(coef, control.min_coef or coef), control.max_coef or math.inf)
+    controller = control.model_copy(update={"coef": coef})
+    return config.model_copy(update={"kl": config.kl.model_copy(update={"controller": controller})})
 
 
 def _run_folder(run: PlannedRun) -> RunFolder:

@@ -77,7 +77,7 @@ class ComparePlan:
     folder: Path
     runs: list[PlannedRun]
     notes: list[str]  # shown with the comparison
-    commands: dict[str, str]  # by variant: the options of `rlhf-kl train` for a run of its own
+    options: dict[str, str]  # by variant: of `rlhf-kl train` for a run of its own, without its KL target
 
 
 def compare_schema() -> dict[str, Any]:
@@ -149,15 +149,11 @@ def plan_comparison(
         ]
         runs += link(row) if chain else row
     shown = config.base if base.parent == shipped_configs() else short_path(str(base))
-    commands = {
-        one: " ".join(
-            [f"--config {shown}"]
-            + [f"--set {shlex.quote(f'{key}={value}')}" for key, value in flat(config.variants[one] or {}).items()]
-            + [f"--set {shlex.quote(change)}" for change in overrides]
-        )
-        for one in by_variant
-    }
-    return ComparePlan(name, folder, runs, notes, commands)
+    options = {}
+    for one in by_variant:
+        changes = [f"{key}={value}" for key, value in flat(config.variants[one] or {}).items() if key != "kl.target"]
+        options[one] = " --set ".join([f"--config {shown}", *map(shlex.quote, [*changes, *overrides])])
+    return ComparePlan(name, folder, runs, notes, options)
 
 
 def _by_target(variants: Mapping[str, TrainConfig]) -> tuple[dict[str, TrainConfig], list[str]]:
