@@ -10,7 +10,7 @@ from rlhf_kl import ui
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import short_path
-from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, target_charts
+from rlhf_kl.report.charts import TARGETS, compare_charts, held_charts, run_charts, target_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import compare_page, compared_texts, report_page
@@ -81,7 +81,7 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
             save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
                        heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
         if targets := target_charts(comparison):
-            save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?")
+            save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?", footer=TARGETS.strip())
         for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:

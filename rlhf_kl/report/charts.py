@@ -18,6 +18,7 @@ from rlhf_kl.text import format_number, format_percent, read_number
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
+TARGETS = " Each target stands at the √KL that its runs reached."
 ROOT_KL = "√KL, nats per response"
 BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
@@ -256,12 +257,12 @@ def target_charts(comparison: Comparison) -> list[Chart]:
     spread = " Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else " One seed."
     recommended = " Dotted: the recommended target." if marked else ""
     panels = [
-        ("Score by KL target", "score", [score, gold], "Last ten updates." + spread + recommended),
+        ("Score by KL target", "score", [score, gold], "Last ten updates." + spread + TARGETS + recommended),
         ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),
         ("Forgetting", "nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
         ("Distinct word pairs", "share of all", [pairs, *levels("distinct_2", PAIRS)], "Of held-out responses."),
     ]
-    label = f"KL target, nats per {comparison.unit} (drawn at the √KL reached)"
+    label = f"KL target, nats per {comparison.unit}"
     return with_values(
         Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], caption, xlabel=label, more=draw)
         for i, (title, unit, lines, caption) in enumerate(panels)
