@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -77,7 +77,8 @@ class ComparePlan:
     folder: Path
     runs: list[PlannedRun]
     notes: list[str]  # shown with the comparison
-    options: dict[str, str]  # by variant: of `rlhf-kl train` for a run of its own, without its KL target
+    # By variant: those of `rlhf-kl train` for a run of its own, without its KL target.
+    options: dict[str, str] = field(default_factory=dict)
 
 
 def compare_schema() -> dict[str, Any]:
