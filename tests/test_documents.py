@@ -205,9 +205,9 @@ def test_the_page_of_metrics_names_what_a_run_writes(
 ) -> None:
     reward = {"terms": {"TERM": {"kind": tiny_settings["reward"]["kind"]}}, "length_penalty": 0.01}
     penalties = {"missing_eos_penalty": 1.0, "repetition_penalty": 0.1}
-    (tmp_path / "run.yaml").write_text(
-        yaml.safe_dump(tiny_settings | {"reward": {"kind": "sum", **reward, **penalties}})
-    )
+    shutil.copytree(tiny_settings["policy"]["model"], tmp_path / "other")  # a reference that is not the start
+    changes = {"reward": {"kind": "sum", **reward, **penalties}, "reference": {"model": str(tmp_path / "other")}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_settings | changes))
     words = ["train", "--config", tmp_path / "run.yaml", "--output-dir", tmp_path / "run", "--quiet", "--updates", 2]
     assert rlhf_kl(*words).code == 0
     written = {key for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") for key in row}

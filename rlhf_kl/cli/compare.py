@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Overwrite, Quiet, Set
+from rlhf_kl.cli.options import Overwrite, Quiet, Set, Updates, check_updates
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import stdout_width
 from rlhf_kl.ui import log
@@ -32,6 +32,10 @@ def compare(
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")
     ] = None,
+    updates: Updates = None,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="Targets from low to high, each run from the policy of the one before.")
+    ] = False,
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs, which share the cores.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
     overwrite: Overwrite = False,
@@ -41,8 +45,10 @@ def compare(
     """Train variants x seeds, or read finished runs: table, pictures and a verdict."""
     if (config is None) == (not runs):
         raise InputError("compare takes --config FILE to train, or RUN folders to read")
-    if config is None and (set_ or seed is not None or overwrite or resume or jobs != 1):
-        raise InputError("--set, --seed, --jobs, --resume and --overwrite need --config: RUN folders are only read")
+    if config is None and (set_ or updates or chain or seed is not None or overwrite or resume or jobs != 1):
+        options = "--set, --seed, --updates, --chain, --jobs, --resume and --overwrite"
+        raise InputError(f"{options} need --config: RUN folders are only read")
+    check_updates(updates, set_)
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: choose one")
     ui.start(quiet)
@@ -50,7 +56,8 @@ def compare(
     if config is not None:
         from rlhf_kl.config.compare import check_variants, load_compare
 
-        plan = load_compare(config, set_ or [], output_dir, seed)  # errors of the config come before torch is imported
+        # Errors of the config come before torch is imported.
+        plan = load_compare(config, set_ or [], output_dir, seed, updates=updates, chain=chain)
         check_variants(plan)
     from rlhf_kl.commands.grid import train_grid
     from rlhf_kl.commands.report import planned_comparison, write_comparison

@@ -41,6 +41,9 @@ def evaluate(
     reference: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Model to compare with.")] = None,
     texts: Annotated[str | None, typer.Option(metavar="FILE", help="Held-out texts; default: the config's.")] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the text.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Held-out responses; default: one to each prompt.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
     plugins: Plugins = False,
     trust_remote_code: RemoteCode = False,
@@ -54,7 +57,7 @@ def evaluate(
         from rlhf_kl.commands.stored import Permissions
 
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
-    request = EvalRequest(run, model, config, checkpoint, reference, texts, column, permissions)
+    request = EvalRequest(run, model, config, checkpoint, reference, texts, column, samples, permissions)
     figures = run_eval(request)
     if as_json:
         print(json.dumps(figures, indent=2, ensure_ascii=False))

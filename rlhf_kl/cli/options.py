@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from rlhf_kl.errors import InputError
+
 
 class PlainFlags:
     """A command whose help shows no `<bool>` beside a flag, which takes no value."""
@@ -53,3 +55,9 @@ def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: 
     if seed is not None:
         changes.append(f"run.seed={seed}")
     return changes
+
+
+def check_updates(updates: int | None, sets: Sequence[str] | None) -> None:
+    """Errors: InputError if the number of updates is given twice."""
+    if updates is not None and any(change.startswith("ppo.total_episodes") for change in sets or []):
+        raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")

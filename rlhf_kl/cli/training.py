@@ -10,8 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Config, Json, Merge, OutputDir, Overwrite, Quiet, Resume, Seed, Set, Updates, overrides
-from rlhf_kl.errors import InputError
+from rlhf_kl.cli.options import (
+    Config,
+    Json,
+    Merge,
+    OutputDir,
+    Overwrite,
+    Quiet,
+    Resume,
+    Seed,
+    Set,
+    Updates,
+    check_updates,
+    overrides,
+)
 from rlhf_kl.program import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
@@ -57,10 +69,9 @@ def _settings(kind: Kind, config: str, changes: list[str], updates: int | None) 
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_plugins
 
+    check_updates(updates, changes)
     settings: Any = load_config(kind, config, changes)
     if updates is not None:
-        if any(change.startswith("ppo.total_episodes") for change in changes):
-            raise InputError(f"--updates {updates} and --set ppo.total_episodes exclude each other: choose one")
         changes = [*changes, f"ppo.total_episodes={updates * settings.rollout.batch_size}"]
         settings = load_config(kind, config, changes)
     if kind == "train":

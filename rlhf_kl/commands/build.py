@@ -30,7 +30,7 @@ from rlhf_kl.models.load import (
     texts_fingerprint,
     tokenizer_fingerprint,
 )
-from rlhf_kl.models.lora import AdapterReference, has_adapter
+from rlhf_kl.models.lora import AdapterReference, adapter_base, has_adapter
 from rlhf_kl.models.value import (
     ActorCritic,
     FeatureCritic,
@@ -117,14 +117,16 @@ def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
 def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tuple[LM, bool]:
     """The frozen model that the KL is measured to, and whether it is the starting policy.
 
-    For a policy with an adapter it is the same model at its start, without a second copy of the weights.
+    For a policy with an adapter it is the same model at its start, or its base, without a second copy of the weights.
     """
     ref, policy, dtype = config.reference.model, loaded.model, compute_dtype(config.run.dtype)
     with blame("reference.model"):
-        same = ref is None or loader.folder(ref) == loaded.folder
-    if ref is None or same:
+        folder = loaded.folder if ref is None else loader.folder(ref)
+        is_base = loaded.began_as_adapter and folder == loader.folder(adapter_base(loaded.folder))
+    if ref is None or folder == loaded.folder or is_base:
         if has_adapter(policy):
-            return AdapterReference(policy, dtype, keep_start=loaded.began_as_adapter), True
+            keep_start = loaded.began_as_adapter and not is_base
+            return AdapterReference(policy, dtype, keep_start=keep_start), not is_base
         return frozen_lm(copy.deepcopy(policy), dtype, loader.device), True
     reference = loader.language_model(ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.report import control
+from rlhf_kl.report.control import source_name as _name
 from rlhf_kl.text import format_number
 
 CARD = """---
@@ -64,7 +64,8 @@ def model_card(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any], *, adapter: bool
 ) -> str:
     """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
-    name, base = config.run.name, _name(config.policy.model)
+    first = config.reference.model if control.goes_on(config) else config.policy.model
+    name, base = config.run.name, _name(first)
     on_hub = "/" in base
     front: dict[str, Any] = {"tags": ["rlhf", "ppo", "rlhf-kl"], "library_name": "peft" if adapter else "transformers"}
     if on_hub:
@@ -77,9 +78,9 @@ def model_card(
         name=name,
         base=base,
         version=version("rlhf-kl"),
-        table="\n".join(f"| {key} | {value} |" for key, value in _table(config, figures, start_end).items()),
+        table="\n".join(f"| {key} | {value} |" for key, value in _table(config, base, figures, start_end).items()),
         temperature=format_number(config.rollout.temperature),
-        note=control.closing_note(len(rows)),
+        note=control.closing_note(len(rows), config),
         library=front["library_name"],
         auto=f"Auto{'Peft' * adapter}ModelForCausalLM",
         local_base=LOCAL_BASE.format(base=base) if adapter and not on_hub else "",
@@ -88,13 +89,16 @@ def model_card(
     )
 
 
-def _table(config: TrainConfig, figures: Mapping[str, Any], closing: Mapping[str, control.StartEnd]) -> dict[str, str]:
+def _table(
+    config: TrainConfig, base: str, figures: Mapping[str, Any], closing: Mapping[str, control.StartEnd]
+) -> dict[str, str]:
     kl, unit, missing = config.kl, f"nats per {config.kl.unit}", (None, None)
     _, beta = closing.get("beta", missing)
     terms = config.reward.terms
     reward = ", ".join(terms) if terms else _name(config.reward.model or config.reward.kind)
     return {
-        "base model": _name(config.policy.model),
+        "base model": base,
+        **({"starting policy": f"of {_name(config.policy.model)}"} if control.goes_on(config) else {}),
         "reference": _name(config.reference.model) if config.reference.model else "the policy at the start",
         "prompts": _name(config.data.prompts),
         "reward": reward,
@@ -107,11 +111,3 @@ def _table(config: TrainConfig, figures: Mapping[str, Any], closing: Mapping[str
         "responses trained on": str(config.updates * config.rollout.batch_size),
         "seed": str(config.run.seed),
     }
-
-
-def _name(source: str | None) -> str:
-    """A name to be shared: a hub id, or of a local path no folder but that of a run."""
-    path = Path(source or "")
-    if not path.is_absolute():
-        return source or ""
-    return path.parent.name if path.name in ("final", "merged") else path.name

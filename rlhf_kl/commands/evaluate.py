@@ -41,6 +41,7 @@ class EvalRequest:
     reference: str | None = None
     texts: str | None = None
     column: str | None = None
+    samples: int | None = None
     permissions: Permissions = NO_PERMISSIONS
 
 
@@ -72,7 +73,7 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     figures["reference"] = _perplexity(reference, beside.tokenizer, texts, "reference")
     if request.model is None:
         scorers = _scorers(request, config, loader, of_run=folder is not None)
-        _add_prompts(figures, config, loader, (policy, reference), tokenizer, scorers)
+        _add_prompts(figures, config, loader, (policy, reference), tokenizer, scorers, request.samples)
     return figures
 
 
@@ -116,12 +117,18 @@ def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_ru
 
 
 def _add_prompts(
-    figures: dict[str, Any], config: TrainConfig, loader: Loader, pair: tuple[LM, LM], tokenizer: Any, scorers: Scorers
+    figures: dict[str, Any],
+    config: TrainConfig,
+    loader: Loader,
+    pair: tuple[LM, LM],
+    tokenizer: Any,
+    scorers: Scorers,
+    samples: int | None,
 ) -> None:
     """Adds the figures of both on held-out prompts, and some of their texts."""
     policy = pair[0]
     _, kept = build_prompts(config, loader, policy.model, tokenizer)
-    several = max(len(kept), config.rollout.batch_size)  # of few prompts each is answered more than once
+    several = samples or max(len(kept), config.rollout.batch_size)  # some prompts are answered more than once
     prompts = PromptStream(kept.texts, tokenizer, several, config.run.seed, kept.rows).batch(1)
     scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from rlhf_kl import ui
 from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.run import stored_config
@@ -64,7 +66,7 @@ def check_folders(plan: ComparePlan) -> None:
     problems = []
     for run in plan.runs:
         folder = _run_folder(run)
-        changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(run.config))
+        changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(begun(run)))
         if changed:
             problems.append(
                 f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs anew, "
@@ -99,8 +101,9 @@ class Grid:
         return self.failures
 
     def _step(self, advance: Advance) -> None:
-        while self.waiting and len(self.running) < self.jobs:
-            self.running.append(self._start(self.waiting.pop(0)))
+        while len(self.running) < self.jobs and (run := self._next()):
+            self.waiting.remove(run)
+            self.running.append(self._start(run))
         time.sleep(POLL_S)
         for job in self.running:
             if new := job.new_updates():
@@ -110,12 +113,17 @@ class Grid:
             advance(job.new_updates())
             self._report(job)
 
+    def _next(self) -> PlannedRun | None:
+        """The first waiting run that starts from no unfinished one."""
+        unfinished = {run.name for run in (*self.waiting, *(job.run for job in self.running))}
+        return next((run for run in self.waiting if run.after not in unfinished), None)
+
     def _start(self, run: PlannedRun) -> Job:
         config = self.plan.folder / "configs" / f"{run.name}.yaml"  # which its process reads
         log = self.plan.folder / "logs" / f"{run.name}.log"
         for path in (_run_folder(run).path, config, log):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(config, dump_config(run.config))
+        write_atomic(config, dump_config(begun(run)))
         mode = "--overwrite" if self.overwrite else "--resume"
         environment = dict(os.environ)
         if self.jobs > 1:
@@ -144,9 +152,17 @@ class Grid:
         last = _last_line(job.log)
         if code == GUARD:
             log.warning(f"{text}stopped by a guard: {last}")
-            return
-        self.failures.append(job.run.name)
-        log.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
+        else:
+            self.failures.append(job.run.name)
+            log.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
+        lost = [job.run.name]
+        for run in list(self.waiting):  # in the order of their chain
+            if run.after in lost:
+                lost.append(run.name)
+                self.waiting.remove(run)
+        if len(lost) > 1:
+            log.error(f"not trained, since {lost[0]} did not reach its end: {', '.join(lost[1:])}")
+        self.failures += lost[1:]
 
     def _stop(self) -> None:
         """Interrupt the runs in progress: each writes a checkpoint and ends."""
@@ -155,6 +171,24 @@ class Grid:
                 job.process.send_signal(signal.SIGINT)
         for job in self.running:
             job.process.wait()
+
+
+def begun(run: PlannedRun) -> TrainConfig:
+    """The config that a run starts with. In a chain, `auto` is the last beta of the run before, over the step in KL.
+
+    The reference's samples, which `auto` reads elsewhere, know little of a policy that is far from the reference.
+    """
+    config, before = (
+        run.config,
+        RunFolder(Path(run.config.policy.model).parent).finished_summary() if run.after else None,
+    )
+    if before is None or config.kl.controller.coef != "auto":
+        return config
+    control, last = config.kl.controller, before["final"]
+    coef = last["kl/coef_next"] * last["kl/target"] / config.kl.target_value
+    coef = min(max(coef, control.min_coef or coef), control.max_coef or math.inf)
+    controller = control.model_copy(update={"coef": coef})
+    return config.model_copy(update={"kl": config.kl.model_copy(update={"controller": controller})})
 
 
 def _run_folder(run: PlannedRun) -> RunFolder:

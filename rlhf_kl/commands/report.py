@@ -10,12 +10,12 @@ from rlhf_kl import ui
 from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import short_path
-from rlhf_kl.report.charts import compare_charts, held_charts, run_charts
+from rlhf_kl.report.charts import TARGETS, compare_charts, held_charts, run_charts, target_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import compare_page, compared_texts, report_page
 from rlhf_kl.report.run import RunResult, read_run
-from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
+from rlhf_kl.report.verdict import WIDTH, figures_table, judge, recommend, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
 from rlhf_kl.text import hanging, safe_text
@@ -49,7 +49,7 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
     if not started:
         raise InputError(f"{plan.folder}: none of the runs has started")
     comparison = read_comparison(list(started), started)
-    return Comparison(comparison.variants, [*plan.notes, *comparison.notes])
+    return Comparison(comparison.variants, [*plan.notes, *comparison.notes], plan.options)
 
 
 def link_reports(comparison: Comparison) -> None:
@@ -69,17 +69,19 @@ def _age(file: Path) -> float:
 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
-    lines, held = judge(comparison), held_charts(comparison)
+    lines, held, advice = judge(comparison), held_charts(comparison), recommend(comparison)
     target = f" of {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
     link_reports(comparison)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "compare.json", comparison.to_json(lines))
+        write_json(folder / "compare.json", comparison.to_json(lines, advice and advice.target))
         write_atomic(folder / "compare.html", compare_page(comparison, name, lines, folder))
         if held:
             footer = ("A line for each seed. " if len(comparison.seeds) > 1 else "") + "Band: target ± 25 %."
             save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
                        heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
+        if targets := target_charts(comparison):
+            save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?", footer=TARGETS.strip())
         for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:

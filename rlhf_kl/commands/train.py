@@ -17,7 +17,7 @@ from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
-from rlhf_kl.evaluate import Samples, TextSums, figures_of, perplexity_of, policy_samples, text_sums
+from rlhf_kl.evaluate import Samples, TextSums, distinct_2, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.monitors import Decision, Monitors, worded
@@ -292,9 +292,12 @@ def evaluate_policy(
     prompts = setup.heldout.batch(1)
     texts, rows = ranks.mine(setup.texts), ranks.mine(range(len(prompts)))
 
-    def evaluate() -> tuple[TextSums, tuple[Samples, Samples]]:
+    other_start = step == 1 and not setup.reference_is_initial_policy  # else the first row has the reference's figures
+
+    def evaluate() -> tuple[list[TextSums], tuple[Samples, Samples]]:
+        models = [setup.policy, setup.reference] if other_start else [setup.policy]
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
-            return text_sums(setup.policy, setup.tokenizer, texts), policy_samples(
+            return [text_sums(model, setup.tokenizer, texts) for model in models], policy_samples(
                 setup.policy,
                 setup.reference,
                 prompts,
@@ -309,8 +312,14 @@ def evaluate_policy(
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other = map(Samples.joined, zip(*samples, strict=True))
-    text, figures = perplexity_of(sums), figures_of(own, other, facts)
+    text, *of_reference = map(perplexity_of, zip(*sums, strict=True))
+    figures = figures_of(own, other, facts)
     names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
     row = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
     row |= {f"eval/{name}": figures[name] for name in names}
+    for perplexity in of_reference:
+        row |= {
+            "eval/reference_perplexity": perplexity.perplexity,
+            "eval/reference_distinct_2": distinct_2(other.texts),
+        }
     return row, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)

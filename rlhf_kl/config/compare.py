@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from rlhf_kl.config.errors import check_mapping
-from rlhf_kl.config.load import config_diff, detect_kind, load_any, load_variant
-from rlhf_kl.config.paths import find_config
+from rlhf_kl.config.load import config_diff, detect_kind, flat, load_any, load_variant
+from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.plugins import check_plugins
 from rlhf_kl.config.schema import SEEDS, Section, TrainConfig
 from rlhf_kl.config.schema.base import Name, inner, refuse
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError, blame, collected
+from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.program import short_path
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
 # Keys that are equal in two runs with the same prompts in the same order.
@@ -59,6 +62,7 @@ class PlannedRun:
     variant: str
     seed: int
     config: TrainConfig
+    after: str = ""  # the run that has to end before, whose policy it starts from
 
     @property
     def name(self) -> str:
@@ -73,6 +77,8 @@ class ComparePlan:
     folder: Path
     runs: list[PlannedRun]
     notes: list[str]  # shown with the comparison
+    # By variant: those of `rlhf-kl train` for a run of its own, without its KL target.
+    options: dict[str, str] = field(default_factory=dict)
 
 
 def compare_schema() -> dict[str, Any]:
@@ -87,12 +93,10 @@ def is_compare_config(path: Path) -> bool:
     return "variants" in read_yaml(path)
 
 
-def load_compare(
-    file: str | Path, overrides: Sequence[str] = (), output_dir: Path | None = None, seed: int | None = None
-) -> ComparePlan:
+def load_compare(file: str | Path, *arguments: Any, **options: Any) -> ComparePlan:
     """`plan_comparison` of a file (`find_config`)."""
     path = find_config(file)
-    return plan_comparison(read_yaml(path), path, overrides, output_dir, seed)
+    return plan_comparison(read_yaml(path), path, *arguments, **options)
 
 
 def plan_comparison(
@@ -101,12 +105,15 @@ def plan_comparison(
     overrides: Sequence[str] = (),
     output_dir: Path | None = None,
     seed: int | None = None,
+    *,
+    updates: int | None = None,
+    chain: bool = False,
 ) -> ComparePlan:
     """Check a comparison and lay out its runs.
 
     raw, path: the mapping and its file, beside which relative paths are looked for. overrides: `--set` for every run;
     they win over the variants. output_dir: default runs/NAME-OF-THE-FILE. seed: instead of those of the file.
-    Raises InputError with every problem.
+    updates: of each run. chain: the runs of a seed as a chain, see `link`. Raises InputError with every problem.
     """
     kind = load_any(path)[0] if "extends" in raw else detect_kind(raw)
     if kind not in (None, "compare"):
@@ -117,25 +124,70 @@ def plan_comparison(
     with blame(f"{path}: base"):
         base = find_config(config.base, folder=path.parent, but=path)
         load_variant(base, {}, [])
-    folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / path.stem)))
+    name = path.stem + "-chain" * chain
+    folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / name)))
     by_variant: dict[str, TrainConfig] = {}
-    for name, fragment in config.variants.items():
+    for variant, fragment in config.variants.items():
         try:
-            by_variant[name] = load_variant(base, fragment or {}, [path.parent, Path.cwd()], overrides)
+            by_variant[variant] = load_variant(base, fragment or {}, [path.parent, Path.cwd()], overrides)
         except InputError as error:
-            problems += [line if line.startswith("--set") else f"variants.{name}: {line}" for line in error.problems]
+            problems += [line if line.startswith("--set") else f"variants.{variant}: {line}" for line in error.problems]
     problems += [
         f"variants: {name} and {other} are the same run"
         for name, other in combinations(by_variant, 2)
         if not differences(by_variant[name], by_variant[other])
     ]
     refuse(*dict.fromkeys(problems))
-    runs = [
-        PlannedRun(name, seed, _placed(by_variant[name], folder, f"{name}-s{seed}", seed))
-        for seed in config.seeds
-        for name in by_variant
-    ]
-    return ComparePlan(path.stem, folder, runs, _unpaired(by_variant))
+    notes = _unpaired(by_variant)
+    if chain:
+        by_variant, left_out = _by_target(by_variant)
+        notes += left_out
+    runs = list[PlannedRun]()
+    for number in config.seeds:
+        row = [
+            PlannedRun(one, number, _placed(settings, folder, f"{one}-s{number}", number, updates))
+            for one, settings in by_variant.items()
+        ]
+        runs += link(row) if chain else row
+    shown = config.base if base.parent == shipped_configs() else short_path(str(base))
+    options = {}
+    for one in by_variant:
+        changes = [f"{key}={value}" for key, value in flat(config.variants[one] or {}).items() if key != "kl.target"]
+        options[one] = " --set ".join([f"--config {shown}", *map(shlex.quote, [*changes, *overrides])])
+    return ComparePlan(name, folder, runs, notes, options)
+
+
+def _by_target(variants: Mapping[str, TrainConfig]) -> tuple[dict[str, TrainConfig], list[str]]:
+    """The variants with a KL target, from low to high, and a note on the others. Errors: InputError without a chain."""
+    held = {name: config for name, config in variants.items() if adjusts(config.kl.controller.kind)}
+    problems = ["--chain: needs two variants or more that hold a KL target"] if len(held) < 2 else []
+    for name, other in pairwise(held):
+        changed = [line for line in differences(held[name], held[other]) if not line.startswith("kl.target:")]
+        if changed:
+            problems.append(f"--chain: variants.{name} and {other} must differ in kl.target only: {changed[0]}")
+    refuse(*problems)
+    others = [name for name in variants if name not in held]
+    notes = [f"not in the chain, since no KL target is held: {', '.join(others)}"] if others else []
+    return dict(sorted(held.items(), key=lambda item: item[1].kl.target_value)), notes
+
+
+def link(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Each run from the policy that the one before writes at its end, with the reference of the first.
+
+    The learning rate is constant. An adapter is trained further and never merged, so its base stays as it is.
+    """
+    linked: list[PlannedRun] = []
+    for run in runs:
+        config = run.config
+        changed: dict[str, Section] = {"ppo": config.ppo.model_copy(update={"lr_schedule": "constant"})}
+        if linked:
+            start = str(Path(linked[-1].config.run.output_dir) / "final")
+            reference = config.reference.model or config.policy.model
+            changed["policy"] = config.policy.model_copy(update={"model": start, "lora": None})
+            changed["reference"] = config.reference.model_copy(update={"model": reference})
+        after = linked[-1].name if linked else ""
+        linked.append(PlannedRun(run.variant, run.seed, config.model_copy(update=changed), after))
+    return linked
 
 
 def check_variants(plan: ComparePlan) -> None:
@@ -147,9 +199,10 @@ def check_variants(plan: ComparePlan) -> None:
     refuse(*dict.fromkeys(problems))
 
 
-def _placed(config: TrainConfig, folder: Path, name: str, seed: int) -> TrainConfig:
+def _placed(config: TrainConfig, folder: Path, name: str, seed: int, updates: int | None) -> TrainConfig:
     run = config.run.model_copy(update={"name": name, "output_dir": str(folder / "runs" / name), "seed": seed})
-    return config.model_copy(update={"run": run})
+    episodes = config.ppo.total_episodes if updates is None else updates * config.rollout.batch_size
+    return config.model_copy(update={"run": run, "ppo": config.ppo.model_copy(update={"total_episodes": episodes})})
 
 
 def _unpaired(variants: Mapping[str, TrainConfig]) -> list[str]:

@@ -6,17 +6,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from rlhf_kl.report.compare import BestTarget, Comparison, Variant
+from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.drawing import ORDERED, Axes, Chart, Line, colour, log_if_wide, marks, with_values
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.verdict import outcome
+from rlhf_kl.report.verdict import PAIRS, PERPLEXITY, outcome, recommend
 from rlhf_kl.text import format_number, format_percent, read_number
 
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
+TARGETS = " Each target stands at the √KL that its runs reached."
 ROOT_KL = "√KL, nats per response"
 BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
@@ -162,9 +164,8 @@ def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]
 
 
 def compare_charts(comparison: Comparison) -> list[Chart]:
-    """Of a sweep what it is made for, then means over seeds by update, and score against sqrt(KL)."""
+    """Means over seeds by update, and score against sqrt(KL)."""
     charts = [
-        _targets(comparison),
         _over_time(comparison, "objective/scores", "score", "Score"),
         _over_time(comparison, "eval/perplexity", "perplexity", "Held-out perplexity"),
         _over_time(comparison, "kl/coef", "beta", "Beta, the KL coefficient"),
@@ -225,45 +226,47 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
     return Chart("kl-beta", title, unit, lines, caption, xlabel="beta", log="xy")
 
 
-def _targets(comparison: Comparison) -> Chart | None:
-    """Score and gold at the end by KL target, and between which targets gold is highest."""
-    variants, best = comparison.by_target, comparison.best_target
-    targets, lines = [variant.target for variant in variants], []
-    for name, label, tint in (("scores", "score", "score"), ("gold", "true score (gold)", "gold")):
-        known = [(v.target, mean, v.sd(name) or 0.0) for v in variants if (mean := v.mean(name)) is not None]
-        x, low, high = [t for t, _, _ in known], [m - s for _, m, s in known], [m + s for _, m, s in known]
-        lines.append(Line(label, tint, x, [mean for _, mean, _ in known], low, high, marker="o"))
-    caption = "Last ten updates" + (", means over seeds with one standard deviation." if best else ", 1 seed.")
-    if best is not None:
-        lines.append(marks("highest", "gold", [best.target], [best.gold], "D", size=8))
-        caption += " Green: the targets whose true score is within one standard deviation of the highest."
+def target_charts(comparison: Comparison) -> list[Chart]:
+    """Of a sweep of targets: score and gold, and what they cost, over sqrt(KL), a point for each target."""
+    points = [(math.sqrt(max(0.0, kl)), v) for v in comparison.by_target if (kl := v.mean("kl")) is not None]
+    advice, xs = recommend(comparison), [x for x, _ in points]
+    marked = [x for x, v in points if advice is not None and v.target == advice.target]
+    runs = [run for _, variant in points for run in variant.runs.values()]
 
-    def draw_sides(axes: Axes) -> None:
-        axes.set_xticks(targets, [f"{target:g}" for target in targets])
-        if best is not None:
-            _name_sides(axes, targets, best)
+    def line(name: str, label: str, tint: str) -> Line:
+        known = [(x, mean, v.sd(name) or 0.0) for x, v in points if (mean := v.mean(name)) is not None]
+        low, high = [m - sd for _, m, sd in known], [m + sd for _, m, sd in known]
+        return Line(label, tint, *_columns([(x, mean) for x, mean, _ in known]), low, high, marker="o")
 
-    return Chart(
-        "targets", "Score by KL target", "score at the end", lines, caption, log="x", more=draw_sides,
-        xlabel=f"KL target, nats per {comparison.unit}",
-    )  # fmt: skip
+    def levels(name: str, limit: float) -> list[Line]:
+        known = [value for run in runs if (value := run.reference(f"eval/{name}")) is not None]
+        level, ends = fmean(known) if known else 0.0, [xs[0], xs[-1]] if known else []
+        named = (("reference", "muted", level), ("limit", "alert", limit * level))
+        return [Line(label, tint, ends, [y] * len(ends), dash=DASHES[1], marker="") for label, tint, y in named]
 
+    def draw(axes: Axes) -> None:
+        room = (xs[-1] - xs[0]) / 12  # of a tick's label
+        ticks = [i for i, x in enumerate(xs) if all(later - x >= room for later in xs[i + 1 :])]
+        axes.set_xticks([xs[i] for i in ticks], [f"{points[i][1].target:g}" for i in ticks])
+        for x in marked:
+            axes.axvline(x, color=colour("kl"), linewidth=0.9, linestyle=DASHES[2], zorder=0.8)
 
-def _name_sides(axes: Axes, targets: Sequence[float], best: BestTarget) -> None:
-    """Shades the best targets, and writes what lies on each side of them."""
-    low, high = axes.get_xlim()
-    left = max((math.sqrt(target * best.lowest) for target in targets if target < best.lowest), default=low)
-    right = min((math.sqrt(target * best.highest) for target in targets if target > best.highest), default=high)
-    axes.set_xlim(low, high)
-    axes.margins(y=0.18)  # room for the words below the lines
-    axes.axvspan(left, right, color=colour("band"), zorder=0.4, linewidth=0)
-    middle = f"{best.edge} tried:\ntry {best.edge.replace('est', 'er')}?" if best.edge else "best"
-    for label, start, stop in (("too little", low, left), (middle, left, right), ("too much", right, high)):
-        if stop > start:
-            axes.annotate(
-                label, (math.sqrt(start * stop), 0), xytext=(0, 5), xycoords=("data", "axes fraction"),
-                textcoords="offset points", ha="center", color=colour("muted"),
-            )  # fmt: skip
+    score, gold = line("scores", "score", "score"), line("gold", "true score (gold)", "gold")
+    perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
+    forgetting = line("forgetting", "forgetting", "perplexity")
+    spread = " Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else " One seed."
+    recommended = " Dotted: the recommended target." if marked else ""
+    panels = [
+        ("Score by KL target", "score", [score, gold], "Last ten updates." + spread + TARGETS + recommended),
+        ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),
+        ("Forgetting", "nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
+        ("Distinct word pairs", "share of all", [pairs, *levels("distinct_2", PAIRS)], "Of held-out responses."),
+    ]
+    label = f"KL target, nats per {comparison.unit}"
+    return with_values(
+        Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], caption, xlabel=label, more=draw)
+        for i, (title, unit, lines, caption) in enumerate(panels)
+    )
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

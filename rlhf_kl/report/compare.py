@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -17,11 +17,14 @@ from rlhf_kl.config.load import config_diff
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import adjusts
+from rlhf_kl.report.control import goes_on, source_name
 from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
 from rlhf_kl.report.run import RunResult, read_run
 
 # If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
+# What a run of a chain has of the one before: KLs and scores are measured to the same reference all the same.
+CHAINED = ("policy.model", "policy.lora", "reference.model", "kl.controller.coef")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
 NO_MEANS = ("verdict", "since", "error_since", "target", "unit", "updates")  # of a run's figures
 GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure at equal KL -> its gain over the reference
@@ -107,6 +110,7 @@ class Comparison:
 
     variants: list[Variant]
     notes: list[str]
+    options: Mapping[str, str] = field(default_factory=dict)  # see `ComparePlan`; empty for runs that were only read
 
     @property
     def families(self) -> dict[str, list[Variant]]:
@@ -144,12 +148,16 @@ class Comparison:
 
     @property
     def by_target(self) -> list[Variant]:
-        """The largest set of variants that differ only in their KL target (at least three), by target; else empty."""
+        """The largest set of variants that differ only in their KL target, by target; empty for fewer than three.
+
+        Two are enough for a chain.
+        """
         controlled = [variant for variant in self.variants if adjusts(variant.config.kl.controller.kind)]
-        groups = [[other for other in controlled if _same_but_for("kl.target", one, other)] for one in self.variants]
+        groups = [[v for v in controlled if not _diff(one.config, v.config, "kl.target")] for one in self.variants]
         largest: list[Variant] = max(groups, key=len, default=[])
         by_target = sorted(largest, key=lambda variant: variant.target)
-        return by_target if len({variant.target for variant in by_target}) > 2 else []
+        enough = 2 if any(goes_on(variant.config) for variant in by_target) else 3
+        return by_target if len({variant.target for variant in by_target}) >= enough else []
 
     @property
     def best_target(self) -> BestTarget | None:
@@ -176,7 +184,7 @@ class Comparison:
                     entries.append(compare_groups(ends, measure))
         return [entry for entry in entries if entry is not None]
 
-    def to_json(self, verdict: Sequence[str]) -> dict[str, Any]:
+    def to_json(self, verdict: Sequence[str], recommended: float | None = None) -> dict[str, Any]:
         """compare.json."""
         return {
             "target": self.target,
@@ -184,6 +192,7 @@ class Comparison:
             "variants": {variant.name: _variant_json(variant) for variant in self.variants},
             "equal_kl": [entry.to_json() for entry in self.equal_kl],
             "verdict": "\n".join(verdict),
+            "recommended": recommended,
             "notes": self.notes,
         }
 
@@ -227,8 +236,9 @@ def read_comparison(paths: Sequence[Path], names: Mapping[Path, str] | None = No
 def _variant_name(run: RunResult, variants: Mapping[str, Mapping[int, RunResult]]) -> str:
     """The variant whose config differs only in the seed, else a new name from the folder's name."""
     for name, members in variants.items():
-        lines = config_diff(run.config, next(iter(members.values())).config)
-        if all(line.startswith(NOT_THE_RUN) for line in lines):
+        other = next(iter(members.values()))
+        starts = {re.sub(r"-s\d+$", "", source_name(each.config.policy.model)) for each in (run, other)}
+        if len(starts) == 1 and not _diff(run.config, other.config):
             return name
     return _free_name(re.sub(r"-s\d+$", "", run.path.resolve().name), variants)
 
@@ -278,14 +288,16 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
     return notes
 
 
-def _same_but_for(key: str, a: Variant, b: Variant) -> bool:
-    """Whether two variants differ in this setting only."""
-    return all(line.startswith((*NOT_THE_RUN, key)) for line in config_diff(a.config, b.config))
+def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:
+    """Differences in settings, without those `but` some, and without those of runs of a chain with one reference."""
+    one_reference = len({config.reference.model or config.policy.model for config in (a, b)}) == 1
+    chain = CHAINED if one_reference and (goes_on(a) or goes_on(b)) else ()
+    return [line for line in config_diff(a, b) if not line.startswith((*NOT_THE_RUN, *chain, *but))]
 
 
 def _scale_diff(a: Variant, b: Variant) -> list[str]:
     """Differences in settings that make scores or KLs of two variants incomparable."""
-    return [line for line in config_diff(a.config, b.config) if line.startswith(SCALE)]
+    return [line for line in _diff(a.config, b.config) if line.startswith(SCALE)]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

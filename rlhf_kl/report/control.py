@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.text import format_number, read_number
 
@@ -158,7 +160,22 @@ def start_to_end(figure: StartEnd, digits: int = 3) -> str:
     return " -> ".join(format_number(value, digits) for value in figure if value is not None) or "-"
 
 
-def closing_note(updates: int) -> str:
+def closing_note(updates: int, config: TrainConfig) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
-    count = len(end(range(updates)))
-    return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
+    count, start = len(end(range(updates))), "start"
+    if goes_on(config):
+        start += f" (the policy of {source_name(config.policy.model)}, not the reference)"
+    return f"{start} -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
+
+
+def goes_on(config: TrainConfig) -> bool:
+    """Whether a run starts from the policy of another run, and not from its reference."""
+    return config.reference.model not in (None, config.policy.model) and Path(config.policy.model).name == "final"
+
+
+def source_name(source: str | None) -> str:
+    """A name to be shared: a hub id, or of a local path no folder but that of a run."""
+    path = Path(source or "")
+    if not path.is_absolute():
+        return source or ""
+    return path.parent.name if path.name in ("final", "merged") else path.name

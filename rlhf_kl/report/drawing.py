@@ -211,7 +211,10 @@ def _draw(chart: Chart, axes: Axes) -> int:
     for line in (line for line in chart.lines if line.x):
         x, y, low, high = map(thin, (line.x, line.y, line.low, line.high))
         marker = line.marker if line.marker is not None else "o" if len(x) < FEW_POINTS else ""
-        if low:
+        if low and line.marker:
+            errors = [[m - a for m, a in zip(y, low, strict=True)], [b - m for m, b in zip(y, high, strict=True)]]
+            axes.errorbar(x, y, errors, fmt="none", ecolor=colour(line.tint), elinewidth=1.0, capsize=2.5)
+        elif low:
             axes.fill_between(x, low, high, color=colour(line.tint), alpha=0.13, linewidth=0, zorder=1.5)
         axes.plot(x, y, color=colour(line.tint), ls=line.dash, marker=marker, markersize=line.size, label=line.label)
     if chart.ylim is not None:

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.report import control
-from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, variant_styles
+from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, target_charts, variant_styles
 from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.control import verdict_text
 from rlhf_kl.report.drawing import Chart, css, svg
@@ -58,7 +58,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         badge=(BADGES.get(verdict, ""), verdict_text(run.figures)) if run.status == "finished" else ("", run.status),
         subtitle=_subtitle(run),
         largest=_largest(run),
-        closing_note=control.closing_note(len(run.updates)),
+        closing_note=control.closing_note(len(run.updates), run.config),
         figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
@@ -91,7 +91,7 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
         )
         for v in comparison.variants
     ]
-    first, *others = [_chart(chart) for chart in compare_charts(comparison)]
+    others = [_chart(chart) for chart in compare_charts(comparison)]
     held = [_chart(chart) for chart in held_charts(comparison)]
     return _render(
         "compare.html",
@@ -102,11 +102,11 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
         notes=comparison.notes,
         texts=compared_texts(comparison),
         held=held,
-        first=[first] if comparison.by_target else [],
+        targets=[_chart(chart) for chart in target_charts(comparison)],
         table=figures_table(comparison),
         tints={name: style.tint for name, style in variant_styles(comparison).items()},
         table_note=TABLE_NOTE,
-        charts=others if comparison.by_target else [first, *others],
+        charts=others,
         links=[(name, seeds) for name, seeds in links if seeds],
     )
 
@@ -147,7 +147,9 @@ def _largest(run: RunResult) -> list[tuple[str, str, str, str]]:
         note = f"{format_number(figures['kl'])} of {figures['target']:g} nats per {run.unit}"
         cards.append(("kl", "KL over target", f"{figures['kl'] / figures['target']:.2f}", note))
     gold = f"true score (gold) {control.start_to_end(closing['gold'])}" if "gold" in closing else ""
-    cost = "" if figures["perplexity_cost"] is None else format_percent(figures["perplexity_cost"], signed=True)
+    cost = (
+        "" if (part := figures["perplexity_cost"]) is None else f"{format_percent(part, signed=True)} on the reference"
+    )
     for key, name, note in (("score", "Score", gold), ("perplexity", "Held-out perplexity", cost)):
         if key in closing:
             cards.append((key, name, control.start_to_end(closing[key]), note))
@@ -173,7 +175,8 @@ def _figures(run: RunResult) -> list[tuple[str, str, str]]:
 
 def _subtitle(run: RunResult) -> str:
     config = run.config
-    parts = [f"seed {run.seed}", f"{config.kl.controller.kind} controller", f"policy {config.policy.model}",
+    policy = control.source_name(config.policy.model)
+    parts = [f"seed {run.seed}", f"{config.kl.controller.kind} controller", f"policy {policy}",
              f"{len(run.updates)} updates of {config.rollout.batch_size} responses"]  # fmt: skip
     if (seconds := read_number(run.summary, "seconds")) is not None:
         parts.append(duration(seconds))

@@ -106,13 +106,15 @@ class RunResult:
         return _mean(row.get(key) for row in control.end(self.updates))
 
     def reference(self, key: str) -> float | None:
-        """A figure of the reference: from its own samples if the summary has them, else from the first update.
+        """A figure of the reference: from its own samples if the summary has them, else from the first row.
 
-        The first update's policy is the starting policy, which is the reference unless the config names another.
+        The first row's policy is the starting policy, which is the reference unless the config names another.
         """
         value = read_number(self.reference_figures, key.removeprefix("objective/"))
-        if value is None and self.updates and self.config.reference.model is None:
-            value = read_number(self.updates[0], key)
+        for row in (self.evaluations if key.startswith("eval/") else self.updates)[:1]:
+            if value is None:
+                own = self.config.reference.model in (None, self.config.policy.model)
+                value = read_number(row, key if own else key.replace("/", "/reference_"))
         return value
 
     def gain(self, key: str) -> float | None:
@@ -131,7 +133,8 @@ class RunResult:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
-        perplexities = self.series("eval/perplexity")[1]
+        names = ("perplexity", "forward_kl_token", "distinct_2")
+        perplexity, forgetting, pairs = (next(reversed(self.series(f"eval/{name}")[1]), None) for name in names)
         return {
             **control.control_figures(self.updates, self.config.kl),
             "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit
@@ -143,10 +146,19 @@ class RunResult:
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference
             "gold": self.end("objective/gold"),
             "gold_gain": self.gain("objective/gold"),
-            "perplexity": perplexities[-1] if perplexities else None,  # held-out, of the closing evaluation
-            "perplexity_cost": perplexities[-1] / perplexities[0] - 1.0 if len(perplexities) > 1 else None,
+            # Of the closing evaluation:
+            "perplexity": perplexity,
+            "perplexity_cost": self._over_reference("perplexity", perplexity, -1.0),
+            "forgetting": forgetting,
+            "distinct_2": pairs,
+            "distinct_share": self._over_reference("distinct_2", pairs),
             "length": self.end("rollout/response_length"),
         }
+
+    def _over_reference(self, name: str, value: float | None, plus: float = 0.0) -> float | None:
+        """A figure of the closing evaluation over that of the reference; None without two evaluations."""
+        first = self.reference(f"eval/{name}")
+        return value / first + plus if value is not None and first and len(self.evaluations) > 1 else None
 
 
 def read_run(path: Path) -> RunResult:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from rlhf_kl.program import shell_command, short_path
 from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.control import BAND_FROM
 from rlhf_kl.report.equal_kl import EqualKL
@@ -13,6 +15,10 @@ MEASURES = {"scores_shaped": "Score", "gold": "True score"}
 WORDS = {"held": "held", "late": "reached late", "missed": "missed", "short": "too short to say"}
 WIDTH = 80  # columns of a terminal
 SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
+# The limits of a recommended target, fixed on seeds 0 and 1 of the built-in world, where the true score is known.
+PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
+PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
+GAIN = 0.01  # score per nat over that of the lowest target: less, and the KL buys nearly nothing
 
 
 # ---- tables
@@ -69,8 +75,8 @@ def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int 
 
 
 def judge(comparison: Comparison) -> list[str]:
-    """At most five sentences: the best target of a sweep, targets held or missed, scores at equal KL, the cost."""
-    lines = [*_target_answer(comparison), *_control_line(comparison)]
+    """A few sentences: the targets of a sweep, targets held or missed, scores at equal KL, the cost."""
+    lines = [*_advice(comparison), *_target_answer(comparison), *_control_line(comparison)]
     if len(comparison.seeds) > 1 and not comparison.by_target:
         lines += _score_lines(comparison)
     costs = {
@@ -83,6 +89,62 @@ def judge(comparison: Comparison) -> list[str]:
     if len(comparison.seeds) == 1 and len(comparison.variants) > 1 and not comparison.by_target:
         lines.append("1 seed: no difference can be judged. Two show a spread, five give an interval.")
     return lines
+
+
+class Recommendation(NamedTuple):
+    """The KL target that a rule without gold recommends, in nats; the edge of the tried ones it lies at, and why."""
+
+    target: float
+    edge: str  # "highest", "lowest" (then it is half of that) or ""
+    reason: str
+
+
+def recommend(comparison: Comparison) -> Recommendation | None:
+    """The highest target of a sweep below the first one that meets a limit; None without a sweep.
+
+    It reads what every run has: score, held-out perplexity, distinct word pairs and KL, as means over seeds.
+    """
+    variants = comparison.by_target
+    before, first, below = (0.0, 0.0), None, None
+    for variant in variants:
+        names = ("perplexity_cost", "distinct_share", "kl_sequence", "score_gain")
+        cost, pairs, kl, gain = map(variant.mean, names)
+        met = []
+        if cost is not None and cost + 1 > PERPLEXITY:
+            met.append(f"the held-out perplexity is {cost + 1:.2f} times the reference's (limit {PERPLEXITY:g})")
+        if pairs is not None and pairs < PAIRS:
+            met.append(f"distinct word pairs are {pairs:.0%} of the reference's (limit {PAIRS:.0%})")
+        if kl is not None and gain is not None:
+            rate = (gain - before[1]) / (kl - before[0]) if kl > before[0] else 0.0
+            first = rate if first is None else first
+            if rate <= GAIN * first:
+                share = rate / first if first > 0 else 0.0
+                met.append(f"a nat of KL buys {share:.0%} of what it bought at the lowest target (limit {GAIN:.0%})")
+            before = kl, gain
+        if met:
+            reason = f"at {variant.target:g} {' and '.join(met)}"
+            return Recommendation(*((below, "") if below else (variant.target / 2, "lowest")), reason)
+        below = variant.target
+    return Recommendation(below, "highest", "") if below else None
+
+
+def _advice(comparison: Comparison) -> list[str]:
+    """What the rule recommends, and the command for it."""
+    advice, unit = recommend(comparison), f"nats per {comparison.unit}"
+    if advice is None:
+        return []
+    lowest = comparison.by_target[0]
+    text = f"Recommended target: {advice.target:g} {unit}: {advice.reason}."
+    if advice.edge == "highest":
+        text = (
+            f"Recommended target: {advice.target:g} {unit}, the highest that was tried; no limit was met: try higher."
+        )
+    elif advice.edge == "lowest":
+        text = f"Recommended: try lower than {lowest.target:g} {unit}, the lowest that was tried: {advice.reason}."
+    read = next(iter(lowest.runs.values())).path / "config.yaml"
+    options = comparison.options.get(lowest.name, f"--config {short_path(str(read))} --output-dir OTHER")
+    command = f"{shell_command()} train {options} --set kl.target={advice.target:g}"
+    return [text, f"Read the texts of each target. A run of its own: {command}"]
 
 
 def _target_answer(comparison: Comparison) -> list[str]:
@@ -98,10 +160,7 @@ def _target_answer(comparison: Comparison) -> list[str]:
     ]
     span = f"From a target of {low.target:g} to {high.target:g} nats per {unit}: {', '.join(ends)}."
     if best is None:
-        several = len(comparison.seeds) > 1
-        return [
-            f"{span} " + ("Take the highest whose texts are still good." if several else "1 seed: none is the best.")
-        ]
+        return [span + " 1 seed: what differs by little may be noise." * (len(comparison.seeds) == 1)]
     answer = f"Best target: {best.target:g} nats per {unit}, by true score ({format_number(best.gold, 2)})"
     if best.lowest < best.highest:
         answer += f"; {best.lowest:g} to {best.highest:g} cannot be told apart"

@@ -91,3 +91,47 @@ def test_the_config_of_another_command_is_one_line(
     (tmp_path / "own.yaml").write_text("extends: sft_reviews.yaml\n")  # has no section of its own
     with pytest.raises(InputError, match=f"{file} is a config for `rlhf-kl {command}`, not for `rlhf-kl compare`"):
         load_compare(file)
+
+
+TARGETS = {"free": {"kl": {"controller": {"kind": "fixed", "coef": 0.0}, "ceiling": None}}} | {
+    f"t{target}": {"kl": {"target": target}} for target in (0.4, 0.05, "aggressive")
+}
+
+
+def test_a_chain_goes_from_low_to_high(write: Callable[..., Path], tmp_path: Path) -> None:
+    plan = load_compare(write(variants=TARGETS), ["reward.clip=4.0"], updates=20, chain=True)
+    names = [(run.name, run.after) for run in plan.runs]
+    assert names[:3] == [("t0.05-s0", ""), ("taggressive-s0", "t0.05-s0"), ("t0.4-s0", "taggressive-s0")]
+    assert names[3] == ("t0.05-s7", "")
+    assert plan.notes == ["not in the chain, since no KL target is held: free"]
+    first, second, third = (run.config for run in plan.runs[:3])
+    assert (first.policy.model, first.reference.model) == ("builtin:reviews", None)
+    assert second.policy.model == str(tmp_path / "runs" / "mine-chain" / "runs" / "t0.05-s0" / "final")
+    assert third.policy.model.endswith("taggressive-s0/final")
+    assert {second.reference.model, third.reference.model} == {"builtin:reviews"}
+    assert {(run.config.updates, run.config.ppo.lr_schedule) for run in plan.runs} == {(20, "constant")}
+    assert plan.options["t0.4"] == "--config ppo_adaptive.yaml --set reward.clip=4.0"
+
+
+def test_a_chain_keeps_a_reference_of_its_own_and_trains_its_adapter_on(write: Callable[..., Path]) -> None:
+    sets = ["reference.model=builtin:reviews-small", "policy.lora={r: 4}"]
+    first, second, *_ = (run.config for run in load_compare(write(variants=TARGETS), sets, chain=True).runs)
+    assert (first.reference.model, second.reference.model) == ("builtin:reviews-small", "builtin:reviews-small")
+    assert first.policy.lora is not None
+    assert second.policy.lora is None  # `final` holds the adapter, which is trained further
+
+
+@pytest.mark.parametrize(
+    ("variants", "expected"),
+    [
+        (VARIANTS, "--chain: needs two variants or more that hold a KL target"),
+        (
+            {"a": {}, "b": {"kl": {"target": 0.4}, "ppo": {"lam": 0.9}}},
+            "--chain: variants.a and b must differ in kl.target only: ppo.lam: 0.95 -> 0.9",
+        ),
+    ],
+)
+def test_what_is_no_chain(write: Callable[..., Path], variants: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_compare(write(variants=variants), chain=True)
+    assert caught.value.problems == [expected]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.report.charts import _total_reward, compare_charts
+from rlhf_kl.report.charts import _total_reward, target_charts
 from rlhf_kl.report.compare import BestTarget, Comparison, read_comparison
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.verdict import judge
@@ -61,7 +61,7 @@ def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> 
 def test_compare_json(grid: Grid) -> None:
     comparison = grid(TWO, seeds=2)
     document = comparison.to_json(["one", "two"])
-    assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "notes"}
+    assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "recommended", "notes"}
     static = document["variants"]["static-1x"]
     assert set(static) == {"family", "seeds", "mean", "sd"}
     keys = {"tail_error", "time_in_band", "peak", "kl", "scores", "gold", "perplexity"}
@@ -105,20 +105,25 @@ def test_the_target_with_the_highest_gold(write_run: Callable[..., Path], metric
         for seed, gold in enumerate(golds):
             rows = [row | {"objective/gold": gold} for row in metrics_rows([target] * 30, target=target)]
             config = {"run": {"seed": seed}, "kl": {"target": target}}
-            paths.append(write_run(f"target-{target}-s{seed}", rows, config=config))
+            summary = {"reference": {"scores_shaped": 0.0}}
+            paths.append(write_run(f"target-{target}-s{seed}", rows, config=config, summary=summary))
     comparison = read_comparison(paths)
     assert comparison.best_target == BestTarget(0.2, 3.0, lowest=0.1, highest=0.2, edge="")
     lines = judge(comparison)
-    assert lines[0] == "Best target: 0.2 nats per token, by true score (3.0); 0.1 to 0.2 cannot be told apart."
-    assert lines[2] == "All 4 variants with a target held their targets (off by 0%)."
-    assert compare_charts(comparison)[0].slug == "targets"
+    assert lines[2] == "Best target: 0.2 nats per token, by true score (3.0); 0.1 to 0.2 cannot be told apart."
+    assert lines[4] == "All 4 variants with a target held their targets (off by 0%)."
+    score, perplexity, _ = target_charts(comparison)  # forgetting is unknown
+    assert [line.label for line in score.lines] == ["score", "true score (gold)"]
+    assert score.lines[1].x == pytest.approx([math.sqrt(target) for target in (0.05, 0.1, 0.2, 0.4)])
+    assert score.lines[1].y == pytest.approx([1.0, 2.9, 3.0, 0.0])
+    assert [line.y[0] for line in perplexity.lines[1:]] == pytest.approx([3.05, 2.5 * 3.05], rel=0.1)
     assert read_comparison(paths[2:6]).best_target is None  # two targets are no sweep
     lower = read_comparison(paths[:6])
-    assert judge(lower)[0].endswith(". 0.2 is the highest that was tried: try higher.")
+    assert judge(lower)[2].endswith(". 0.2 is the highest that was tried: try higher.")
     one = read_comparison(paths[::2])
     assert one.best_target is None
-    assert judge(one)[0].endswith("1 seed: none is the best.")
-    assert not any("est target" in line or "true score at" in line.lower() for line in judge(one))
+    assert judge(one)[2].endswith("1 seed: what differs by little may be noise.")
+    assert not any("Best target" in line or "true score at" in line.lower() for line in judge(one))
 
 
 def test_the_total_reward_pays_for_the_kl() -> None:

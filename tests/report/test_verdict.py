@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_kl.report.compare import Comparison, read_comparison
-from rlhf_kl.report.verdict import figures_table, judge, text_table
+from rlhf_kl.report.verdict import figures_table, judge, recommend, text_table
 
 Grid = Callable[..., Comparison]
 
@@ -20,6 +21,9 @@ TWO = {
     "static-1x": ("fixed", 0.2, 0.1),
     "static-10x": ("fixed", 2.0, 0.01),
 }
+
+
+REFERENCE = {"reference": {"scores_shaped": 0.0}}
 
 
 def test_a_constant_beta_that_lands_in_the_band_has_held_nothing(grid: Grid) -> None:
@@ -39,16 +43,59 @@ def test_without_gold_nothing_is_said_of_it(write_run: Callable[..., Path], metr
     for target in (0.05, 0.1, 0.2):
         for seed in (0, 1):
             rows = metrics_rows([target] * 30, target=target, gold=False)
-            paths.append(
-                write_run(f"t{target}-s{seed}", rows, config={"run": {"seed": seed}, "kl": {"target": target}})
-            )
+            config = {"run": {"seed": seed}, "kl": {"target": target}}
+            paths.append(write_run(f"t{target}-s{seed}", rows, config=config, summary=REFERENCE))
     comparison = read_comparison(paths)
-    assert judge(comparison) == [
-        "From a target of 0.05 to 0.2 nats per token: score 2.41 -> 3.83, held-out perplexity 3.05 -> 3.20. Take the "
-        "highest whose texts are still good.",
+    assert judge(comparison)[2:] == [
+        "From a target of 0.05 to 0.2 nats per token: score 2.41 -> 3.83, held-out perplexity 3.05 -> 3.20.",
         "All 3 variants with a target held their targets (off by 0%).",
     ]
     assert figures_table(comparison)[0] == ["variant", "target", "KL", "score", "perplexity"]
+
+
+FINE = {"perplexity": (3.1, 3.2, 3.3), "pairs": (0.3, 0.28, 0.26), "gain": (2.0, 3.0, 4.0), "kl": (0.05, 0.1, 0.2)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "words"),
+    [
+        ({}, 0.2, "Recommended target: 0.2 nats per token, the highest that was tried; no limit was met: try higher."),
+        ({"perplexity": (3.1, 7.4, 7.6)}, 0.1, "0.1 nats per token: at 0.2 the held-out perplexity is 2.53 times"),
+        ({"pairs": (0.3, 0.04, 0.1)}, 0.05, "0.05 nats per token: at 0.1 distinct word pairs are 13% of the reference"),
+        ({"gain": (2.0, 3.0, 3.01)}, 0.1, "0.1 nats per token: at 0.2 a nat of KL buys 0% of what it bought at the"),
+        ({"gain": (2.0, 3.0, 2.9), "pairs": (0.3, 0.3, 0.01)}, 0.1, "are 3% of the reference's (limit 15%) and a nat"),
+        ({"kl": (0.05, 0.1, 0.09)}, 0.1, "0.1 nats per token: at 0.2 a nat of KL buys 0%"),  # it was not reached
+        ({"perplexity": (9.0, 9.0, 9.0)}, 0.025, "Recommended: try lower than 0.05 nats per token, the lowest that"),
+        ({"gain": (-0.1, 3.0, 4.0)}, 0.025, "the lowest that was tried: at 0.05 a nat of KL buys 0% of what"),
+    ],
+)
+def test_the_recommended_target_is_below_the_first_that_meets_a_limit(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], changes: Any, target: float, words: str
+) -> None:
+    figures = FINE | changes
+    paths = []
+    for i, each in enumerate((0.05, 0.1, 0.2)):
+        rows = metrics_rows([figures["kl"][i]] * 20, target=each, gold=False)
+        rows[0] |= {"eval/perplexity": 3.0, "eval/distinct_2": 0.3}  # the reference's
+        for row in rows:
+            row["objective/scores_shaped"] = figures["gain"][i]
+        rows[-1] |= {"eval/perplexity": figures["perplexity"][i], "eval/distinct_2": figures["pairs"][i]}
+        paths.append(write_run(f"t{each}", rows, config={"kl": {"target": each}}, summary=REFERENCE))
+    comparison = read_comparison(paths[::-1])
+    text, command, *_ = judge(comparison)
+    assert words in text
+    assert command.endswith(f"t0.05/config.yaml --output-dir OTHER --set kl.target={target:g}")
+    planned = replace(comparison, options={"t0.05": "--config mine.yaml --set ppo.lam=0.9"})
+    assert judge(planned)[1].endswith(f" train --config mine.yaml --set ppo.lam=0.9 --set kl.target={target:g}")
+    recommended = recommend(comparison)
+    assert recommended is not None
+    assert recommended.target == target
+
+
+def test_no_sweep_has_no_recommendation(grid: Grid) -> None:
+    comparison = grid(TWO)
+    assert recommend(comparison) is None
+    assert not any("ecommended" in line for line in judge(comparison))
 
 
 @pytest.mark.parametrize(
