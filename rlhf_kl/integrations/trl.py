@@ -29,8 +29,6 @@ NEEDED = (
 UNITS = ("token", "sequence")
 ALERT = 2.0  # targets: a KL above it is not held
 logger = logging.getLogger(__name__)
-# `adaptive` is fitted to the four optimizer steps of a PPO update. With fewer, Adam's momentum outlasts a rollout.
-APPROACH_PER_STEP, MOST_APPROACH = 0.08, 0.3
 MOST_LOG_RATIO = 3.0  # of a response after an update: few responses with large ratios would be most of a mean
 
 
@@ -222,12 +220,9 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
             if options:
                 raise ValueError(f"options ({', '.join(options)}) go to a controller's name or class, not to an object")
             return GuardedController(controller)
-        kind: str | Callable[..., Any] = controller
-        if isinstance(controller, str):
-            if controller == "adaptive":
-                approach = min(MOST_APPROACH, 1.0 - (1.0 - APPROACH_PER_STEP) ** steps)
-                options = {"approach": approach, "down": 0.8, "up": 1.2} | options
-            kind = load_attribute(controller) if is_reference(controller) else controller
+        kind = controller
+        if isinstance(controller, str) and is_reference(controller):
+            kind = load_attribute(controller)
         rollouts = args.max_steps / steps
         return build_controller(
             kind,
