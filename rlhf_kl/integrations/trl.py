@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import math
 import sys
@@ -25,6 +24,10 @@ TESTED = "1.14 to 1.16"
 NEEDED = (
     "accelerator", "beta", "num_iterations",
     "_metrics", "_step", "_get_per_token_logps_and_entropies", "_generate_and_score_completions",
+)  # fmt: skip
+OF_IMAGES = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
 UNITS = ("token", "sequence")
 ALERT = 2.0  # targets: a KL above it is not held
@@ -294,9 +297,9 @@ class RolloutKL:
         )
         args = self.trainer.args
         size = args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
-        names = inspect.signature(self.get_logprobs).parameters
-        others = {name: value for name, value in output.items() if name in names}  # of images
-        result = self.get_logprobs(model, ids, attended, output["completion_ids"].size(1), size, **others)[0]
+        others = {name: output[name] for name in OF_IMAGES if name in output}
+        length = output["completion_ids"].size(1)
+        result = self.get_logprobs(model, ids, attended, length, batch_size=size, **others)[0]
         return result.float()  # type: ignore[no-any-return]
 
     def _mean(self, kl: torch.Tensor, tokens: torch.Tensor, sequences: torch.Tensor) -> dict[str, float]:

@@ -24,7 +24,7 @@ class Trainer:
         self.beta, self.own = beta, own
         self.passes = iter(torch.tensor(rows).log() for rows in passes)
 
-    def _get_per_token_logps_and_entropies(self, *_: Any) -> Any:
+    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> Any:
         return next(self.passes), None, None
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
