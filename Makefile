@@ -27,14 +27,13 @@ endif
 	@touch $@
 
 # TRL in an environment of its own, one for each version: the project runs and is tested without it.
-# TRL 1.15 computes log-probs with Triton, whose interpreter runs on a CPU.
 TRL ?= 1.16
 TRL_ENV := .venv-trl-$(TRL)
 $(TRL_ENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(BASE_PYTHON) -m venv $(TRL_ENV)
 	$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
 	$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
-		--editable '.[dev]' 'trl==$(TRL).*' $(if $(filter 1.15,$(TRL)),triton)
+		--editable '.[dev]' 'trl==$(TRL).*'
 	@touch $@
 
 complete-environment:
@@ -63,7 +62,7 @@ test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, 
 test-all: test test-slow  ## both
 
 test-integrations: $(TRL_ENV)/.ready  ## the controller in TRL's trainers (TRL=1.14 and 1.15 too; minutes)
-	TRITON_INTERPRET=1 $(TRL_ENV)/bin/python -m pytest tests/integrations
+	$(TRL_ENV)/bin/python -m pytest tests/integrations
 
 lint: $(DEV_READY)  ## ruff: style and formatting
 	$(PY) -m ruff check .

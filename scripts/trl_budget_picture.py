@@ -21,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -75,6 +77,20 @@ def brevity(completions: list[str], **_: Any) -> list[float]:
 REWARDS = {"wanted": wanted, "share": share_of_wanted, "share_times_brevity": share_times_brevity, "brevity": brevity}
 
 
+def replace_triton() -> None:
+    """TRL 1.15 has only a Triton kernel for the log-probs: without a GPU, the same in PyTorch."""
+    import torch
+    from trl.trainer import utils
+
+    def apply(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *_: Any) -> Any:
+        logs = (torch.nn.functional.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
+        log_probs = logs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return log_probs, -(logs.exp() * logs).sum(-1).detach(), None, None, None
+
+    if metadata.version("trl").startswith("1.15.") and not torch.cuda.is_available():
+        utils._ChunkedLogProbFunction = SimpleNamespace(apply=apply)
+
+
 def make_trainer(
     kind: str,
     model: str,
@@ -90,6 +106,7 @@ def make_trainer(
     from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+    replace_triton()
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[kind]
     settings: dict[str, Any] = {
         "output_dir": output_dir,
@@ -180,7 +197,7 @@ def held(rows: list[list[float]]) -> dict[str, Any]:
 
 def figures(seeds: int) -> dict[str, Any]:
     """Of the version of TRL that is installed here."""
-    found: dict[str, Any] = {"seeds": seeds}
+    found: dict[str, Any] = {"seeds": list(range(seeds))}
     for kind, starts in STARTS.items():
         for start, beta in zip(("low", "high"), starts, strict=True):
             rows = [train(kind, beta, seed, budget={})[0] for seed in range(seeds)]
@@ -206,7 +223,7 @@ def short_figures(seeds: int) -> dict[str, Any]:
             rows = []
             for seed in range(2, 2 + seeds):
                 rows.append(train(kind, STARTS[kind][seed % 2], seed, reward, {}, learning_rate=rate)[0])
-            found[f"{kind}, {reward}, rate {rate:g}"] = held(rows)
+            found[f"{kind}, {reward}, rate {rate:g}"] = held(rows) | {"seeds": list(range(2, 2 + seeds))}
     return found
 
 
@@ -220,8 +237,7 @@ def write_figures(path: Path, pythons: list[str], seeds: int) -> None:
             "print(json.dumps({'TRL ' + v: f}))"
         )
         command = [python, "-c", code, str(Path(__file__).parent), str(seeds)]
-        cpu = os.environ | {"TRITON_INTERPRET": "1"}  # TRL 1.15 computes log-probs with Triton
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=cpu)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         document["figures"] |= json.loads(done.stdout.splitlines()[-1])
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True)
     info = Path("/proc/cpuinfo")

@@ -22,9 +22,9 @@ from rlhf_kl.plugins import is_reference, load_attribute
 TESTED = "1.14 to 1.16"
 # What is read of a trainer. All but the first three are private: a later TRL, or a trainer of your own, may lack them.
 NEEDED = (
-    "accelerator", "beta", "num_iterations",
-    "_metrics", "_step", "_get_per_token_logps_and_entropies", "_generate_and_score_completions",
-)  # fmt: skip
+    *("accelerator", "beta", "num_iterations", "_metrics", "_step"),
+    *("_get_per_token_logps_and_entropies", "_generate_and_score_completions"),
+)
 OF_IMAGES = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
@@ -46,9 +46,9 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
     With beta 0 there is nothing to move, and the budget watches: the reference is the model as it is at `attach`, which
     takes the memory of its weights once more, or the model with its adapter switched off, which takes none.
 
-    The trainer's trackers log, for each rollout: `kl_budget/kl` and `kl_budget/target` (nats in
-    `unit`), `kl_budget/nats_per_token`, `kl_budget/nats_per_sequence`, `kl_budget/beta` (used in this rollout),
-    `kl_budget/beta_next`. Saved in every checkpoint and restored by `trainer.train(resume_from_checkpoint=...)`.
+    The trainer's trackers log, for each rollout, `kl_budget/`: `kl` and `target` (nats in `unit`), `nats_per_token`,
+    `nats_per_sequence`, `beta` (used in this rollout), `beta_next`. Every checkpoint holds the state, which
+    `trainer.train(resume_from_checkpoint=...)` restores.
     """
 
     def __init__(
@@ -174,8 +174,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _update(self, kls: list[float], control: Any) -> None:
         kl = fmean(kls)
         self._log({"kl": kl, "target": self.target})
-        limit = self.target * (ALERT if self.controller else 1.0)
-        if kl > limit:
+        if kl > (limit := self.target * (ALERT if self.controller else 1.0)):
             self._warn(f"kl-above-limit: the KL is {kl:.4g} nats per {self.unit}, above {limit:.4g}")
         if self.stop_at and kl > self.stop_at:
             self._warn(f"stop: the KL is {kl:.4g} nats per {self.unit}, above stop_at={self.stop_at:g}: training ends")
@@ -244,10 +243,8 @@ class RolloutKL:
 
     def __init__(self, trainer: Any, record: Callable[[dict[str, float]], None]) -> None:
         self.trainer, self.record = trainer, record
-        self.get_logprobs, self.generate = (
-            trainer._get_per_token_logps_and_entropies,
-            trainer._generate_and_score_completions,
-        )
+        self.get_logprobs = trainer._get_per_token_logps_and_entropies
+        self.generate = trainer._generate_and_score_completions
         self.own: list[torch.Tensor] = []  # what TRL computes in a rollout: policy's log-probs, then the reference's
         trainer._get_per_token_logps_and_entropies = self._kept
         trainer._generate_and_score_completions = self._rollout
@@ -295,8 +292,8 @@ class RolloutKL:
         ids, attended = (
             torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], 1) for name in ("ids", "mask")
         )
-        args = self.trainer.args
-        size = args.per_device_train_batch_size if self.trainer.model.training else args.per_device_eval_batch_size
+        mode = "train" if self.trainer.model.training else "eval"
+        size = getattr(self.trainer.args, f"per_device_{mode}_batch_size")
         others = {name: output[name] for name in OF_IMAGES if name in output}
         length = output["completion_ids"].size(1)
         result = self.get_logprobs(model, ids, attended, length, batch_size=size, **others)[0]
@@ -344,7 +341,7 @@ def problems(trainer: Any, target: Any, unit: Any, stop_at: Any) -> list[str]:
             f"kl-budget: beta is 0, so {name} has no reference model, and a sharded one cannot be copied: "
             f"{name.removesuffix('Trainer')}Config(beta=1e-6) with log_only=True watches TRL's own"
         )
-    if not (is_positive(target)):
+    if not is_positive(target):
         found.append(f"kl-budget: target must be a number of nats above 0, got {target!r}")
     elif stop_at is not None and not (is_positive(stop_at) and stop_at >= target):
         found.append(f"kl-budget: stop_at must be a number of nats from target ({target:g}) up, got {stop_at!r}")
