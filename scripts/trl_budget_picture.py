@@ -229,6 +229,8 @@ def short_figures(seeds: int) -> dict[str, Any]:
 
 def write_figures(path: Path, pythons: list[str], seeds: int) -> None:
     document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"figures": {}}
+    made_at = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True)
+    commit = made_at.stdout.strip()
     for python in pythons:
         code = (
             "import importlib.metadata as m, json, sys; sys.path.insert(0, sys.argv[1]); "
@@ -238,8 +240,8 @@ def write_figures(path: Path, pythons: list[str], seeds: int) -> None:
         )
         command = [python, "-c", code, str(Path(__file__).parent), str(seeds)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        document["figures"] |= json.loads(done.stdout.splitlines()[-1])
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True)
+        for version, found in json.loads(done.stdout.splitlines()[-1]).items():
+            document["figures"][version] = {"commit": commit} | found
     info = Path("/proc/cpuinfo")
     names = [
         line.partition(": ")[2]
@@ -250,7 +252,7 @@ def write_figures(path: Path, pythons: list[str], seeds: int) -> None:
         "what": f"KLBudget in TRL's trainers, toy of {__file__.rpartition('/')[2]}; target {TARGET} nats per token; "
         "exact KL, error over the second half of 150 steps",
         "command": "python scripts/trl_budget_picture.py --json scripts/results/trl_budget.json --python PYTHON...",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{len(names)} cores, {names[0]}, 1 thread" if names else platform.platform(),
         "seeds": list(range(seeds)),
@@ -269,7 +271,7 @@ def main() -> None:
     parser.add_argument("--watch", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--python", action="append")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.json:
         write_figures(arguments.json, arguments.python or [sys.executable], arguments.seeds)
