@@ -26,11 +26,14 @@ endif
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
 	@touch $@
 
-# TRL in a separate environment: the project runs and is tested without it.
-.venv-integrations/.ready: pyproject.toml .ci/constraints.txt .ci/constraints-integrations.txt
-	$(BASE_PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-integrations.txt torch
-	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints-integrations.txt --editable '.[dev,trl]'
+# TRL in an environment of its own, one for each version: the project runs and is tested without it.
+TRL ?= 1.16
+TRL_ENV := .venv-trl-$(TRL)
+$(TRL_ENV)/.ready: pyproject.toml .ci/constraints.txt
+	$(BASE_PYTHON) -m venv $(TRL_ENV)
+	$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
+	$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
+		--editable '.[dev]' 'trl==$(TRL).*'
 	@touch $@
 
 complete-environment:
@@ -58,8 +61,8 @@ test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, 
 
 test-all: test test-slow  ## both
 
-test-integrations: .venv-integrations/.ready  ## the controller in TRL's trainers, TRL pinned (minutes)
-	.venv-integrations/bin/python -m pytest tests/integrations
+test-integrations: $(TRL_ENV)/.ready  ## the controller in TRL's trainers (TRL=1.14 and 1.15 too; minutes)
+	$(TRL_ENV)/bin/python -m pytest tests/integrations
 
 lint: $(DEV_READY)  ## ruff: style and formatting
 	$(PY) -m ruff check .
@@ -104,13 +107,13 @@ gpu-report: $(READY)  ## speed and memory on this machine's GPUs, on one and on 
 bench: $(READY)  ## speed and memory here (BENCH='phases --models gpt2')
 	$(PY) scripts/bench.py $(BENCH)
 
-bench-trl: $(READY) .venv-integrations/.ready  ## seconds beside TRL's RLOO and GRPO (BENCH='--model llama --dtype bfloat16'; an hour)
+bench-trl: $(READY) $(TRL_ENV)/.ready  ## seconds beside TRL's RLOO and GRPO (BENCH='--model llama --dtype bfloat16'; an hour)
 	$(PY) scripts/bench_groups.py $(BENCH)
 
 bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json $(BENCH)
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf .venv .venv-integrations .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-trl-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
 .PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-all test-integrations lint types imports check bench-control bench-plant bench bench-trl bench-gpu gpu-check gpu-report test-crash fuzz clean

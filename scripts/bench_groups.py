@@ -231,7 +231,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("folder", type=Path, nargs="?", help="of the runs, another one for other settings")
-    add("--peer-python", default=str(ROOT / ".venv-integrations" / "bin" / "python"), help="of the peer's environment")
+    add("--peer-python", default=str(ROOT / ".venv-trl-1.16" / "bin" / "python"), help="of the peer's environment")
     add("--model", choices=DEFAULTS, default="reviews", help="has its own defaults")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the layers' computation")
     add(

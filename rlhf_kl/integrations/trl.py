@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import sys
 from collections.abc import Callable
-from importlib import metadata
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,42 +19,56 @@ from rlhf_kl.monitors import worded
 from rlhf_kl.ops.kl import k3
 from rlhf_kl.plugins import is_reference, load_attribute
 
-TESTED = "1.16.0"
-FITS = "1.16."  # the trainers' private attributes that are read here may change with any minor version
-ESTIMATES = {"GRPOTrainer": "k3", "RLOOTrainer": "k1"}  # of the KL that each logs
+TESTED = "1.14 to 1.16"
+# What is read of a trainer. All but the first three are private: a later TRL, or a trainer of your own, may lack them.
+NEEDED = (
+    *("accelerator", "beta", "num_iterations", "_metrics", "_step"),
+    *("_get_per_token_logps_and_entropies", "_generate_and_score_completions"),
+)
+OF_IMAGES = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
 UNITS = ("token", "sequence")
+ALERT = 2.0  # targets: a KL above it is not held
 logger = logging.getLogger(__name__)
-# `adaptive` is fitted to the four optimizer steps of a PPO update. With fewer, Adam's momentum outlasts a rollout.
-APPROACH_PER_STEP, MOST_APPROACH = 0.08, 0.3
+MOST_LOG_RATIO = 3.0  # of a response after an update: few responses with large ratios would be most of a mean
 
 
 class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Moves `trainer.beta` after every rollout so that the KL to the reference stays at a target.
 
-    The KL is that of the policy which sampled the rollout, before its first optimizer step, over all processes:
-    the mean over the rollout's microbatches of their token means. GRPO: k3 as TRL logs it (`kl`). RLOO: TRL logs
-    k1, whose noise would be most of what a controller sees; k3 is computed from the same log-probs and logged
-    beside it (`kl_budget/k3`). Both trainers read `beta` at every loss (GRPO) or rollout (RLOO), but `args.beta` only
-    at their creation.
+    The KL is k3 from the log-probs of the policy that sampled the rollout, before its first optimizer step, over all
+    tokens of all processes. Those that TRL computes are used; a missing one costs a pass without gradients: GRPO's
+    policy, and with beta 0 the reference. Both trainers read `beta` at every loss (GRPO) or rollout (RLOO), but
+    `args.beta` only at their creation. One more pass, after the last optimizer step, shows the controller the step.
 
-    The trainer's trackers log, for each rollout: `kl_budget/kl` and `kl_budget/target` (nats in
-    `unit`), `kl_budget/beta` (used in this rollout), `kl_budget/beta_next`. Saved in every checkpoint and restored
-    by `trainer.train(resume_from_checkpoint=...)`.
+    With beta 0 there is nothing to move, and the budget watches: the reference is the model as it is at `attach`, which
+    takes the memory of its weights once more, or the model with its adapter switched off, which takes none.
+
+    The trainer's trackers log, for each rollout, `kl_budget/`: `kl` and `target` (nats in `unit`), `nats_per_token`,
+    `nats_per_sequence`, `beta` (used in this rollout), `beta_next`. Every checkpoint holds the state, which
+    `trainer.train(resume_from_checkpoint=...)` restores.
     """
 
-    def __init__(self, trainer: Any, controller: GuardedController, target: float, unit: str, log_only: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        controller: GuardedController | None,
+        target: float,
+        unit: str = "token",
+        log_only: bool = False,
+        stop_at: float | None = None,
+    ) -> None:
         """Use `attach` instead, which checks its arguments and the trainer."""
         self.trainer, self.controller = trainer, controller
-        self.target, self.unit, self.log_only = target, unit, log_only
-        self.kl = Entries(trainer, log_k3(trainer) if estimate_of(trainer) == "k1" else "kl")
-        self.lengths = Entries(trainer, "completions/mean_length")
+        self.target, self.unit, self.log_only, self.stop_at = target, unit, log_only, stop_at
         self.rollout_microbatches = trainer.args.steps_per_generation * trainer.num_iterations
-        self.window_start = 0  # the first microbatch since the policy changed
-        self.fresh: list[float] = []  # KL of microbatches whose policy has not changed since it sampled them
-        self.fresh_rollout = 0
-        self.length = 0.0
+        self.kls: list[float] | None = None  # of the rollouts since the last update; None before the first rollout
+        self.rollout = 0
         self.rate: float | None = None  # the learning rate of the last rollout's steps
         self.warned: set[str] = set()
+        self.rollouts = RolloutKL(trainer, self._record)
 
     @classmethod
     def attach(
@@ -63,20 +78,26 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         unit: str = "token",
         controller: Any = "adaptive",
         log_only: bool = False,
+        stop_at: float | None = None,
+        ref_model: Any = None,
         **options: Any,
     ) -> KLBudget:
-        """Hold the KL of `trainer`, a GRPOTrainer or RLOOTrainer, at `target` nats per `unit`.
+        """Hold the KL of `trainer`, a GRPOTrainer or RLOOTrainer, at `target` nats per `unit`; watch it if beta is 0.
 
-        unit: "token" or "sequence" (a token's KL times the mean completion length).
+        unit: "token" or "sequence" (the sum over a response, mean over responses).
         controller: a built-in's name, "module:Class", "file.py:Class", a class, or an object with `coef` and
             `update(kl, episodes)`. All but an object start at the trainer's beta and take `options`.
         log_only: log the beta that would follow each rollout, without changing the trainer's.
+        stop_at: end the training after a rollout with a KL above it, in nats per `unit`.
+        ref_model: with beta 0, a model of the same shape whose weights are the reference's.
         Raises InputError with every problem and how to fix it.
         """
-        if found := problems(trainer, target, unit):
+        if found := problems(trainer, target, unit, stop_at):
             raise InputError(*found)
-        guarded = _build(controller, options, trainer, float(target))
-        budget = cls(trainer, guarded, float(target), unit, log_only)
+        guarded = _build(controller, options, trainer, float(target)) if trainer.beta else None
+        if not (trainer.beta or is_adapter(trainer)):
+            trainer.ref_model = frozen_copy(trainer, ref_model)
+        budget = cls(trainer, guarded, float(target), unit, log_only, stop_at)
         trainer.add_callback(budget)
         budget._use_coef()
         if trainer.accelerator.is_main_process:
@@ -86,23 +107,28 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         return budget
 
     def describe(self) -> str:
-        """One line: which KL is held at which target, and the bounds of beta."""
-        estimate = "k3"
-        if self.kl.name == "kl":
-            weighted = self.trainer.args.use_bias_correction_kl
-            estimate = "k3 as GRPOTrainer logs it" + (", importance weighted" if weighted else "")
-        return (
-            f"kl-budget: {'watches' if self.log_only else 'holds'} the KL to the reference ({estimate}; fresh samples, "
-            f"all processes) at {self.target:g} nats per {self.unit}; beta {self.controller.coef:g}, between "
-            f"{self.controller.min_coef:g} and {self.controller.max_coef:g}"
+        """One line: which KL is held or watched at which target, and the bounds of beta."""
+        held = self.controller and not self.log_only
+        line = (
+            f"kl-budget: {'holds' if held else 'watches'} the KL to the reference (k3; fresh samples, all processes) "
+            f"{'at' if self.controller else 'with a limit of'} {self.target:g} nats per {self.unit}"
         )
+        if self.controller:
+            low, high = self.controller.min_coef, self.controller.max_coef
+            line += f"; beta {self.controller.coef:g}, between {low:g} and {high:g}"
+        elif is_adapter(self.trainer):
+            line += "; beta 0; the reference is the model with its adapter switched off: a pass more for each rollout"
+        else:
+            size = sum(p.numel() * p.element_size() for p in self.trainer.ref_model.parameters()) / 1e9
+            line += f"; beta 0; the reference is a copy of the model: {size:.2g} GB, and a pass more for each rollout"
+        return line + (f"; stops above {self.stop_at:g}" if self.stop_at else "")
 
     def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         """Restore the saved state, if training resumes from a checkpoint."""
-        self.window_start = self.trainer._step
+        self.rollout = self.trainer._step // self.rollout_microbatches
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
-            if state.global_step:
+            if state.global_step and self.controller:
                 self._warn(f"no-state: the checkpoint holds no KL budget; beta starts at {self.controller.coef:g}")
             return
         saved = saved["attributes"]
@@ -111,64 +137,72 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
                 f"kl-budget: the checkpoint held {saved['target']:g} nats per {saved['unit']}, this run has "
                 f"{self.target:g} per {self.unit}: attach with the saved target, or start a new run from the weights"
             )
-        try:
-            self.controller.load_state_dict(saved["controller"])
-            self.rate = saved["rate"]
-        except ValueError as error:
-            raise InputError(f"kl-budget: {error}") from None
+        self.rate = saved["rate"]
+        if self.controller and saved["controller"]:
+            try:
+                self.controller.load_state_dict(saved["controller"])
+            except ValueError as error:
+                raise InputError(f"kl-budget: {error}") from None
         self._use_coef()
 
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        self._read()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._read()
-        self.window_start = self.trainer._step
-        rollout = self.window_start // self.rollout_microbatches
-        if rollout > self.fresh_rollout:
-            if not self.fresh:
-                raise InputError(
-                    f"kl-budget: {type(self.trainer).__name__} logged no {self.kl.name!r} for a rollout, so there is "
-                    "no KL to control: use TRL's GRPOTrainer or RLOOTrainer, or log it in your _compute_loss"
-                )
-            self._update()
-            self.fresh, self.fresh_rollout = [], rollout
+    def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+        rollout = self.trainer._step // self.rollout_microbatches
+        if rollout == self.rollout:
+            return
+        if self.kls is None:
+            raise InputError(f"kl-budget: {type(self.trainer).__name__} made a rollout that could not be measured")
+        if self.kls:
+            self._update(self.kls, control)
+        self.kls, self.rollout = [], rollout
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint."""
         kept = {"target": self.target, "unit": self.unit, "rate": self.rate}
-        return {"args": {}, "attributes": kept | {"controller": self.controller.state_dict()}}
+        return {"args": {}, "attributes": kept | {"controller": self.controller and self.controller.state_dict()}}
 
-    def _read(self) -> None:
-        """Record the KL of the last microbatch, if the policy is still the one that sampled it."""
-        last = self.trainer._step - 1
-        entries, lengths = self.kl.new(), self.lengths.new()
-        if lengths:
-            self.length = lengths[-1]
-        if last - last % self.rollout_microbatches >= self.window_start:
-            self.fresh += entries
+    def _record(self, kl: dict[str, float]) -> None:
+        """Log a rollout's KL in both units, and keep that of a training rollout for the next update."""
+        training = self.trainer.model.training
+        self._log({f"nats_per_{unit}": value for unit, value in kl.items()}, "train" if training else "eval")
+        if training:
+            self.kls = [*(self.kls or []), kl[self.unit]]
 
-    def _update(self) -> None:
-        kl = sum(self.fresh) / len(self.fresh) * (self.length if self.unit == "sequence" else 1.0)
+    def _log(self, figures: dict[str, float], mode: str = "train") -> None:
+        for name, value in figures.items():
+            self.trainer._metrics[mode][f"kl_budget/{name}"].append(value)
+
+    def _update(self, kls: list[float], control: Any) -> None:
+        kl = fmean(kls)
+        self._log({"kl": kl, "target": self.target})
+        if kl > (limit := self.target * (ALERT if self.controller else 1.0)):
+            self._warn(f"kl-above-limit: the KL is {kl:.4g} nats per {self.unit}, above {limit:.4g}")
+        if self.stop_at and kl > self.stop_at:
+            self._warn(f"stop: the KL is {kl:.4g} nats per {self.unit}, above stop_at={self.stop_at:g}: training ends")
+            control.should_training_stop = True
+        if self.controller:
+            if self.controller.needs_update_kl:
+                after = self.rollouts.after_update()[self.unit]
+                self.controller.observe_update(kls[-1], after, after)
+            self._move(self.controller, kl)
+
+    def _move(self, controller: GuardedController, kl: float) -> None:
         beta = self.trainer.beta
         if self.log_only:  # each proposal starts from the beta that was used
-            self.controller.load_state_dict(self.controller.state_dict() | {"coef": beta})
-        for alert in worded(self.controller.update(kl, self.trainer.args.generation_batch_size)):
+            controller.load_state_dict(controller.state_dict() | {"coef": beta})
+        for alert in worded(controller.update(kl, self.trainer.args.generation_batch_size)):
             self._warn(alert)
         rate = float(self.trainer.lr_scheduler.get_last_lr()[0])
         if self.rate:
-            self.controller.observe_rate(rate / self.rate)
+            controller.observe_rate(rate / self.rate)
         self.rate = rate
-        after = self.controller.coef
-        if self.controller.adjusts and after in (self.controller.min_coef, self.controller.max_coef):
+        after = controller.coef
+        if controller.adjusts and after in (controller.min_coef, controller.max_coef):
             self._warn(f"beta-at-bound: beta {after:g} is at its bound, at a KL of {kl:.4g}")
-        figures = {"kl": kl, "target": self.target, "beta": beta, "beta_next": after}
-        for name, value in figures.items():
-            self.trainer._metrics["train"][f"kl_budget/{name}"].append(value)
+        self._log({"beta": beta, "beta_next": after})
         self._use_coef()
 
     def _use_coef(self) -> None:
-        if not self.log_only:
+        if self.controller and not self.log_only:
             self.trainer.beta = self.controller.coef
 
     def _warn(self, message: str) -> None:
@@ -188,12 +222,9 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
             if options:
                 raise ValueError(f"options ({', '.join(options)}) go to a controller's name or class, not to an object")
             return GuardedController(controller)
-        kind: str | Callable[..., Any] = controller
-        if isinstance(controller, str):
-            if controller == "adaptive":
-                approach = min(MOST_APPROACH, 1.0 - (1.0 - APPROACH_PER_STEP) ** steps)
-                options = {"approach": approach, "down": 0.8, "up": 1.2} | options
-            kind = load_attribute(controller) if is_reference(controller) else controller
+        kind = controller
+        if isinstance(controller, str) and is_reference(controller):
+            kind = load_attribute(controller)
         rollouts = args.max_steps / steps
         return build_controller(
             kind,
@@ -207,85 +238,113 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
         raise InputError(f"kl-budget: controller: {error}") from None
 
 
-class Entries:
-    """New values of one of a trainer's training metrics since the last read; the trainer's log clears them."""
+class RolloutKL:
+    """The k3 of every rollout of a trainer, over all its processes: `record({"token": nats, "sequence": nats})`."""
 
-    def __init__(self, trainer: Any, name: str) -> None:
-        self.trainer, self.name = trainer, name
-        self.entries: list[float] = []
-        self.seen = 0
+    def __init__(self, trainer: Any, record: Callable[[dict[str, float]], None]) -> None:
+        self.trainer, self.record = trainer, record
+        self.get_logprobs = trainer._get_per_token_logps_and_entropies
+        self.generate = trainer._generate_and_score_completions
+        self.own: list[torch.Tensor] = []  # what TRL computes in a rollout: policy's log-probs, then the reference's
+        trainer._get_per_token_logps_and_entropies = self._kept
+        trainer._generate_and_score_completions = self._rollout
 
-    def new(self) -> list[float]:
-        entries: list[float] = self.trainer._metrics["train"].get(self.name, [])
-        if entries is not self.entries:  # the log made a new list
-            self.entries, self.seen = entries, 0
-        new, self.seen = entries[self.seen :], len(entries)
-        return new
+    def after_update(self) -> dict[str, float]:
+        """The KL of the policy as it is now, from the last rollout's samples, each weighted with its ratio.
 
+        The same samples before and after an update show the step without sampling noise; the weights, what the
+        step does to the later tokens of a response and to its length.
+        """
+        output, old, reference, mask = self.last
+        with torch.no_grad():
+            new = self._logprobs(self.trainer.model, output)
+            ratio = ((new - old) * mask).sum(1, keepdim=True).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()  # (B, 1)
+            return self._mean(k3(new, reference), mask * ratio, ratio)
 
-def log_k3(trainer: Any) -> str:
-    """Make an RLOOTrainer log the token mean of k3 of every rollout too; returns the metric's name.
-
-    The log-probs are those that TRL computes for its penalty: policy, then reference, without gradients.
-    """
-    name = "kl_budget/k3"
-    logprobs: list[torch.Tensor] = []
-    inner_logprobs = trainer._get_per_token_logps_and_entropies
-    inner_rollout = trainer._generate_and_score_completions
-
-    def get_logprobs(*args: Any, **kwargs: Any) -> Any:
-        result = inner_logprobs(*args, **kwargs)
+    def _kept(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.get_logprobs(*args, **kwargs)
         if not torch.is_grad_enabled():
-            logprobs.append(result[0])
+            self.own.append(result[0].float())
         return result
 
-    def rollout(inputs: Any) -> Any:
-        logprobs.clear()
-        output = inner_rollout(inputs)
-        if len(logprobs) == 2:
-            policy, reference = logprobs
-            mask = output["completion_mask"]
-            figures = torch.stack([(k3(policy, reference) * mask).sum(), mask.sum().float()])
-            total, tokens = trainer.accelerator.reduce(figures, reduction="sum").tolist()
-            mode = "train" if trainer.model.training else "eval"
-            trainer._metrics[mode][name].append(total / max(tokens, 1.0))
-        logprobs.clear()
+    def _rollout(self, inputs: Any) -> Any:
+        trainer = self.trainer
+        self.own.clear()
+        output = self.generate(inputs)
+        with torch.no_grad():
+            if trainer.beta:
+                reference = self.own.pop()
+            elif is_adapter(trainer):
+                with trainer.accelerator.unwrap_model(trainer.model).disable_adapter():
+                    reference = self._logprobs(trainer.model, output)
+            else:
+                reference = self._logprobs(trainer.ref_model, output)
+            policy = self.own.pop() if self.own else self._logprobs(trainer.model, output)
+            mask = output["completion_mask"] * output.get("tool_mask", 1)
+            kl = self._mean(k3(policy, reference), mask, torch.ones_like(mask[:, :1]))
+        if trainer.model.training:
+            self.last = output, policy, reference, mask
+        self.record(kl)
         return output
 
-    trainer._get_per_token_logps_and_entropies = get_logprobs
-    trainer._generate_and_score_completions = rollout
-    return name
+    def _logprobs(self, model: Any, output: dict[str, Any]) -> torch.Tensor:
+        """Of the completions (B, T), float32."""
+        ids, attended = (
+            torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], 1) for name in ("ids", "mask")
+        )
+        mode = "train" if self.trainer.model.training else "eval"
+        size = getattr(self.trainer.args, f"per_device_{mode}_batch_size")
+        others = {name: output[name] for name in OF_IMAGES if name in output}
+        length = output["completion_ids"].size(1)
+        result = self.get_logprobs(model, ids, attended, length, batch_size=size, **others)[0]
+        return result.float()  # type: ignore[no-any-return]
+
+    def _mean(self, kl: torch.Tensor, tokens: torch.Tensor, sequences: torch.Tensor) -> dict[str, float]:
+        """The mean of kl (B, T) over tokens, weighted (B, T), and over sequences, weighted (B, 1)."""
+        sums = torch.stack([(kl * tokens).sum(), tokens.sum().float(), sequences.sum().float()])
+        total, token_count, sequence_count = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        return {"token": total / max(token_count, 1e-6), "sequence": total / max(sequence_count, 1e-6)}
+
+
+def is_adapter(trainer: Any) -> bool:
+    return hasattr(trainer.accelerator.unwrap_model(trainer.model), "disable_adapter")
+
+
+def frozen_copy(trainer: Any, ref_model: Any) -> Any:
+    """A copy of the trainer's model, as TRL has patched it, with the weights of `ref_model` if there is one."""
+    reference = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model)).requires_grad_(False)
+    if ref_model is not None:
+        try:
+            reference.load_state_dict(ref_model.state_dict())
+        except RuntimeError as error:
+            raise InputError(f"kl-budget: ref_model does not fit the trainer's model: {error}") from None
+    return trainer.accelerator.prepare_model(reference, evaluation_mode=True).eval()
 
 
 # ---- what stands in the way
 
 
-def estimate_of(trainer: Any) -> str | None:
-    """The estimator behind the KL that `trainer` logs; None for a trainer that is neither GRPO nor RLOO."""
-    names = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.trainer.")]
-    return next((ESTIMATES[name] for name in names if name in ESTIMATES), None)
-
-
-def problems(trainer: Any, target: Any, unit: Any) -> list[str]:
+def problems(trainer: Any, target: Any, unit: Any, stop_at: Any) -> list[str]:
     """Every problem, one line each, with how to fix it."""
-    version = trl_version()
-    if version is None:
-        return [f"kl-budget: TRL is not installed: pip install 'trl=={TESTED}'"]
-    if not version.startswith(FITS):
-        return [f"kl-budget: TRL {version} is installed, {FITS}* is needed: pip install 'trl=={TESTED}'"]
     name = type(trainer).__name__
-    if estimate_of(trainer) is None:
-        return [f"kl-budget: it holds the KL of {' and '.join(ESTIMATES)}; {name} is neither"]
+    if missing := [attribute for attribute in NEEDED if not hasattr(trainer, attribute)]:
+        return [
+            f"kl-budget: {name} has no {', '.join(missing)}: it holds the KL of TRL's GRPOTrainer and RLOOTrainer "
+            f"(tested: TRL {TESTED}) and of trainers with these attributes"
+        ]
     found = []
     if any(isinstance(callback, KLBudget) for callback in trainer.callback_handler.callbacks):
         found.append("kl-budget: this trainer already has a KL budget: attach one")
-    if not trainer.beta:
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    if sharded and not (trainer.beta or is_adapter(trainer)):
         found.append(
-            f"kl-budget: beta is 0, so {name} has no reference model and logs no KL: "
-            f"{name.removesuffix('Trainer')}Config(beta=0.04) sets the starting beta"
+            f"kl-budget: beta is 0, so {name} has no reference model, and a sharded one cannot be copied: "
+            f"{name.removesuffix('Trainer')}Config(beta=1e-6) with log_only=True watches TRL's own"
         )
-    if isinstance(target, bool) or not isinstance(target, int | float) or not 0.0 < target < math.inf:
+    if not is_positive(target):
         found.append(f"kl-budget: target must be a number of nats above 0, got {target!r}")
+    elif stop_at is not None and not (is_positive(stop_at) and stop_at >= target):
+        found.append(f"kl-budget: stop_at must be a number of nats from target ({target:g}) up, got {stop_at!r}")
     if unit not in UNITS:
         found.append(f"kl-budget: unknown unit {unit!r}{suggestion(str(unit), UNITS)}")
     if trainer.args.restore_callback_states_from_checkpoint:
@@ -296,28 +355,29 @@ def problems(trainer: Any, target: Any, unit: Any) -> list[str]:
     return found
 
 
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value < math.inf
+
+
 def doubts(trainer: Any) -> list[str]:
     """Settings that change the meaning of the measured KL, `name: text` each."""
     args = trainer.args
     found = []
     if args.top_k or args.top_p != 1.0 or args.min_p or args.repetition_penalty != 1.0:
         found.append(
-            "sampling: top_k, top_p, min_p or repetition_penalty change the policy that samples, so the estimated KL "
-            "may be too low, or below 0"
+            "sampling: top_k, top_p, min_p or repetition_penalty change the policy that samples, so k3 is no "
+            "longer an estimate of its KL"
         )
     if args.sync_ref_model:
         found.append("moving-reference: sync_ref_model changes the reference; the budget is the KL to the current one")
+    if getattr(args, "importance_sampling_level", "token") == "sequence":
+        found.append(
+            "sequence-ratio: importance_sampling_level='sequence' clips the mean ratio of a whole response, so single "
+            "tokens may move farther in a rollout's later steps, and the KL with them"
+        )
     dropout = any(
         getattr(module, "p", 0.0) > 0.0 for module in trainer.model.modules() if "Dropout" in type(module).__name__
     )
     if dropout and not args.disable_dropout:
         found.append("dropout: the policy's dropout is on, and its noise counts as KL: disable_dropout=True")
     return found
-
-
-def trl_version() -> str | None:
-    """The version that is installed; None where there is none."""
-    try:
-        return metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        return None

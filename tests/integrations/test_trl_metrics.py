@@ -1,47 +1,76 @@
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from rlhf_kl.integrations.trl import Entries, log_k3
+from rlhf_kl.integrations.trl import RolloutKL
+
+HALF = [0.5, 0.5, 0.5]
 
 
-def test_entries_are_read_once_and_survive_the_log() -> None:
-    trainer = SimpleNamespace(_metrics={"train": defaultdict(list)})
-    entries = Entries(trainer, "kl")
-    assert entries.new() == []
-    trainer._metrics["train"]["kl"] += [1.0, 2.0]
-    assert entries.new() == [1.0, 2.0]
-    trainer._metrics["train"]["kl"].append(3.0)
-    assert entries.new() == [3.0]
-    trainer._metrics["train"].clear()  # what `log` does; the new list is as long as the part that was read
-    trainer._metrics["train"]["kl"] += [4.0, 5.0, 6.0]
-    assert entries.new() == [4.0, 5.0, 6.0]
+class Trainer:
+    """Two responses of two and one tokens; `passes` are the probabilities that its models give, in turn."""
 
+    accelerator = SimpleNamespace(reduce=lambda figures, reduction: figures, unwrap_model=lambda model: model)
+    model = SimpleNamespace(training=True)
+    args = SimpleNamespace(per_device_train_batch_size=2)
+    ref_model = None
 
-def test_k3_of_a_rollout_is_a_mean_over_its_tokens() -> None:
-    """By hand: lr = log 2 at the first token, 0 at the second; k3 = 1/2 - 1 + log 2 and 0; the third is padding."""
-    policy, reference = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.25, 0.5, 0.1]]).log()
-    logprobs = iter([policy, reference])
+    def __init__(self, beta: float, own: int, passes: list[list[list[float]]]) -> None:
+        self.beta, self.own = beta, own
+        self.passes = iter(torch.tensor(rows).log() for rows in passes)
 
-    class Trainer:
-        _metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}  # noqa: RUF012
-        accelerator = SimpleNamespace(reduce=lambda figures, reduction: figures)
-        model = SimpleNamespace(training=True)
+    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> Any:
+        return next(self.passes), None, None
 
-        def _get_per_token_logps_and_entropies(self) -> Any:
-            return next(logprobs), None, None
-
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            with torch.no_grad():
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with torch.no_grad():
+            for _ in range(self.own):
                 self._get_per_token_logps_and_entropies()
-                self._get_per_token_logps_and_entropies()
-            return {"completion_mask": torch.tensor([[1, 1, 0]])}
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        return {f"{part}_{name}": mask for part in ("prompt", "completion") for name in ("ids", "mask")}
 
-    trainer = Trainer()
-    name = log_k3(trainer)
-    trainer._generate_and_score_completions([])
-    assert abs(trainer._metrics["train"][name][0] - (0.5 - 1 + 0.6931472) / 2) < 1e-6
+
+def measure(beta: float, own: int, *passes: list[list[float]]) -> tuple[list[dict[str, float]], RolloutKL]:
+    recorded: list[dict[str, float]] = []
+    trainer: Any = Trainer(beta, own, list(passes))
+    rollouts = RolloutKL(trainer, recorded.append)
+    generate: Callable[[Any], Any] = trainer._generate_and_score_completions
+    generate([])
+    return recorded, rollouts
+
+
+POLICY, REFERENCE = [HALF, HALF], [[0.25, 0.5, 0.1], [0.5, 0.1, 0.1]]
+K3 = 0.5 - 1 + 0.6931472  # of the one token whose probabilities differ, by a factor of 2
+
+
+@pytest.mark.parametrize(
+    ("beta", "own", "passes"),
+    [
+        (0.1, 2, (POLICY, REFERENCE)),
+        (0.1, 1, (REFERENCE, POLICY)),
+        (0.0, 1, (POLICY, REFERENCE)),
+        (0.0, 0, (REFERENCE, POLICY)),
+    ],
+    ids=["RLOO", "GRPO", "RLOO, beta 0", "GRPO, beta 0"],
+)
+def test_k3_of_a_rollout_by_hand(beta: float, own: int, passes: Any) -> None:
+    """Three tokens in two responses; TRL's own passes are used, what is missing is computed."""
+    recorded, _ = measure(beta, own, *passes)
+    assert recorded == [{"token": pytest.approx(K3 / 3), "sequence": pytest.approx(K3 / 2)}]
+
+
+def test_after_an_update_a_response_counts_by_its_ratio() -> None:
+    """The longer response becomes half as likely: weights 1/2 and 1, so 1/2 of 2 tokens, and 1 of 1."""
+    _, rollouts = measure(0.1, 2, POLICY, REFERENCE, [[0.25, 0.5, 0.5], HALF])
+    assert rollouts.after_update() == {"token": pytest.approx(0.0), "sequence": pytest.approx(0.0)}
+    _, rollouts = measure(0.1, 2, POLICY, REFERENCE, [[0.5, 0.25, 0.5], HALF])
+    second = 2 - 1 - 0.6931472  # the second token's, now half as likely as under the reference
+    assert rollouts.after_update() == {
+        "token": pytest.approx((K3 + second) / 2 / 2),
+        "sequence": pytest.approx((K3 + second) / 2 / 1.5),
+    }
