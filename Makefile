@@ -88,6 +88,9 @@ test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50;
 fuzz: $(DEV_READY)  ## generated configs and data files (FUZZ=10000; some minutes)
 	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest -m "slow or not slow" tests/fuzz --timeout 0
 
+figures: $(READY)  ## measure the figures of README and guide (ONLY="sweep_target"; hours)
+	$(PY) scripts/figures.py $(ONLY)
+
 gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)
 	$(PY) -m rlhf_kl sft --config $*_sft.yaml --resume
 	$(PY) -m rlhf_kl reward-model --config $*_reward.yaml --resume
@@ -116,4 +119,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-trl-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-all test-integrations lint types imports check bench-control bench-plant bench bench-trl bench-gpu gpu-check gpu-report test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-all test-integrations lint types imports check bench-control bench-plant bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean

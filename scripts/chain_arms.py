@@ -24,15 +24,16 @@ import json
 import math
 import multiprocessing
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from figures import commit, machine
 
 from rlhf_kl import ui
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
@@ -134,18 +135,6 @@ def rows_of(table: dict[str, dict[str, dict[str, Any]]]) -> list[list[str]]:
     return rows
 
 
-def provenance(arguments: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Command, commit, seeds and machine of a result."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    return {
-        "command": " ".join(["python scripts/chain_arms.py", *arguments]),
-        "commit": git.stdout.strip(),
-        "seeds": list(seeds),
-        "machine": f"{cpu.partition(': ')[2] or platform.processor()}, Python {platform.python_version()}",
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/chain_arms"))
@@ -184,7 +173,10 @@ def main() -> int:
         }
         for arm, by_target in results.items()
     }
-    write_json(args.result, provenance(sys.argv[1:], seeds) | {"arms": table, "runs": by_seed})
+    result = {"what": "score, true score and perplexity of a chain of targets, beside runs of their own"}
+    result |= {"command": " ".join(["python scripts/chain_arms.py", *sys.argv[1:]]), "commit": commit()}
+    result |= {"date": str(date.today()), "machine": machine(), "seeds": seeds}
+    write_json(args.result, result | {"figures": {"arms": table, "runs": by_seed}})
     header = ["arm and target", "KL", "score", "true score", "perplexity", "share"]
     print(text_table(header, rows_of(table)))
     return 0

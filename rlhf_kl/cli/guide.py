@@ -72,6 +72,7 @@ def _show(text: str) -> None:
 
 def _for_terminal(text: str) -> str:
     """Pictures as their words, and links to other pages with the page's name."""
+    text = re.sub(r"<!-- .* -->\n", "", text)
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"*(Picture: \1.)*", text)
     return re.sub(r"\[([^\]]*)\]\((\w+)\.md[^)]*\)", r"\1 (page \2)", text)
 

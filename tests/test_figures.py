@@ -1,0 +1,77 @@
+"""Marked tables of README and guide show numbers of the measurements in scripts/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "rlhf_kl" / "guide").glob("*.md"))]
+MARK = re.compile(r"<!-- figures: (\w+) -->\n\n?((?:\|.*\n)+)")
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
+KEYS = {"what", "command", "commit", "date", "machine", "seeds", "figures"}
+
+
+def marked(text: str) -> list[tuple[str, list[list[str]]]]:
+    """Name and rows of every marked table, without its head."""
+    tables = []
+    for name, table in MARK.findall(text):
+        rows = [[cell.strip(" *`") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        tables.append((name, rows))
+    return tables
+
+
+def numbers(found: Any) -> list[float]:
+    """Every number in a part of a result."""
+    if isinstance(found, dict):
+        return [number for part in found.values() for number in numbers(part)]
+    if isinstance(found, list):
+        return [number for part in found for number in numbers(part)]
+    return [float(found)] if isinstance(found, int | float) and not isinstance(found, bool) else []
+
+
+def wrong_numbers(rows: list[list[str]], figures: dict[str, Any]) -> list[str]:
+    """Numbers that stand in no result of their row, whose name ends in the row's first cell."""
+    wrong = []
+    for name, *cells in rows:
+        entries = [entry for key, entry in figures.items() if key == name or key.endswith(f"-{name}")]
+        known = numbers(entries)
+        for text in NUMBER.findall(" ".join(cells)):
+            digits = len(text.partition(".")[2])
+            value = float(text.replace(",", ""))
+            if not any(abs(value - figure) <= 0.5000001 * 10**-digits for figure in known):
+                wrong.append(f"{name}: {text}")
+    return wrong
+
+
+TABLES = [(page, name, rows) for page in PAGES for name, rows in marked(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "name", "rows"), TABLES, ids=[f"{page.stem}-{name}" for page, name, _ in TABLES])
+def test_each_number_of_a_marked_table_was_measured(page: Path, name: str, rows: list[list[str]]) -> None:
+    figures = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["figures"]
+    assert rows
+    assert wrong_numbers(rows, figures) == []
+
+
+def test_a_number_that_was_not_measured_is_found() -> None:
+    text = "<!-- figures: some -->\n| target | KL |\n|---|---|\n| **0.1** | 0.100 (0.002) |\n| 0.2 | 0.19, 1,971 |\n"
+    ((name, rows),) = marked(text)
+    figures = {"target-0.1": {"kl": {"mean": 0.1004, "sd": 0.0017}}, "target-0.2": {"kl": 0.194, "memory": 1971.4}}
+    assert (name, wrong_numbers(rows, figures)) == ("some", [])
+    figures["target-0.2"]["kl"] = 0.196
+    assert wrong_numbers(rows, figures) == ["0.2: 0.19"]
+    assert wrong_numbers(rows, {}) == ["0.1: 0.100", "0.1: 0.002", "0.2: 0.19", "0.2: 1,971"]
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_result_says_how_it_was_made(file: Path) -> None:
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert result.keys() == KEYS
+    assert all(result[key] for key in KEYS)
+    assert not re.search(r"(?<![\w.])/(?!proc)[a-z]+/", result["command"])  # no path of a machine
