@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ _WORDS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED", "Stora
 KEPT_PER_LAYER = 18
 # Bytes that one pass may keep if the number of rows is not set; more if the weights take more.
 ROOM = {"cpu": 96 << 20, "cuda": 8 << 30}
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def memory_is_full(error: BaseException) -> bool:
@@ -32,6 +34,14 @@ def memory_is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors free: fresh pages for each large tensor take longer than what is computed in them."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(M_TRIM_THRESHOLD, -1)
+        library.mallopt(M_MMAP_MAX, 0)
 
 
 def free_cached_memory() -> None:

@@ -12,6 +12,7 @@ from rlhf_kl import ui
 from rlhf_kl.config.schema import AnyConfig, RunSection
 from rlhf_kl.distributed import Ranks, joined_group
 from rlhf_kl.errors import InputError
+from rlhf_kl.memory import keep_freed_memory
 from rlhf_kl.program import shell_command
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.run.run import Run, open_run
@@ -32,6 +33,7 @@ def train_command(
     Of several processes the first one writes the folder; the others give {}.
     """
     check_installed(config.tracking.trackers)
+    keep_freed_memory()
     config = on_this_machine(config)  # the stored config repeats the run on any machine
     with (
         ending_on_sigterm(),
