@@ -76,7 +76,7 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
 
     held: by tail error and time in band. late: it failed by its beginning, and would pass from an update in band on,
     ten or more before the end. short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over
-    that of the ten before, which was below the band, that the same factor once more brings it into the band. missed: all else.
+    that of the ten before, below the band, that the same factor once more brings it into the band. missed: all else.
     """
     off, share = tail_error(values), time_in_band(values)
     if off is None or share is None:

@@ -75,7 +75,8 @@ def judge(comparison: Comparison) -> list[str]:
         for name, members in comparison.families.items()
     }
     if any(costs.values()) and not comparison.by_target:
-        each = [f"{name} {_span(values, partial(format_percent, signed=True))}" for name, values in costs.items() if values]
+        signed = partial(format_percent, signed=True)
+        each = [f"{name} {_span(values, signed)}" for name, values in costs.items() if values]
         lines.append(f"Cost in held-out perplexity: {'; '.join(each)}.")
     if len(comparison.seeds) == 1 and len(comparison.variants) > 1 and not comparison.by_target:
         lines.append("1 seed: no difference can be judged. Two show a spread, five give an interval.")
