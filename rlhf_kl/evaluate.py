@@ -81,7 +81,6 @@ def text_sums(
     """Sums over some documents: with a bos in front if the tokenizer has one; eos is not scored.
 
     Without a bos a document's first token has no context: neither its nats nor its bytes count.
-
     `rows` in one pass, fewer where memory is full; `advance(n)` is called after every n windows. Errors: MemoryFull.
     """
     limit = context_length(lm.model) or DEFAULT_WINDOW
@@ -107,6 +106,11 @@ def text_sums(
     return TextSums(total, size, [(loss, max(0, len(ids) - 1)) for loss, ids in zip(nats, encoded, strict=True)])
 
 
+def safe_exp(nats: float) -> float:
+    """exp(nats per token); infinite where that overflows."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
 def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
     """exp(total nll / total scored tokens) of all documents together. Errors: InputError if no token was scored."""
     total, size = sum(part.nats for part in parts), sum(part.bytes for part in parts)
@@ -114,10 +118,9 @@ def perplexity_of(parts: Sequence[TextSums]) -> Perplexity:
     count = sum(tokens)
     if not count:
         raise InputError("eval.texts: no document has a token to score")
-    nats = total / count
     return Perplexity(
-        perplexity=math.exp(nats) if nats < 700 else math.inf,
-        nats_per_token=nats,
+        perplexity=safe_exp(total / count),
+        nats_per_token=total / count,
         bits_per_byte=total / math.log(2) / size,
         tokens=count,
         bytes=size,
@@ -290,6 +293,5 @@ def standard_error(
     """
     pairs = list(zip(amounts, counts, strict=False))
     total, count = sum(amounts) if total is None else total, sum(n for _, n in pairs)
-    left = [of((total - x) / (count - n)) for x, n in pairs if count > n]
-    known = len(left) > 1 and all(map(math.isfinite, left))
-    return math.sqrt((len(left) - 1) * pvariance(left)) if known else None
+    left = [of((total - x) / (count - n)) if count > n else math.nan for x, n in pairs]
+    return math.sqrt((len(left) - 1) * pvariance(left)) if left[1:] and all(map(math.isfinite, left)) else None

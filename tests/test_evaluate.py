@@ -26,6 +26,7 @@ from rlhf_kl.evaluate import (
     figures_of,
     perplexity_of,
     policy_samples,
+    safe_exp,
     standard_error,
     text_sums,
     token_rows,
@@ -219,6 +220,8 @@ def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
     scores = [draws.gauss(0, 1) for _ in range(50)]
     assert standard_error(scores, [1.0] * 50) == pytest.approx(stdev(scores) / math.sqrt(50))
     assert standard_error([1.0], [1.0]) is None
+    assert standard_error([7.0, 0.0, 0.0], [5, 0, 0]) is None  # nothing is left without the first
+    assert standard_error([5000.0, 4000.0], [5, 5], of=safe_exp) is None
 
     def drawn() -> Samples:
         lengths = [draws.randint(1, 20) for _ in range(60)]

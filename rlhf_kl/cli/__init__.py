@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; problems go to stderr, one line each."""
     arguments = list(arguments) or ["--help"]
     if arguments[0] in TRAINING and arguments[1:] and not arguments[1].startswith("-") and arguments[0] != "compare":
-        arguments[1:1] = [] if {"--config", "-c"} & {*arguments} else ["--config"]  # `train smoke`
+        arguments[1:1] = [] if any(re.match("--config|-c", word) for word in arguments) else ["--config"]  # `train x`
     try:
         result: Any = app(arguments, prog_name=shell_command(), standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be caught

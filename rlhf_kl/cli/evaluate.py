@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,12 +54,13 @@ def evaluate(
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.evaluate import EvalRequest, run_eval
         from rlhf_kl.commands.stored import Permissions
+        from rlhf_kl.run.log import encode_json
 
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, samples, permissions)
     figures = run_eval(request)
     if as_json:
-        print(json.dumps(figures, indent=2, ensure_ascii=False))
+        print(encode_json(figures, indent=2).decode())
         return
     from rich.console import Console
 

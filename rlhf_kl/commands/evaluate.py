@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
-from rlhf_kl.evaluate import errors_of, figures_of, perplexity_of, policy_samples, standard_error, text_sums
+from rlhf_kl.evaluate import errors_of, figures_of, perplexity_of, policy_samples, safe_exp, standard_error, text_sums
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.value import frozen_lm
@@ -102,7 +101,7 @@ def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> dict[str
     with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
         sums = text_sums(lm, tokenizer, texts, advance=advance)
     nats, tokens = zip(*sums.each, strict=True)
-    errors = {"perplexity": standard_error(nats, tokens, of=exp), "nats_per_token": standard_error(nats, tokens)}
+    errors = {"perplexity": standard_error(nats, tokens, of=safe_exp), "nats_per_token": standard_error(nats, tokens)}
     return asdict(perplexity_of([sums])) | {"standard_errors": errors}
 
 

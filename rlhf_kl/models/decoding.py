@@ -113,7 +113,8 @@ def casting_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     The same bits. For passes without gradients, with weights that do not change.
     """
-    layers: list[Any] = [x for x in model.modules() if type(x) in (nn.Linear, Conv1D) and dtype != torch.float32]
+    plain = (x for x in model.modules() if type(x) in (nn.Linear, Conv1D) and "forward" not in vars(x))
+    layers: list[Any] = [] if dtype == torch.float32 else list(plain)
     last: tuple[Any, int, Any] = None, 0, None  # what was cast last, its version, and the result
 
     def faster(layer: Any) -> Callable[[Tensor], Tensor]:

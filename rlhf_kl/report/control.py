@@ -76,15 +76,16 @@ def time_in_band(values: Sequence[float]) -> float | None:
 def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     """`held`, `late`, `missed` or `short`; the update from which the KL stayed in band; its mean distance since.
 
-    held: by tail error and time in band. late: from an update in band on, ten or more before the end, the run would
-    pass as held. short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over that of the ten
-    before, which was below the band, that the same factor once more brings it into the band. missed: anything else.
+    held: by tail error and time in band. late: it failed by its beginning, and would pass from an update in band on,
+    ten or more before the end. short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over
+    that of the ten before, below the band, that the same factor once more brings it into the band. missed: all else.
     """
     off, share = tail_error(values), time_in_band(values)
     if off is None or share is None:
         return "short", None, None
     kept, total, inside, since, error = off <= HELD_ERROR and share >= HELD_SHARE, 0.0, 0, None, None
-    for count, distance in enumerate((abs(value - 1.0) for value in reversed(values)), start=1):
+    judged = values if kept else tail(values) if off > HELD_ERROR else values[BAND_FROM - 1 :]
+    for count, distance in enumerate((abs(value - 1.0) for value in reversed(judged)), start=1):
         total, inside = total + distance, inside + (distance <= BAND)
         if count >= END and distance <= BAND and total / count <= HELD_ERROR and inside / count >= HELD_SHARE:
             since, error = len(values) - count + 1, total / count

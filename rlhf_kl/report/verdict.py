@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rlhf_kl.program import shell_command, short_path
@@ -52,10 +53,6 @@ def _mean_and_sd(variant: Variant, name: str) -> str:
     return text if sd is None else f"{text} ±{sd:.{decimals}f}"
 
 
-def _cost(value: float | None) -> str:
-    return format_percent(value, signed=True)
-
-
 def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int | None = None) -> str:
     """Columns as wide as needed, the first one left-aligned; what is wider than `width` goes to further tables."""
     sizes = [max(map(len, column)) for column in zip(header, *body, strict=True)]
@@ -84,7 +81,8 @@ def judge(comparison: Comparison) -> list[str]:
         for name, members in comparison.families.items()
     }
     if any(costs.values()) and not comparison.by_target:
-        each = [f"{name} {_span(values, _cost)}" for name, values in costs.items() if values]
+        signed = partial(format_percent, signed=True)
+        each = [f"{name} {_span(values, signed)}" for name, values in costs.items() if values]
         lines.append(f"Cost in held-out perplexity: {'; '.join(each)}.")
     if len(comparison.seeds) == 1 and len(comparison.variants) > 1 and not comparison.by_target:
         lines.append("1 seed: no difference can be judged. Two show a spread, five give an interval.")
@@ -186,8 +184,8 @@ def _control_line(comparison: Comparison) -> list[str]:
         if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
             names = [f"all {len(controlled)} variants with a target"]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        errors = [run.figures["tail_error"] for run in runs] if verb else []
-        off = f"(off by {_span(errors, format_percent)})"
+        errors = [run.figures["error_since" if word == "late" else "tail_error"] for run in runs] if verb else []
+        off = f"(off by {_span(errors, format_percent)}{' since' * (word == 'late')})"
         short = f"too short to say: {who} (under {BAND_FROM} updates, or the KL still rises)"
         parts.append(f"{who} {verb.format(goal)} {off}" if verb else short)
         goal = goal if same is None else "it"

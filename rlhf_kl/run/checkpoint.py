@@ -58,7 +58,7 @@ class Checkpoint:
 
     def _mapped(self, stem: str) -> dict[str, Tensor]:
         """Tensors that stay on the disk until they are read."""
-        paths = sorted(self.path.glob(f"{stem}-*.safetensors"))
+        paths = sorted(self.path.glob(f"{stem}*.safetensors"))
         return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
     def damage(self) -> str | None:

@@ -48,6 +48,7 @@ REFUSED = [
     ("compare --zzzz", "--set KEY=VALUE"),
     ("compare", "compare takes --config FILE to train, or RUN folders to read"),
     ("compare x --seed 1", "need --config"),
+    *((f"train tiny.yaml {option}", "extra argument(s) (tiny.yaml)") for option in ("-cx", "--config=x", "--config x")),
     # configs
     ("config validate python.yaml", "tag !!python/object/apply:os.system is not allowed"),
     ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),

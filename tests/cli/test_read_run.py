@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from rlhf_kl.cli.evaluate import LABELS
 from rlhf_kl.report.texts import held_out_texts
@@ -107,6 +108,19 @@ def test_models_and_paths_of_the_working_directory(tiny_folder: Path, place: Pat
     assert alone.keys() == TEXT_KEYS | {"standard_errors"}
     found = document(rlhf_kl("eval", "--model", "model", "--texts", "x.txt", "--reference", "model", "--json"))
     assert found["perplexity"] == found["reference"]["perplexity"]
+
+
+def test_a_broken_model_has_no_figures_and_the_document_is_json(tiny_folder: Path, place: Path, rlhf_kl: Cli) -> None:
+    (place / "x.txt").write_text("abcd\nbadc\n")
+    broken = Path(shutil.copytree(tiny_folder, place / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    save_file({key: 1e5 * x if "ln_f" in key else x for key, x in tensors.items()}, broken / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    words = ("eval", "--model", "broken", "--texts", "x.txt")
+    found = document(rlhf_kl(*words, "--json"))
+    assert found["perplexity"] is found["standard_errors"]["perplexity"] is None
+    assert found["nats_per_token"] > 700
+    assert rlhf_kl(*words).code == 0
 
 
 # ---- generate ----

@@ -295,14 +295,15 @@ def test_a_rollout_reads_from_the_device_only_to_test_for_finished_rows(
 
 
 def test_layers_share_no_cast_of_what_has_changed_and_are_themselves_outside_of_autocast() -> None:
-    layers = torch.nn.ModuleList(torch.nn.Linear(8, 4) for _ in range(2))
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 4) for _ in range(3))
+    layers[2].forward = replaced = lambda x: x + 1  # by other code
 
     def outputs() -> list[torch.Tensor]:
         x = torch.linspace(-1, 1, 8)
         before = layers[0](x)
         after = layers[1](x.add_(1))
         with torch.autocast("cpu", enabled=False):
-            return [before, after, layers[0](x)]
+            return [before, after, layers[0](x), layers[2](x)]
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = outputs()
@@ -310,7 +311,7 @@ def test_layers_share_no_cast_of_what_has_changed_and_are_themselves_outside_of_
             found = outputs()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert not any("forward" in vars(layer) for layer in layers)
+    assert [vars(layer).get("forward") for layer in layers] == [None, None, replaced]
 
 
 ROWS, HEADS, SIZE = 3, 2, 4

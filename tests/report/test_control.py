@@ -71,6 +71,10 @@ RISES = [0.72 * min(1.0, step / 25) ** 2 for step in range(1, 31)]  # a small re
         ([0.1] * 12 + [1.1] * 48, "held", 13),
         ([0.1] * 30 + [1.0] * 30, "late", 31),
         ([0.02 * step for step in range(50)] + [1.0] * 10, "late", 39),
+        ([0.1] * 14 + [1.3] * 8 + [1.0] * 38, "late", 23),
+        ([1.0] * 30 + [1.2] * 30, "missed", None),  # a good first half is no late one
+        ([1.0] * 56 + [2.0] * 4, "missed", None),
+        ([1.0] * 54 + [1.26] * 6, "missed", None),
         ([0.1] * 51 + [1.0] * 9, "short", None),  # nine updates in band: one is missing
         ([0.1] * 30 + [1.0, 1.4] * 15, "missed", None),
         ([0.6] * 60, "missed", None),

@@ -102,7 +102,7 @@ def test_no_sweep_has_no_recommendation(grid: Grid) -> None:
     ("kls", "words"),
     [
         ([0.1] * 45 + [0.13] * 10 + [0.1] * 5, "run (1 of 2 seeds) missed it (off by 10%)"),
-        ([0.03] * 25 + [0.1] * 35, "run (1 of 2 seeds) reached it late (off by 0%)"),
+        ([0.03] * 40 + [0.1] * 20, "run (1 of 2 seeds) reached it late (off by 0% since)"),
         ([0.1] * 10, "too short to say: run (1 of 2 seeds) (under 15 updates, or the KL still rises)"),
     ],
 )
