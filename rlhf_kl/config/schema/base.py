@@ -147,7 +147,10 @@ class RunSection(Section):
     device: str = "auto"
     """auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps. Never run: cuda, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Type of the computation; master weights stay float32. auto: bfloat16 on a GPU with it (never run), else float32."""
+    """Data type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32.
+
+    Never run: bfloat16 on a GPU.
+    """
     wait_minutes: Positive = 30.0
     """With several processes: minutes to wait for one that does not answer. The wait for scores has no limit."""
     trust_remote_code: bool = False
