@@ -53,7 +53,7 @@ def of_comparison(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_control(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The runs of the rows of `bench_control.py`."""
+    """The runs of the rows of `bench_control.py` or `bench_groups.py`."""
     return dict(found["rows"])
 
 
@@ -76,7 +76,12 @@ def control(what: str, *rows: str) -> Measurement:
     return Measurement(what, command, "bench_control.json", of_control)
 
 
-MEASUREMENTS = {  # in the order of what they cost; minutes on two cores
+def speed(what: str, *options: str) -> Measurement:
+    """A `bench_groups.py`."""
+    return Measurement(what, ["scripts/bench_groups.py", "FOLDER", *options], "bench_groups.json", of_control)
+
+
+MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
     "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 10
     "sweep_target": comparison("score and true score by KL target", "sweep_target.yaml"),  # 15
@@ -85,6 +90,13 @@ MEASUREMENTS = {  # in the order of what they cost; minutes on two cores
     "chain": Measurement("a chain beside own runs", ["scripts/chain_arms.py", "--jobs", "2", "--out", "FOLDER"]),  # 40
     "control": control("tail errors of all controllers"),  # 40
     "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30; needs RLHF_KL_REAL
+    "memory": Measurement(
+        "GiB of each GPU, computed", ["scripts/memory_table.py", "FOLDER/memory.json"], "memory.json"
+    ),
+    "curves": comparison("a healthy run and three sick ones", "scripts/guide_curves.yaml"),  # 2
+    "speed": speed("seconds beside TRL's RLOO and GRPO"),  # 20; needs TRL, as the two below
+    "speed_llama": speed("the same with a Llama of 43M", "--model", "llama"),  # 15
+    "speed_llama_bfloat16": speed("the same in bfloat16", "--model", "llama", "--dtype", "bfloat16"),  # 10
     "reliability": Measurement(
         "how often a promise of reliability was put to the test, and kept",
         ["scripts/reliability.py", "--out", "FOLDER"],
@@ -132,6 +144,7 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
     if is_made(result, line):
         print(f"{name}: is made")
         return True
+    (folder / name).mkdir(parents=True, exist_ok=True)
     placed = [word.replace("FOLDER", str(folder / name)) for word in command]
     done = subprocess.run([sys.executable, *placed], cwd=ROOT, check=False)
     if done.returncode:
