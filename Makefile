@@ -88,7 +88,7 @@ test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50;
 fuzz: $(DEV_READY)  ## generated configs and data files (FUZZ=10000; some minutes)
 	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest -m "slow or not slow" tests/fuzz --timeout 0
 
-figures: $(READY)  ## measure the figures of README and guide (ONLY="sweep_target"; hours)
+figures: $(READY)  ## measure the figures of README and guide again (ONLY="sweep_target reliability"; hours)
 	$(PY) scripts/figures.py $(ONLY)
 
 gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)

@@ -41,7 +41,7 @@ from bench import SHAPES, World, floors, random_world, run_alone
 from rlhf_kl.commands.world import World as BuiltIn
 from rlhf_kl.models.load import load_tokenizer
 from rlhf_kl.report.verdict import text_table
-from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.run.log import read_jsonl, write_json
 
 PEERS = ("rloo", "grpo", "ppo")
 SIDES = ("gae", "rloo", "grpo", "TRL rloo", "TRL grpo")
@@ -178,6 +178,12 @@ def find_beta(args: argparse.Namespace, method: str, beta: float) -> float:
     return math.exp(min(tried, key=lambda point: abs(point[1]))[0])
 
 
+def figures(run: Run, score: float | None) -> dict[str, float]:
+    """Those of the table, of one run."""
+    found = {"update_s": run.spent[0], "score": run.score, "kl": run.kl, "memory_mb": run.memory_mb}
+    return found if score is None else found | {"seconds_to_the_score": run.seconds_to(score)}
+
+
 def spread(values: Iterable[float], places: int) -> str:
     """Mean and standard deviation."""
     every = list(values)
@@ -282,6 +288,8 @@ def main(words: Sequence[str] | None = None) -> None:
         landed = sum(is_near(run.kl, args.target) for run in runs[side])
         print(f"{side}: {landed} of {len(args.seeds)} runs landed near the target, without a search")
     print(table(runs, args.score))
+    rows = {side: {f"{side}-s{n}": figures(run, args.score) for n, run in zip(args.seeds, runs[side])} for side in runs}
+    write_json(args.folder / "bench_groups.json", {"rows": rows})
     world = World(args.policy, args.reward, args.prompts, args.batch, args.max_new_tokens, args.epochs)
     sizes: Any = SimpleNamespace(device="cpu", microbatch=args.batch // args.minibatches)
     least = floors(world, sizes, "none", args.dtype, args.max_new_tokens)

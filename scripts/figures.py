@@ -1,7 +1,8 @@
 """Makes the measurements behind the figures of README and guide, each into scripts/results/NAME.json.
 
     make figures                       all of them: hours on two cores
-    make figures ONLY="sweep_target"   some; FOLDER=runs/figures holds their runs, of which finished ones are used again
+    make figures ONLY="sweep_target"   some. A result that this program made stays; finished runs in runs/figures are
+                                       used again, and an interrupted one goes on
 
 A result has what was measured, its command, commit, date, machine and seeds, and `figures`: numbers by name.
 `trl_budget_picture.py` makes trl_budget.json, in environments with TRL. A table in README or guide that begins with
@@ -25,6 +26,7 @@ from rlhf_kl.run.log import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
+PROGRAM = ("rlhf_kl", "configs", ":!*.md")
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak")
 
 
@@ -51,8 +53,15 @@ def of_comparison(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_control(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of `bench_control.py`."""
+    """The runs of the rows of `bench_control.py` or `bench_groups.py`."""
     return dict(found["rows"])
+
+
+def seeds_of(found: Mapping[str, Any]) -> list[int]:
+    """Seeds of the variants of a comparison, or of runs that are named by row, start and seed; else the usual one."""
+    named = [seed for variant in found.get("variants", {}).values() for seed in variant["seeds"]]
+    named += [run.rpartition("-s")[2] for runs in found.get("rows", {}).values() for run in runs]
+    return sorted(set(map(int, named))) or [0]
 
 
 def comparison(what: str, config: str, *options: str) -> Measurement:
@@ -67,7 +76,12 @@ def control(what: str, *rows: str) -> Measurement:
     return Measurement(what, command, "bench_control.json", of_control)
 
 
-MEASUREMENTS = {  # in the order of what they cost; minutes on two cores
+def speed(what: str, *options: str) -> Measurement:
+    """A `bench_groups.py`."""
+    return Measurement(what, ["scripts/bench_groups.py", "FOLDER", *options], "bench_groups.json", of_control)
+
+
+MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
     "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 10
     "sweep_target": comparison("score and true score by KL target", "sweep_target.yaml"),  # 15
@@ -76,6 +90,18 @@ MEASUREMENTS = {  # in the order of what they cost; minutes on two cores
     "chain": Measurement("a chain beside own runs", ["scripts/chain_arms.py", "--jobs", "2", "--out", "FOLDER"]),  # 40
     "control": control("tail errors of all controllers"),  # 40
     "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30; needs RLHF_KL_REAL
+    "memory": Measurement(
+        "GiB of each GPU, computed", ["scripts/memory_table.py", "FOLDER/memory.json"], "memory.json"
+    ),
+    "curves": comparison("a healthy run and three sick ones", "scripts/guide_curves.yaml"),  # 2
+    "speed": speed("seconds beside TRL's RLOO and GRPO"),  # 20; needs TRL, as the two below
+    "speed_llama": speed("the same with a Llama of 43M", "--model", "llama"),  # 15
+    "speed_llama_bfloat16": speed("the same in bfloat16", "--model", "llama", "--dtype", "bfloat16"),  # 10
+    "reliability": Measurement(
+        "how often a promise of reliability was put to the test, and kept",
+        ["scripts/reliability.py", "--out", "FOLDER"],
+        "reliability.json",
+    ),  # 25
 }
 
 
@@ -87,31 +113,52 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
+def git(*words: str) -> str:
+    """What git says."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def commit() -> str:
-    """The present commit, `+` where files differ from it."""
-    words = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    """The present commit, `+` where program, configs or scripts differ from it; texts and results may."""
+    changed = git("status", "--porcelain", "--", *PROGRAM, "scripts", ":!scripts/results")
+    return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
 
 
-def measure(name: str, folder: Path, extra: Sequence[str]) -> None:
-    """Run a measurement, and write its result."""
+def program(at: str = "HEAD") -> str:
+    """The last commit until then that changed the program or its configs."""
+    return git("log", "-1", "--format=%h", at, "--", *PROGRAM)
+
+
+def is_made(file: Path, command: str) -> bool:
+    """Whether a result is there, by this command and the present program."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    made = found.get("command") == command and program(found["commit"]) == program()
+    return made and "+" not in commit() + found["commit"]
+
+
+def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
+    """Run a measurement that is not made yet, and write its result; whether it is there."""
     what, words, file, read = MEASUREMENTS[name]
-    command = [*words, *extra]
+    command, at, result = [*words, *extra], commit(), RESULTS / f"{name}.json"
+    line = " ".join(["python", *command])
+    if is_made(result, line):
+        print(f"{name}: is made")
+        return True
+    (folder / name).mkdir(parents=True, exist_ok=True)
     placed = [word.replace("FOLDER", str(folder / name)) for word in command]
     done = subprocess.run([sys.executable, *placed], cwd=ROOT, check=False)
     if done.returncode:
-        raise SystemExit(f"error: {name} failed with exit code {done.returncode}")
-    if not file:
-        return
-    found = json.loads((folder / name / file).read_text(encoding="utf-8"))
-    seeds = sorted({int(seed) for variant in found.get("variants", {}).values() for seed in variant["seeds"]})
-    RESULTS.mkdir(exist_ok=True)
-    result = {"what": what, "command": " ".join(["python", *command]), "commit": commit(), "date": str(date.today())}
-    write_json(RESULTS / f"{name}.json", result | {"machine": machine(), "seeds": seeds, "figures": read(found)})
+        print(f"error: {name} failed with exit code {done.returncode}", file=sys.stderr)
+    elif file:
+        found = json.loads((folder / name / file).read_text(encoding="utf-8"))
+        about = {"what": what, "command": line, "commit": at, "date": str(date.today()), "machine": machine()}
+        RESULTS.mkdir(exist_ok=True)
+        write_json(result, about | {"seeds": seeds_of(found), "figures": read(found)})
+    return not done.returncode
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Make the measurements that are named."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Make the measurements that are named; the exit code."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; there are {', '.join(MEASUREMENTS)}")
@@ -119,9 +166,10 @@ def main(words: Sequence[str] | None = None) -> None:
     args, extra = parser.parse_known_args(words)
     if unknown := set(args.names) - set(MEASUREMENTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
-    for name in args.names or MEASUREMENTS:
-        measure(name, args.folder.resolve(), extra)
+    folder = args.folder.resolve() / program()  # runs of another program are no runs of this one
+    failed = [name for name in args.names or MEASUREMENTS if not measure(name, folder, extra)]
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

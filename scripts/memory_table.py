@@ -1,5 +1,7 @@
 """Memory of each GPU by the estimate of `rlhf-kl doctor`, for Qwen 2.5's shapes: computed, not measured.
 
+    python scripts/memory_table.py [FILE]    FILE: the table as JSON
+
 64 responses of 256 tokens behind prompts of 256, four responses in a training pass. What is trained, its gradients and
 Adam's moments are float32, the layers compute in bfloat16, and frozen ones are stored in it where nothing is sharded;
 the reward is a function, so a reward model adds its weights. The arithmetic is in rlhf_kl/commands/memory.py.
@@ -10,6 +12,8 @@ bytes of the tensors in two processes.
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +29,7 @@ from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.value import store_frozen
 from rlhf_kl.report.verdict import text_table
 from rlhf_kl.rewards.scorer import Scorers
+from rlhf_kl.run.log import write_json
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
@@ -65,20 +70,21 @@ def estimate(shape: dict[str, Any], gpus: int, *, lora: bool, shard: bool) -> fl
 
 
 def main() -> None:
-    """Print the table."""
-    rows = []
+    """Print the table, and write it."""
+    rows, found = [], {}
     for name, shape in SHAPES.items():
         with torch.device("meta"):
             numbers = parameter_count(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape)))
         for lora in (False, True):
             for shard in (False, True):
-                cells = [
-                    "" if shard and gpus == 1 else f"{estimate(shape, gpus, lora=lora, shard=shard):.1f}"
-                    for gpus in GPUS
-                ]
-                kind = "adapter" if lora else "full"
-                rows.append([name, f"{numbers / 1e9:.2f}B", kind, "sharded" if shard else "copies", *cells])
+                kind, spread = "adapter" if lora else "everything", "shards" if shard else "copies"
+                gib = {n: estimate(shape, n, lora=lora, shard=shard) for n in GPUS if n > 1 or not shard}
+                found.setdefault(f"{name}, {kind}", {})[spread] = {f"{n} GPU": each for n, each in gib.items()}
+                cells = [f"{gib[n]:.1f}" if n in gib else "" for n in GPUS]
+                rows.append([name, f"{numbers / 1e9:.2f}B", kind, spread, *cells])
     print(text_table(["model", "parameters", "trained", "on each GPU", *(f"{n} GPU, GiB" for n in GPUS)], rows))
+    if sys.argv[1:]:
+        write_json(Path(sys.argv[1]), found)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,8 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
         """Scores (B,) float32 on the CPU, in the model's unit; inf where it is not finite, since NaN means no score."""
+        if not prompts:  # a process whose part is empty
+            return torch.zeros(0)
         rows = self.encode(prompts, responses)
         read = self._encoded if self.encoder else partial(self._behind_prompts, self._starts(prompts, rows))
         scores = PassSize(self.rows, "scoring a text", SHORTER).fit(lambda most: read(rows, most)).cpu()

@@ -42,6 +42,7 @@ def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder
     assert together == pytest.approx(alone, abs=1e-5)
     by_two = RewardModel(model.model, model.tokenizer, rows=2)
     assert scores(by_two, prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+    assert scores(by_two, [], []) == []  # the part of a process that has none
 
 
 def test_less_memory_changes_no_score(model: RewardModel, small_device: Callable[..., list[int]]) -> None:

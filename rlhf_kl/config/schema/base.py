@@ -145,9 +145,12 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
     """Seed of every random choice."""
     device: str = "auto"
-    """auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps (never measured)."""
+    """auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps. Never run: cuda, mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Data type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32."""
+    """Data type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32.
+
+    Never run: bfloat16 on a GPU.
+    """
     wait_minutes: Positive = 30.0
     """With several processes: minutes to wait for one that does not answer. The wait for scores has no limit."""
     trust_remote_code: bool = False
@@ -186,7 +189,7 @@ class TrackingSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
     trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(default_factory=list)
-    """Send the metrics to these too, as project rlhf-kl; each must be installed, and reads its own variables."""
+    """Send the metrics to these too, as project rlhf-kl; each must be installed. Never run: trackio, or a server."""
 
 
 class OptimiserSection(Section):

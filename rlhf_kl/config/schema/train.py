@@ -45,6 +45,7 @@ class PolicySection(TunedSection):
     """Shard the weights, gradients and Adam's moments of the trained models over the processes (FSDP2).
 
     Each process gathers one layer at a time in training, and the whole model to sample.
+    Never run: GPUs, more than two processes.
     """
 
 
@@ -52,7 +53,7 @@ class ReferenceSection(Section):
     model: OptionalSource = None
     """Reference model for the KL; null = a frozen copy of the starting policy."""
     shard: bool = False
-    """Shard the layers of the reference and of reward models over the processes; they are gathered for a rollout."""
+    """Shard the layers of reference and reward models over processes; gathered for a rollout. Never run: GPUs."""
 
 
 class PromptsSection(Section):
@@ -116,7 +117,7 @@ class PPOSection(OptimiserSection):
     microbatch_size: Count | None = None
     """Maximum responses in a training pass; must divide minibatch_size. It changes the memory use, not the result.
 
-    null = as many as fit into 96 MiB of activations on a CPU, 8 GiB on a GPU, or the size of the weights.
+    null = as many as fit into 96 MiB of activations on a CPU, 8 GiB on a GPU (never run), or the weights' size.
     """
     learning_rate: Positive | Literal["auto"] = "auto"
     """Peak learning rate of Adam; auto = from the policy's number of parameters, ten times as high for an adapter."""
