@@ -288,7 +288,10 @@ def main(words: Sequence[str] | None = None) -> None:
         landed = sum(is_near(run.kl, args.target) for run in runs[side])
         print(f"{side}: {landed} of {len(args.seeds)} runs landed near the target, without a search")
     print(table(runs, args.score))
-    rows = {side: {f"{side}-s{n}": figures(run, args.score) for n, run in zip(args.seeds, runs[side])} for side in runs}
+    rows = {
+        side: {f"{side}-s{n}": figures(run, args.score) for n, run in zip(args.seeds, runs[side], strict=True)}
+        for side in runs
+    }
     write_json(args.folder / "bench_groups.json", {"rows": rows})
     world = World(args.policy, args.reward, args.prompts, args.batch, args.max_new_tokens, args.epochs)
     sizes: Any = SimpleNamespace(device="cpu", microbatch=args.batch // args.minibatches)
