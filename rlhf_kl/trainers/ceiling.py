@@ -17,6 +17,7 @@ from rlhf_kl.ops.masked import Mean
 from rlhf_kl.types import RolloutBatch
 
 LINE_SEARCH_STEPS = 6
+SURE = 3.0  # standard errors below the limit at which a KL by some of the states is enough
 CLOSE_ENOUGH = 0.97  # of the limit: no further halving
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
 PRIOR_CHANGE = 0.1  # of the limit: the prior of the forecast weighs as much as one change of the KL of this size
@@ -78,12 +79,12 @@ class Ceiling:
         self,
         parameters: Sequence[Tensor],
         reference: Callable[[], Sequence[Tensor]] | None,
-        read_kl: Callable[[RolloutBatch], Mean],
+        read_kl: Callable[[RolloutBatch, bool], Mean],
         *,
         limit: float | None,
         measures: bool,
     ) -> None:
-        """`read_kl` measures the current policy's KL at a rollout's states.
+        """`read_kl` measures the current policy's KL at a rollout's states: at all of them, or (False) by some.
 
         `reference` gives values of the parameters at which the KL is 0; None = unknown, for example if the
         reference has another architecture. `limit` in nats of the target's unit, None = no update is shortened; then
@@ -107,7 +108,7 @@ class Ceiling:
         its undoing is kept, whichever has the lower KL.
         """
         if self.limit is None:
-            kl = self.read_kl(rollout).mean if self.measures else math.nan
+            kl = self.read_kl(rollout, False).mean if self.measures else math.nan
             return CeilingResult(1.0, measured.mean, kl, kl)
         self.forecast.observe(measured.mean)
         result = self._shorten(rollout, before, measured, self.limit)
@@ -122,7 +123,9 @@ class Ceiling:
             value = self.forecast(start, kl.mean) + kl.stderr - limit
             return value if math.isfinite(value) else math.inf
 
-        uncut = self.read_kl(rollout)
+        uncut = self.read_kl(rollout, False)
+        if excess(uncut) > -SURE * uncut.stderr:
+            uncut = self.read_kl(rollout, True)
         if excess(uncut) <= 0:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
         after = _copies(self.parameters)
@@ -152,7 +155,7 @@ class Ceiling:
         for _ in range(LINE_SEARCH_STEPS):
             middle = (low + high) / 2
             self._place(inside, outside, middle)
-            kl = self.read_kl(rollout)
+            kl = self.read_kl(rollout, True)
             over = excess(kl)
             if over <= 0:
                 low, kept = middle, kl.mean

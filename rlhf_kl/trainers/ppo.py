@@ -161,23 +161,20 @@ class PPOTrainer:
             for groups in (order + neighbours).unbind(1):
                 yield (groups.unsqueeze(1) * together + torch.arange(together)).flatten()
 
-    def kl_now(self, rollout: RolloutBatch) -> Mean:
+    def kl_now(self, rollout: RolloutBatch, whole: bool) -> Mean:
         """Mean KL of the current policy at the rollout's states: that of the rollout, and the change since then.
 
-        The change is read at half of the prompts, where these have ENOUGH responses: before and after at the same
-        states, so it varies much less than the KL.
+        Unless `whole`, the change is read at half of the prompts, where these have ENOUGH responses: before and after
+        at the same states, so it varies much less than the KL.
         """
         unit, mine = self.config.kl.unit, self.ranks.mine(range(len(rollout)))
         half = [row for row in range(len(rollout)) if row // rollout.group % 2 == 0]
-        rows = half if len(half) >= ENOUGH else list(range(len(rollout)))
+        rows = range(len(rollout)) if whole or len(half) < ENOUGH else half
+        read = [row for row in rows if row in mine]
         with unsharded(*self.rollouts.sharded):
             kl = self.reference.size.fit(
                 lambda _: exact_kl_now(
-                    self.model.policy,
-                    self.reference,
-                    rollout,
-                    self.config.rollout.temperature,
-                    [row for row in rows if row in mine],
+                    self.model.policy, self.reference, rollout, self.config.rollout.temperature, read
                 )
             )
         before, change = rollout.kl(unit), rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)

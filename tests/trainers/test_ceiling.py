@@ -30,6 +30,7 @@ class Point:
         self.parameters = [nn.Parameter(torch.tensor([end])), nn.Parameter(torch.tensor([-end, 0.0]))]
         self.before = [torch.tensor([start]), torch.tensor([-start, 0.0])]
         self.law, self.stderr, self.measured = kl, stderr, 0
+        self.wholes: list[bool] = []
 
     @property
     def place(self) -> float:
@@ -37,8 +38,9 @@ class Point:
         assert second == pytest.approx(-first)  # all tensors move together
         return first
 
-    def read(self, rollout: Any = None) -> Mean:
+    def read(self, rollout: Any, whole: bool) -> Mean:
         self.measured += 1
+        self.wholes.append(whole)
         return Mean(self.law(self.place), self.stderr)
 
     def ceiling(self, limit: float | None, *, measures: bool = False, reference: bool = True) -> Ceiling:
@@ -72,10 +74,19 @@ def test_an_update_that_would_cross_is_kept_as_far_as_it_may_go(end: float, stde
     assert not result.pulled_back
 
 
+@pytest.mark.parametrize(("end", "near"), [(0.8, False), (0.85, True), (0.99, True), (1.01, True)])
+def test_near_the_limit_all_states_are_read(end: float, near: bool) -> None:
+    """From 3 standard errors below it on, one more being kept free (0.82 squared), and in the line search."""
+    point = Point(0.0, end, stderr=0.08)
+    point.shorten(1.0)
+    assert point.wholes[:2] == [False, True][: 1 + near]
+    assert all(point.wholes[1:])
+
+
 @pytest.mark.parametrize("start", [0.5, 2.0])  # below and above the limit
 def test_weights_that_are_no_numbers_are_undone(start: float) -> None:
     weight = nn.Parameter(torch.tensor([math.nan]))
-    ceiling = Ceiling([weight], None, lambda _: Mean(float(weight.detach()) ** 2, 0.0), limit=1.0, measures=False)
+    ceiling = Ceiling([weight], None, lambda *_: Mean(float(weight.detach()) ** 2, 0.0), limit=1.0, measures=False)
     result = ceiling.hold(None, [torch.tensor([start])], Mean(start**2, 0.0))  # type: ignore[arg-type]
     assert (result.factor, result.kl_after, weight.item()) == (0.0, start**2, start)
 
