@@ -30,5 +30,6 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where (d
         raise InputError(f"{folder}: cannot be written: {error.strerror}") from None
     config = short_path(str((folder / "mine.yaml").absolute()))
     print(f"Name your model in {config} (policy.model), then\n")
-    for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins"):
+    targets = f"compare --config {config.replace('mine.yaml', 'targets.yaml')} --chain --updates 20"
+    for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins", targets):
         print(f"  {shell_command()} {command}")
