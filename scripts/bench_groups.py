@@ -184,6 +184,20 @@ def figures(run: Run, score: float | None) -> dict[str, float]:
     return found if score is None else found | {"seconds_to_the_score": run.seconds_to(score)}
 
 
+def summary(found: Sequence[Run], score: float | None) -> dict[str, Any]:
+    """The figures of the table, of a side: seconds are medians."""
+
+    def over_seeds(values: Iterable[float]) -> dict[str, float]:
+        every = list(values)
+        return {"mean": fmean(every)} | ({"sd": stdev(every)} if len(every) > 1 else {})
+
+    known = {"update_s": median(run.spent[0] for run in found), "start_s": median(run.start for run in found)}
+    if score is not None:
+        known["seconds_to_the_score"] = median(run.seconds_to(score) for run in found)
+    means = {name: over_seeds(getattr(run, name) for run in found) for name in ("score", "kl", "memory_mb")}
+    return {**known, **means}
+
+
 def spread(values: Iterable[float], places: int) -> str:
     """Mean and standard deviation."""
     every = list(values)
@@ -292,7 +306,8 @@ def main(words: Sequence[str] | None = None) -> None:
         side: {f"{side}-s{n}": figures(run, args.score) for n, run in zip(args.seeds, runs[side], strict=True)}
         for side in runs
     }
-    write_json(args.folder / "bench_groups.json", {"rows": rows})
+    sides = {side: summary(found, args.score) for side, found in runs.items()}
+    write_json(args.folder / "bench_groups.json", {"rows": rows, "summary": sides})
     world = World(args.policy, args.reward, args.prompts, args.batch, args.max_new_tokens, args.epochs)
     sizes: Any = SimpleNamespace(device="cpu", microbatch=args.batch // args.minibatches)
     least = floors(world, sizes, "none", args.dtype, args.max_new_tokens)

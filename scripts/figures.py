@@ -53,7 +53,7 @@ def of_comparison(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_control(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The runs of the rows of `bench_control.py` or `bench_groups.py`."""
+    """The runs of the rows of `bench_control.py`."""
     return dict(found["rows"])
 
 
@@ -78,9 +78,11 @@ def control(what: str, *rows: str) -> Measurement:
 
 def speed(what: str, *options: str) -> Measurement:
     """A `bench_groups.py`."""
-    return Measurement(what, ["scripts/bench_groups.py", "FOLDER", *options], "bench_groups.json", of_control)
+    command = ["scripts/bench_groups.py", "FOLDER", *options]
+    return Measurement(what, command, "bench_groups.json", lambda found: dict(found["summary"]))
 
 
+ONE_PAIR = ("--sides", "rloo", "TRL rloo", "--seeds", "0", "--updates", "7")
 MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
     "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 10
@@ -94,9 +96,14 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         "GiB of each GPU, computed", ["scripts/memory_table.py", "FOLDER/memory.json"], "memory.json"
     ),
     "curves": comparison("a healthy run and three sick ones", "scripts/guide_curves.yaml"),  # 2
-    "speed": speed("seconds beside TRL's RLOO and GRPO"),  # 20; needs TRL, as the two below
-    "speed_llama": speed("the same with a Llama of 43M", "--model", "llama"),  # 15
-    "speed_llama_bfloat16": speed("the same in bfloat16", "--model", "llama", "--dtype", "bfloat16"),  # 10
+    # 9; needs TRL, as the three below
+    "speed": speed("seconds beside TRL's RLOO", "--sides", "gae", "rloo", "TRL rloo", "--betas", "rloo=0.24"),
+    "speed_llama": speed("the same with a Llama of 43M", "--model", "llama", *ONE_PAIR),  # 2
+    "speed_llama_bfloat16": speed("the same in bfloat16", "--model", "llama", "--dtype", "bfloat16", *ONE_PAIR),  # 2
+    "speed_gpt2": speed(  # 4; needs `make .venv-trl-1.12/.ready TRL=1.12`
+        *("GPT-2 small's shape beside TRL's PPO", "--model", "gpt2", "--updates", "5"),
+        *("--peer-python", ".venv-trl-1.12/bin/python"),
+    ),
     "reliability": Measurement(
         "how often a promise of reliability was put to the test, and kept",
         ["scripts/reliability.py", "--out", "FOLDER"],

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "rlhf_kl" / "guide").glob("*.md"))]
-MARK = re.compile(r"<!-- figures: (\w+) -->\n\n?((?:\|.*\n)+)")
+MARK = re.compile(r"<!-- figures: ([\w ]+) -->\n\n?((?:\|.*\n)+)")
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 KEYS = {"what", "command", "commit", "date", "machine", "seeds", "figures"}
 
@@ -54,7 +54,8 @@ TABLES = [(page, name, rows) for page in PAGES for name, rows in marked(page.rea
 
 @pytest.mark.parametrize(("page", "name", "rows"), TABLES, ids=[f"{page.stem}-{name}" for page, name, _ in TABLES])
 def test_each_number_of_a_marked_table_was_measured(page: Path, name: str, rows: list[list[str]]) -> None:
-    figures = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["figures"]
+    found = {each: json.loads((RESULTS / f"{each}.json").read_text(encoding="utf-8")) for each in name.split()}
+    figures = {f"{each}-{key}": entry for each, result in found.items() for key, entry in result["figures"].items()}
     assert rows
     assert wrong_numbers(rows, figures) == []
 
