@@ -101,8 +101,10 @@ class Run(NamedTuple):
 def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
     """A run of `rlhf-kl train` in a process of its own."""
     folder = args.folder / f"{advantage}-s{seed}"
-    config, held_out = args.folder / f"{advantage}-s{seed}.yaml", args.folder / "held_out.jsonl"
+    start = folder.with_suffix(".start")  # seconds of the command before those that the run counts
     if not (folder / "summary.json").exists():
+        config, held_out = args.folder / "base.yaml", args.folder / "held_out.jsonl"
+        config.write_text(SETTINGS, encoding="utf-8")
         with args.prompts.open(encoding="utf-8") as lines:
             other = " ".join([json.loads(next(lines))["prompt"]] * 2)  # no prompt, but of words that the model knows
         held_out.write_text(json.dumps({"text": other, "prompt": other}) + "\n", encoding="utf-8")
@@ -119,10 +121,12 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
         settings |= {"ppo.learning_rate": args.learning_rate, "ppo.total_episodes": args.batch * args.updates}
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), "--quiet", "--overwrite"]
-        config.write_text(SETTINGS, encoding="utf-8")  # now: its time is that of the start
+        began = time.time()
         run_alone([*command, "--output-dir", str(folder), *words])
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    loading = (folder / "summary.json").stat().st_mtime - summary["seconds"] - config.stat().st_mtime
+        file = folder / "summary.json"  # written at the run's end
+        counted = json.loads(file.read_text(encoding="utf-8"))["seconds"]
+        start.write_text(f"{file.stat().st_mtime - counted - began}\n", encoding="utf-8")
+    loading = float(start.read_text(encoding="utf-8"))
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "time/step_s" in row]
     return Run(
         loading + rows[0]["time/elapsed_s"] - rows[0]["time/step_s"],

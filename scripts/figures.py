@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +148,7 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
     """Run a measurement that is not made yet, and write its result; whether it is there."""
     what, words, file, read = MEASUREMENTS[name]
     command, at, result = [*words, *extra], commit(), RESULTS / f"{name}.json"
-    line = " ".join(["python", *command])
+    line = shlex.join(["python", *command])
     if is_made(result, line):
         print(f"{name}: is made")
         return True
