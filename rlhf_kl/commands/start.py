@@ -155,7 +155,8 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     noise = uniforms(len(prompts), setup.sampling.max_new_tokens, config.run.seed, "start")
     responses = respond(setup.policy, prompts, noise, setup.sampling, setup.tokenizer)
     layout = response_layout(responses.prompts, responses.sampled)
-    stats = measure(ActorCritic(setup.policy), ReferenceStates(setup.reference), layout, setup.sampling.temperature)
+    plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
+    stats = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
     results = check_start(
         setup.policy,
         setup.reference,

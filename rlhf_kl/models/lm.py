@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
+from rlhf_kl.models.attention import install
 from rlhf_kl.models.decoding import attends_to_everything, casting_once, decode, keeps_each_token
 from rlhf_kl.models.logits import (
     Head,
@@ -50,6 +51,7 @@ class Trunk(nn.Module):
         """`dtype`: of the layers' computation; `active`: a context for every pass (the switch of an adapter)."""
         super().__init__()
         self.model, self.dtype, self.active = model, dtype, active
+        install()
 
     @property
     def module(self) -> nn.Module:

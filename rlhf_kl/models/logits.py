@@ -140,15 +140,16 @@ class _RoundedProduct(torch.autograd.Function):
         del weight
         ctx.save_for_backward(hidden, centred)
         with _rounding(), torch.autocast(hidden.device.type, enabled=False):
-            return torch.addmm(shift, hidden - mean, centred.T)
+            return torch.mm(hidden - mean, centred.T).add_(shift)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, centred = ctx.saved_tensors
-        with _rounding(), torch.autocast(hidden.device.type, enabled=False):
-            to_hidden = grad @ centred if ctx.needs_input_grad[0] else None
-            to_weight = grad.T @ hidden if ctx.needs_input_grad[1] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            rounded = grad.bfloat16()  # gradients in bfloat16, as those of the layers
+            to_hidden = (rounded @ centred.bfloat16()).float() if ctx.needs_input_grad[0] else None
+            to_weight = (rounded.T @ hidden.bfloat16()).float() if ctx.needs_input_grad[1] else None
         return to_hidden, to_weight, None, None, None
 
 

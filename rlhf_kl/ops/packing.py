@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Fixed cost of a pass, in tokens: padding a row is cheaper than another pass if it adds fewer tokens.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
-WORTH_SHARING = 0.25  # share of a batch's tokens that must repeat another row's prompt
+WORTH_SHARING = 0.1  # share of a batch's tokens that must repeat another row's prompt
 KEYS_AND_VALUES = 4  # tokens of a copied prompt (keys and values only) that take the memory of one computed token
 
 

@@ -20,13 +20,6 @@ PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
 LESS_TO_READ = "a lower rollout.max_new_tokens, or an adapter (policy.lora={}) needs less"
 
 
-def reading_passes(layout: Layout, rows: Sequence[int] | None = None, most_rows: int = PASS_ROWS) -> Iterator[Packed]:
-    """Rows of a batch (default: all) in passes without gradients."""
-    tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
-    chosen = range(len(layout.lengths)) if rows is None else rows
-    return layout.passes(chosen, most_rows=most_rows, most_tokens=tokens)
-
-
 class ReferenceStates:
     """The reference's last hidden states at a rollout's states, computed once.
 
@@ -34,15 +27,18 @@ class ReferenceStates:
     loss, and the ceiling.
     """
 
-    def __init__(self, lm: LM) -> None:
-        self.lm = lm
+    def __init__(self, lm: LM, share: bool = True) -> None:
+        """`share`: a pass may read a prompt once for several rows, as the sampler does."""
+        self.lm, self.share = lm, share
         self.hidden = torch.empty(0)  # (tokens, H)
         self.stored: Tensor | None = None  # (tokens, V) logits, where they fit into one chunk and memory has room
         self.size = PassSize(PASS_ROWS, "reading a rollout", LESS_TO_READ)  # of all passes over a rollout
 
     def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
         """Rows of a batch (default: all) in passes without gradients, as large as fit."""
-        return reading_passes(layout, rows, self.size.rows)
+        tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
+        chosen = range(len(layout.lengths)) if rows is None else rows
+        return layout.passes(chosen, most_rows=self.size.rows, most_tokens=tokens, share=self.share)
 
     @torch.no_grad()
     def read(self, layout: Layout) -> None:

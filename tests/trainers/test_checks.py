@@ -36,7 +36,8 @@ def check(letters: Any) -> Callable[..., list[str]]:
         prompts, own = checked_prompts(PromptStream(texts, letters, 4, 0)), lm(policy, dtype)
         other = lm(reference if share else freeze(reference), dtype)
         sampled = own.sample(prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
-        stats = measure(ActorCritic(own), ReferenceStates(other), response_layout(prompts, sampled), 0.8)
+        plain = ReferenceStates(other, share=False)
+        stats = measure(ActorCritic(own), plain, response_layout(prompts, sampled), 0.8)
         float32 = dtype == torch.float32
         return check_start(own, other, sampled, stats, reference_is_initial_policy=initial, float32=float32)
 
