@@ -23,8 +23,8 @@ WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of a log line's columns
 class RunStatus:
     """The newest row of a run, and figures of earlier rows to compare with."""
 
-    def __init__(self, total: int, target: float | None, unit: Unit) -> None:
-        """`total`: updates of the run, 0 where unknown; `target` in nats per `unit`."""
+    def __init__(self, total: int, target: float, unit: Unit) -> None:
+        """`total`: updates of the run; `target` in nats per `unit`."""
         self.total, self._target, self._unit = total, target, unit
         self._row: Mapping[str, Any] = {}
         self._first: dict[str, float] = {}
@@ -57,14 +57,14 @@ class RunStatus:
 
     def _seconds_left(self) -> float | None:
         done = self._number("step")
-        if done is None or not self._seconds or not self.total:
+        if done is None or not self._seconds:
             return None
         return max(0.0, self.total - done) * fmean(self._seconds)
 
     def _kl(self) -> tuple[float | None, float | None]:
         """The KL in the target's unit, and as a multiple of the target."""
         kl = self._number(f"kl/{self._unit}")
-        return kl and round(kl, 7), None if kl is None or not self._target else kl / self._target
+        return (None, None) if kl is None else (round(kl, 7), kl / self._target)
 
     # ---- a line of a log
 
@@ -77,10 +77,9 @@ class RunStatus:
         kl, ratio = self._kl()
         left, speed = self._seconds_left(), self._number("perf/tokens_per_s")
         perplexity, self._perplexity_is_new = self._perplexity if self._perplexity_is_new else None, False
-        step = f"{self._row.get('step', '-')}"
         return _columns(
             (
-                f"{step}/{self.total}" if self.total else step,
+                f"{self._row.get('step', '-')}/{self.total}",
                 f"{self._row.get('episodes', '-')}",
                 format_number(self._number("objective/scores"), 4),
                 format_number(kl, 4),
@@ -113,10 +112,8 @@ class RunStatus:
 
     def _progress(self) -> Pieces:
         step = int(self._number("step") or 0)
-        pieces: Pieces = [(f"{step}/{self.total}  " if self.total else f"{step}  ", "")]
-        if self.total:
-            filled = round(16 * min(1.0, step / self.total))
-            pieces += [("━" * filled, "cyan"), ("─" * (16 - filled), "dim")]
+        filled = round(16 * min(1.0, step / self.total))
+        pieces: Pieces = [(f"{step}/{self.total}  ", ""), ("━" * filled, "cyan"), ("─" * (16 - filled), "dim")]
         if (left := self._seconds_left()) is not None:
             pieces.append((f"  {duration(left)} left" if left > 0 else "  last update done", ""))
         if (speed := self._number("perf/tokens_per_s")) is not None:
@@ -138,10 +135,8 @@ class RunStatus:
 
     def _kl_pieces(self) -> Pieces:
         kl, ratio = self._kl()
-        if kl is None:
+        if kl is None or ratio is None:
             return []
-        if ratio is None or self._target is None:
-            return [(f"{format_number(kl, 4)} nats, no target", "")]
         above = (f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow")
         inside = abs(ratio - 1) <= IN_BAND
         label, style = ("in band", "green") if inside else ("below", "yellow") if ratio < 1 else above
@@ -168,7 +163,7 @@ class RunStatus:
     def _perplexity_pieces(self) -> Pieces:
         if self._perplexity is None:
             return []
-        when = "after training" if 0 < self.total < self._evaluated else f"update {self._evaluated}"
+        when = "after training" if self.total < self._evaluated else f"update {self._evaluated}"
         first = f"; {format_number(self._first['eval/perplexity'])} at the start" if self._evaluated > 1 else ""
         return [(f"{format_number(self._perplexity)} held-out, {when}", ""), (first, "dim")]
 
