@@ -22,7 +22,7 @@ from rlhf_kl.config.schema import RewardModelConfig, Section, SFTConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.monitors import worded
-from rlhf_kl.run.folder import FULL, room_words, sweep, write_folder
+from rlhf_kl.run.folder import FULL, sweep, write_folder
 from rlhf_kl.run.log import write_json
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.trainers.supervised import SupervisedTrainer
@@ -176,18 +176,14 @@ class World:
 
 @contextlib.contextmanager
 def _cache_failures() -> Iterator[None]:
-    """Report an OSError of the cache as such; the run would report its own folder.
-
-    Errors: RunFailed for a full disk, InputError for a folder that cannot be used.
-    """
+    """Errors: RunFailed for a full disk, else InputError; the run would report its own folder."""
     try:
         yield
     except OSError as error:
         folder = cache_folder()
-        message = f"{folder}: the built-in world cannot be kept there: {error.strerror or error}"
-        if error.errno in FULL:
-            raise RunFailed(f"{message}: {room_words(folder)}, or name another folder in RLHF_KL_CACHE") from error
-        raise InputError(f"{message}: name another folder in RLHF_KL_CACHE") from error
+        reason = f"the built-in world cannot be kept there: {error.strerror or error}"
+        kind = RunFailed if error.errno in FULL else InputError
+        raise kind(f"{folder}: {reason}: make room there, or name another folder in RLHF_KL_CACHE") from error
 
 
 def _versions() -> dict[str, str]:

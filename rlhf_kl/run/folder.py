@@ -202,19 +202,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def room_words(place: Path) -> str:
-    """The free room on the disk of `place`, which need not exist, as text."""
-    existing = next((p for p in (place, *place.parents) if p.exists()), Path("/"))
-    return f"{shutil.disk_usage(existing).free / 1e6:.1f} MB are free: make room there, or look at your quota"
-
-
 def disk_message(folder: RunFolder, error: OSError) -> str | None:
     """The words for an error of the disk or of the run's folder; None for another one."""
     place = Path(error.filename or folder.path)
     if error.errno in FULL:
         sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in folder.checkpoints.glob("step-*")]
         need = f"a checkpoint takes {max(sizes) / 1e6:.1f} MB, " if sizes else ""
-        return f"{place}: {error.strerror}: {need}{room_words(place)}"
+        free = f"{shutil.disk_usage(folder.path).free / 1e6:.1f} MB are free"
+        return f"{place}: {error.strerror}: {need}{free}: make room there, or look at your quota"
     inside = error.filename is not None and place.absolute().is_relative_to(folder.path.absolute())
     return f"{place}: {error.strerror}" if inside else None
 
