@@ -15,7 +15,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import accumulate
@@ -172,7 +172,11 @@ _SECRETS: dict[str, str] = {}  # values that were filled in -> how they are writ
 
 def filled(value: Any) -> Any:
     """A value with the variables in its texts filled in; one that is not set stays as written."""
-    return _with_texts(value, lambda text: _VARIABLE.sub(_fill, text))
+    if isinstance(value, str):
+        return _VARIABLE.sub(_fill, value)
+    if isinstance(value, dict):
+        return {key: filled(item) for key, item in value.items()}
+    return [filled(item) for item in value] if isinstance(value, list) else value
 
 
 def _fill(match: re.Match[str]) -> str:
@@ -186,31 +190,8 @@ def _fill(match: re.Match[str]) -> str:
 
 def hidden(text: str) -> str:
     """A text with variables as they are written in place of their values."""
-    return _replaced(text, _SECRETS)
-
-
-def as_written(state: Any) -> Any:
-    """The state of a plugin with variables as they are written in place of their values, for a file."""
-    return _with_texts(state, hidden)
-
-
-def as_filled(state: Any) -> Any:
-    """The state that `as_written` was made of; only variables that a config of this process has written are filled."""
-    values = {written: value for value, written in _SECRETS.items()}
-    return _with_texts(state, lambda text: _replaced(text, values))
-
-
-def _replaced(text: str, values: Mapping[str, str]) -> str:
-    keys = sorted(values, key=len, reverse=True)  # one may be a part of another one
-    return re.sub("|".join(map(re.escape, keys)), lambda match: values[match[0]], text) if keys else text
-
-
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _with_texts(item, change) for key, item in value.items()}
-    return [_with_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
+    values = sorted(_SECRETS, key=len, reverse=True)  # one may be a part of another one
+    return re.sub("|".join(map(re.escape, values)), lambda match: _SECRETS[match[0]], text) if values else text
 
 
 def missing_variables(value: Any, key: str) -> list[str]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from rlhf_kl.distributed import NamedTensors, load_slots, load_tensors
 from rlhf_kl.errors import InputError
-from rlhf_kl.plugins import as_filled, as_written
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
 
 FORMAT = 8  # of the state; raised when older checkpoints cannot be resumed any more
@@ -45,8 +44,7 @@ class Checkpoint:
                 f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
                 "--overwrite starts anew, another --output-dir keeps it"
             )
-        filled: dict[str, Any] = as_filled(state)
-        return filled
+        return state
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights into a module of the same shape, with tied tensors."""
@@ -87,7 +85,7 @@ def save_checkpoint(
     def write(place: Path) -> None:
         _write_shards(place / "model", model)
         _write_shards(place / "optimizer", optimizer)
-        (place / "state.json").write_text(json.dumps(as_written({"format": FORMAT, **state})), encoding="utf-8")
+        (place / "state.json").write_text(json.dumps({"format": FORMAT, **state}), encoding="utf-8")
         (place / CONTENTS).write_text(json.dumps(_contents(place)), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"

@@ -14,7 +14,6 @@ from rlhf_kl.distributed import slots_of, tensors_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue
-from rlhf_kl.plugins import filled
 from rlhf_kl.run import checkpoint
 from rlhf_kl.run.checkpoint import FORMAT, Checkpoint, checkpoints, newest_whole, prune, save_checkpoint
 from rlhf_kl.trainers.optim import adamw
@@ -40,17 +39,6 @@ def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
     for (name, a), b in zip(first.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert other["policy"].lm_head.weight is other["policy"].transformer.wte.weight
-
-
-def test_a_variables_value_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a plugin keeps it in its state; numbers that look like it stay."""
-    monkeypatch.setenv("MY_CODE", "20261123")
-    assert filled("key ${MY_CODE}") == "key 20261123"
-    state = {"key": ["Bearer 20261123", 0.20261123], "other": "${HOME}"}
-    saved = save_checkpoint(tmp_path, 1, [], [], state)
-    text = (saved.path / "state.json").read_text()
-    assert '["Bearer ${MY_CODE}", 0.20261123]' in text
-    assert saved.state() == state | {"format": FORMAT}
 
 
 def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
