@@ -62,29 +62,6 @@ def memory_for(work: str, change: str) -> Iterator[None]:
         raise MemoryFull(f"memory is full: {work}", change) from error
 
 
-def fitting_batches(total: int, rows: int, work: Callable[[int, int], Result], change: str) -> Iterator[Result]:
-    """`work(start, stop)` for rows 0 to `total`, `rows` at a time: half as many after they do not fit.
-
-    For work on independent rows. Errors: MemoryFull, with `change`, if a single row does not fit.
-    """
-    start = 0
-    while start < total:
-        stop = min(start + rows, total)
-        try:
-            result = work(start, stop)
-        except Exception as error:
-            if not memory_is_full(error):
-                raise
-            if stop - start == 1:
-                raise MemoryFull("memory is full: a single row does not fit", change) from error
-            rows = (stop - start) // 2
-        else:
-            yield result
-            start = stop
-            continue
-        free_cached_memory()
-
-
 def kept_per_token(model: Any) -> int:
     """Numbers that a pass with gradients keeps per token, without logits; correct to about a third."""
     shape = model.config.get_text_config()
@@ -153,3 +130,17 @@ class PassSize:
             undo()
             free_cached_memory()
             self.halve_to(tried // 2)
+
+
+def fitting_batches(total: int, rows: int, work: Callable[[int, int], Result], change: str) -> Iterator[Result]:
+    """`work(start, stop)` for independent rows 0 to `total`, `rows` at a time. Errors: as of `PassSize.fit`."""
+    size, start = PassSize(rows, "a batch", change), 0
+
+    def attempt(count: int) -> tuple[int, Result]:
+        stop = min(start + count, total)
+        size.tries(stop - start)
+        return stop, work(start, stop)
+
+    while start < total:
+        start, result = size.fit(attempt)
+        yield result

@@ -75,7 +75,7 @@ def test_every_row_comes_once_in_batches_that_fit(total: int, fits: int) -> None
 
 
 def test_a_row_that_does_not_fit_says_what_to_change() -> None:
-    with pytest.raises(MemoryFull, match="a single row does not fit: shorter texts") as caught:
+    with pytest.raises(MemoryFull, match="a batch of one row does not fit: shorter texts") as caught:
         list(fitting_batches(5, 4, lambda *_: torch.empty(1 << 60), "shorter texts"))
     assert caught.value.exit_code == 1
     with pytest.raises(RuntimeError, match="size of tensor"):

@@ -175,7 +175,7 @@ def test_full_memory_halves_a_pass_and_changes_no_sample_or_is_one_line(
     small_device(32, length=8)
     outcome = rlhf_kl("generate", "--prompt", "abcdabcdabcd", "--run", "run", "--quiet")
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
-    assert outcome.err.startswith("error: memory is full: a single row does not fit: ")
+    assert outcome.err.startswith("error: memory is full: a batch of one row does not fit: ")
 
 
 # ---- whose code runs ----
