@@ -95,22 +95,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoardWriter:
-    """Scalars and text samples of one run, in one event file: a view of `metrics.jsonl`.
-
-    accelerate's tracker could not write a file anew.
-    """
+    """Scalars and text samples of one run, in one event file, which accelerate's tracker could not write anew."""
 
     def __init__(self, folder: RunFolder) -> None:
         """Replace the event files by one with the rows of the run so far."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside tensorboard and its protobuf
-            from torch.utils.tensorboard import summary, writer
+            from torch.utils.tensorboard import SummaryWriter
 
             folder.tensorboard.mkdir(parents=True, exist_ok=True)
             for old in folder.event_files():
                 old.unlink()
-            self._summary = summary
-            self._writer = writer.FileWriter(str(folder.tensorboard), flush_secs=10)
+            self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
         for row in read_jsonl(folder.metrics):
             self.row(row)
         for sample in read_jsonl(folder.samples):
@@ -120,9 +116,9 @@ class TensorBoardWriter:
         """Every finite number of a metrics row as a scalar at the row's `step`; alerts as text."""
         step = int(row["step"])
         for name, value in _figures(row).items():
-            self._writer.add_summary(self._summary.scalar(name, value), step)
+            self._writer.add_scalar(name, value, step)
         if alerts := row.get("alerts"):
-            self._add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
+            self._writer.add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
         self._writer.flush()
 
     def sample(self, sample: Mapping[str, Any]) -> None:
@@ -131,10 +127,7 @@ class TensorBoardWriter:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None)
         prompt, response = (_verbatim(str(sample[name])) for name in ("prompt", "response"))
         markdown = "\n\n".join(("**prompt**", prompt, "**response**", response, figures))
-        self._add_text("samples", markdown, int(sample["step"]))
-
-    def _add_text(self, name: str, markdown: str, step: int) -> None:
-        self._writer.add_summary(self._summary.text(name, markdown), step)
+        self._writer.add_text("samples", markdown, int(sample["step"]))
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is left."""
