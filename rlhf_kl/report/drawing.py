@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from rlhf_kl.report.control import BAND
@@ -128,9 +127,9 @@ def thin(values: Sequence[float]) -> list[float]:
 
 
 def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "", footer: str = "") -> None:
-    """Charts side by side in one picture, under a heading; a single one is legible at the width of a phone.
+    """Charts side by side under a heading, on white; a single one is legible at the width of a phone.
 
-    They lie on a light card of their own, which a dark page shows too. The format is that of the path's suffix.
+    The format is that of the path's suffix.
     """
     rows = -(-len(charts) // columns)
     height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading) + 0.3 * bool(footer)
@@ -156,20 +155,8 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
                 chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
                 fontsize=size * 0.9, color=colour("muted"), va="bottom", in_layout=False,
             )  # fmt: skip
-        card = FancyBboxPatch(
-            (0.008, 0.008),
-            0.984,
-            0.984,
-            boxstyle="round,pad=0,rounding_size=0.02",
-            transform=figure.transFigure,
-            facecolor="white",
-            edgecolor=colour("grid"),
-            zorder=-1,
-            mutation_aspect=figure.get_figwidth() / height,
-        )
-        figure.add_artist(card)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI, transparent=True)
+        figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
 
