@@ -23,19 +23,7 @@ if TYPE_CHECKING:
     from rlhf_kl.ops.kl import importance, k1, k2, k3, kl_penalty, rewards_with_kl
     from rlhf_kl.ops.logprobs import exact_kl
 
-_CONTROLLERS = (
-    "KLController",
-    "AdaptiveKL",
-    "DualKL",
-    "ExponentialKL",
-    "FixedKL",
-    "PIDKL",
-    "ScheduledKL",
-    "ThresholdKL",
-    "ZieglerKL",
-)
-_HOMES = {
-    **dict.fromkeys(_CONTROLLERS, "rlhf_kl.kl_controllers"),
+_OPS = {
     **dict.fromkeys(("k1", "k2", "k3", "importance", "kl_penalty", "rewards_with_kl"), "rlhf_kl.ops.kl"),
     "exact_kl": "rlhf_kl.ops.logprobs",
 }
@@ -61,9 +49,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_OPS.get(name, "rlhf_kl.kl_controllers")), name)
 
 
 def __dir__() -> list[str]:
