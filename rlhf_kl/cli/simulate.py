@@ -14,6 +14,7 @@ from rlhf_kl.cli.options import Set
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
+    from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.kl_controllers import GuardedController
     from rlhf_kl.simulate import SimulatedUpdate
 
@@ -99,7 +100,7 @@ def _setup(
     options: dict[str, Any] = {}
     total, length = None, None
     if config is not None:
-        run = load_config("train", config, sets)
+        run: TrainConfig = load_config("train", config, sets)
         section = run.kl.controller
         if kind is None or stored_name(kind) == section.kind:
             kind, options = section.kind, {name: v for name, v in section.arguments.items() if name != "coef"}

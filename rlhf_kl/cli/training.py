@@ -70,7 +70,7 @@ def _settings(kind: Kind, config: str, changes: list[str], updates: int | None) 
     from rlhf_kl.config.plugins import check_plugins
 
     check_updates(updates, changes)
-    settings: Any = load_config(kind, config, changes)
+    settings = load_config(kind, config, changes)
     if updates is not None:
         changes = [*changes, f"ppo.total_episodes={updates * settings.rollout.batch_size}"]
         settings = load_config(kind, config, changes)

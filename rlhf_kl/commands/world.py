@@ -103,7 +103,7 @@ class World:
 
     def policy(self) -> Path:
         """Folder of the pre-trained policy with its tokenizer."""
-        config = load_config("sft", "sft_reviews.yaml", [f"data.texts={self.ref}", *self.spec.sft])
+        config: SFTConfig = load_config("sft", "sft_reviews.yaml", [f"data.texts={self.ref}", *self.spec.sft])
         settings = config.model_dump_json(include={"policy": {"model", "architecture"}, "sft": True})
         key = part_key(self.spec, _versions(), [settings])
         return self._part(f"policy-{key}", lambda folder: self._train(config, "policy", folder))
@@ -111,7 +111,9 @@ class World:
     def reward_model(self) -> Path:
         """Folder of the reward model."""
         places = [f"policy.model={self.ref}", f"data.pairs={self.ref}"]
-        config = load_config("reward-model", "reward_reviews.yaml", [*places, *self.spec.reward_model])
+        config: RewardModelConfig = load_config(
+            "reward-model", "reward_reviews.yaml", [*places, *self.spec.reward_model]
+        )
         settings = config.model_dump_json(include={"policy": {"model"}, "reward_model": True})
         key = part_key(self.spec, _versions(), [self.policy().name, settings])
         return self._part(f"reward-{key}", lambda folder: self._train(config, "reward model", folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, cast
 
 from rlhf_kl.config.errors import check_mapping
 from rlhf_kl.config.paths import find_config, missing_sources, with_absolute_paths
@@ -15,9 +15,7 @@ from rlhf_kl.config.schema import (
     AnyConfig,
     ControllerSection,
     Kind,
-    RewardModelConfig,
     RewardSection,
-    SFTConfig,
     TrainConfig,
 )
 from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
@@ -39,21 +37,10 @@ BY_KIND: dict[str, type[RewardSection] | type[ControllerSection]] = {
 }
 
 
-@overload
-def load_config(kind: Literal["train"], file: str | Path, overrides: Sequence[str] = ()) -> TrainConfig: ...
-@overload
-def load_config(kind: Literal["sft"], file: str | Path, overrides: Sequence[str] = ()) -> SFTConfig: ...
-@overload
-def load_config(
-    kind: Literal["reward-model"], file: str | Path, overrides: Sequence[str] = ()
-) -> RewardModelConfig: ...
-
-
-def load_config(kind: Kind, file: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
-    """Read, merge and check a config.
+def load_config(kind: Kind, file: str | Path, overrides: Sequence[str] = ()) -> Any:
+    """Read, merge and check the config of this kind. Raises InputError with every problem.
 
     file: see `find_config`. overrides: "a.b=value" each, the value in YAML; together one mapping on top of the file.
-    Raises InputError with every problem.
     """
     return _load(kind, find_config(file), {}, overrides)[1]
 

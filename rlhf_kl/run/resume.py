@@ -59,7 +59,7 @@ def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
 
     Errors: InputError with the list of the changes that matter.
     """
-    before = load_config(kind_of(config), folder.config, [])
+    before: AnyConfig = load_config(kind_of(config), folder.config)
     lines = [line for line in config_diff(before, config) if not line.startswith(FREE_TO_CHANGE)]
     if _may_grow(before, config):
         lines = [line for line in lines if not line.startswith("ppo.total_episodes:")]
