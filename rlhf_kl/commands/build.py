@@ -115,10 +115,7 @@ def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
 
 
 def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tuple[LM, bool]:
-    """The frozen model that the KL is measured to, and whether it is the starting policy.
-
-    For a policy with an adapter it is the same model at its start, or its base, without a second copy of the weights.
-    """
+    """The frozen model that the KL is measured to (of an adapter no copy), and whether the policy starts as it."""
     ref, policy, dtype = config.reference.model, loaded.model, compute_dtype(config.run.dtype)
     with blame("reference.model"):
         folder = loaded.folder if ref is None else loader.folder(ref)
@@ -169,11 +166,9 @@ def prompt_format(data: PromptsSection) -> PromptFormat:
 
 
 def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
-    """The policy with its value function, if it has one.
+    """The policy with its value function, if any; `mean`, `std`: of the reference's shaped scores.
 
-    It is a critic on features, a zero head on the policy's trunk, or a separate model. A separate model starts from
-    the reward model if that reads the policy's tokens, else from the policy. `mean`, `std`: of the reference's shaped
-    scores.
+    A separate model starts from the reward model if that reads the policy's tokens, else from the policy.
     """
     policy, device, dtype = setup.policy, setup.policy.device, compute_dtype(config.run.dtype)
     if config.critic is None:
@@ -203,15 +198,12 @@ def feature_count(setup: Setup) -> int:
 
 
 def feature_rewards(setup: Setup) -> list[RewardModel]:
-    """The reward models that can read whole responses as the policy's tokens."""
+    """The reward models that can read the policy's tokens."""
     return [model for model in setup.scorers.trained.models.values() if _reads_rows_of(setup, model)]
 
 
 def _reads_rows_of(setup: Setup, reward: RewardModel) -> bool:
-    """Whether it can read prompts and responses as the policy's tokens, whole, with one state for each token.
-
-    An encoder cannot: its states depend on later tokens.
-    """
+    """Whether it can read prompts and responses as the policy's tokens, whole; an encoder's states see later tokens."""
     if reward.encoder or reward.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
         return False
     # A policy can draw ids that its tokenizer lacks.
@@ -221,10 +213,7 @@ def _reads_rows_of(setup: Setup, reward: RewardModel) -> bool:
 
 
 def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
-    """Shard models by `policy.shard` and `reference.shard`, before an optimizer is made; `setup.sharded` lists them.
-
-    A value head and a critic on features are small and stay whole.
-    """
+    """Shard models, before an optimizer is made; `setup.sharded` lists them. A head and a critic are small: whole."""
     policy, device = setup.policy, setup.policy.device
     if config.policy.shard:
         one = pack_last([[0]], device)
@@ -265,43 +254,22 @@ def build_trainer(
     clock: Clock,
     ranks: Ranks,
 ) -> PPOTrainer:
-    """Wire the trainer."""
+    """The trainer with its parts. `coef`: the starting beta."""
     model = build_value(config, setup, shaping, scores.mean, scores.spread or 1.0)
     shard_models(config, setup, model)
     reference = ReferenceStates(setup.reference)
     features = StateFeatures(model.critic, feature_rewards(setup)) if model.critic is not None else None
     rows = ranks.mine(range(config.rollout.batch_size))
     sampler = Sampler(setup.policy, setup.prompts, setup.tokenizer, setup.sampling, config.run.seed, rows)
-    assessor = Assessor(
-        model,
-        reference,
-        features,
-        setup.scorers,
-        shaping,
-        config.rollout.temperature,
-        config.rollout.samples_per_prompt,
-    )
-    return PPOTrainer(
-        config,
-        model,
-        adamw(
-            model.policy.module,
-            learning_rate(config, setup.policy.module),
-            config.ppo.weight_decay,
-            model.critic,
-            config.ppo.critic_learning_rate,
-            value=model.value,
-        ),
-        Rollouts(
-            clock.timed("time/rollout_s")(sampler),
-            clock.timed("time/score_s")(assessor),
-            ranks,
-            setup.sharded,
-        ),
-        reference,
-        configured_controller(config.kl, config.ppo, config.rollout, coef),
-        features,
-    )
+    sample = clock.timed("time/rollout_s")(sampler)
+    temperature, group = config.rollout.temperature, config.rollout.samples_per_prompt
+    assessor = Assessor(model, reference, features, setup.scorers, shaping, temperature, group)
+    rollouts = Rollouts(sample, clock.timed("time/score_s")(assessor), ranks, setup.sharded)
+    policy, ppo = model.policy.module, config.ppo
+    rate = learning_rate(config, policy)
+    optimizer = adamw(policy, rate, ppo.weight_decay, model.critic, ppo.critic_learning_rate, value=model.value)
+    controller = configured_controller(config.kl, ppo, config.rollout, coef)
+    return PPOTrainer(config, model, optimizer, rollouts, reference, controller, features)
 
 
 def learning_rate(config: TrainConfig, policy: Any) -> float:
