@@ -125,28 +125,12 @@ class RolloutBatch:
     device: torch.device = CPU  # of forward passes
     begin: int = 0  # the first row whose states this process holds
 
-    def __post_init__(self) -> None:
-        b, t = self.response_ids.shape
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        for name, value in [*tensors.items(), *self.scores.items(), *self.penalties.items()]:
-            expected: tuple[int, ...] = (b, t)
-            if name.startswith("prompt_"):
-                expected = (b, self.prompt_ids.shape[1])
-            elif name in ("shaped_scores", "ended") or name not in tensors:
-                expected = (b,)
-            if tuple(value.shape) != expected:
-                raise ValueError(f"RolloutBatch.{name} has shape {tuple(value.shape)}, expected {expected}")
-
     def __len__(self) -> int:
         return len(self.response_ids)
 
     def cpu(self) -> RolloutBatch:
         """A copy on the CPU."""
-        moved: dict[str, Any] = {
-            column.name: value.cpu()
-            for column in fields(self)
-            if isinstance(value := getattr(self, column.name), Tensor)
-        }
+        moved = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
     def mean(self, x: Tensor, unit: Unit = "token", rows: Sequence[int] | slice = slice(None)) -> Mean:
