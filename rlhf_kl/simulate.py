@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers.guarded import GuardedController
@@ -28,10 +28,9 @@ class SimulatedUpdate(NamedTuple):
 
 
 def tilt_law(scores: Sequence[float]) -> Callable[[float], float]:
-    """beta -> KL per sequence of the tilt of these reference scores; saturates at log(their number).
+    """beta -> KL per sequence of the tilt of these scores, tabulated; linear in both logarithms between the points.
 
-    Tabulated once, since a benchmark evaluates it thousands of times. Linear in both logarithms between the points;
-    below the least beta the KL is constant, above the largest it falls with beta^2 (the limit of every tilt).
+    Below the least beta the KL is constant, above the largest it falls with beta^2 (the limit of every tilt).
     """
     spread = math.sqrt(math.fsum((s - math.fsum(scores) / len(scores)) ** 2 for s in scores) / len(scores))
     betas = [spread * LEAST_COEF * math.exp(0.1 * i) for i in range(121)]
@@ -86,41 +85,34 @@ class Plant:
 
 
 def simulate_sequence(
-    controller: Any, kls: Sequence[float], episodes: int = 64, alerts: list[str] | None = None
+    controller: GuardedController, kls: Sequence[float], episodes: int, alerts: list[str]
 ) -> list[SimulatedUpdate]:
     """Update the controller with `kls` (nats, the target's unit), one per update of `episodes` responses.
 
-    controller: a `GuardedController`, or any that it can guard. A KL that is not finite moves nothing.
-    alerts: a list that the controller's alerts are added to, each with its step in front.
+    `alerts` gets the controller's, each with its step in front. A KL that is not finite moves nothing.
     """
-    guarded = _guarded(controller)
     rows = []
     for step, kl in enumerate(kls, start=1):
-        coef = guarded.coef
-        facts = guarded.update(kl, episodes)
-        if alerts is not None:
-            alerts.extend(f"step {step}: {alert}" for alert in worded(facts))
-        rows.append(SimulatedUpdate(step, kl, coef, guarded.coef))
+        coef = controller.coef
+        alerts += [f"step {step}: {alert}" for alert in worded(controller.update(kl, episodes))]
+        rows.append(SimulatedUpdate(step, kl, coef, controller.coef))
     return rows
 
 
-def simulate_plant(controller: Any, plant: Plant, updates: int = 60, episodes: int = 64) -> list[SimulatedUpdate]:
+def simulate_plant(
+    controller: GuardedController, plant: Plant, updates: int = 60, episodes: int = 64
+) -> list[SimulatedUpdate]:
     """Close the loop in the trainer's order: measure, update the policy at coef, then update coef."""
-    guarded = _guarded(controller)
     rows = []
     for step in range(1, updates + 1):
-        kl, before, coef = plant.measure(), plant.root_kl, guarded.coef
+        kl, before, coef = plant.measure(), plant.root_kl, controller.coef
         plant.advance(coef)
         # Measured at the same states: both values have the same noise factor as `kl`.
         after = (kl / before**2 if before else 1.0 / plant.length) * plant.root_kl**2
-        guarded.observe_update(kl, after, after)
-        guarded.update(kl, episodes)
-        rows.append(SimulatedUpdate(step, kl, coef, guarded.coef))
+        controller.observe_update(kl, after, after)
+        controller.update(kl, episodes)
+        rows.append(SimulatedUpdate(step, kl, coef, controller.coef))
     return rows
-
-
-def _guarded(controller: Any) -> GuardedController:
-    return controller if isinstance(controller, GuardedController) else GuardedController(controller)
 
 
 def conclusion(rows: Sequence[SimulatedUpdate], target: float) -> list[str]:

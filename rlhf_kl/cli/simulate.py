@@ -61,7 +61,7 @@ def simulate(
         notes += worded(setup.controller.start_facts(setup.updates, setup.episodes))
         rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
     else:
-        rows = simulate_sequence(setup.controller, kls, setup.episodes, alerts=notes)
+        rows = simulate_sequence(setup.controller, kls, setup.episodes, notes)
     for note in notes:
         print(note, file=sys.stderr)
     if plot is not None:
