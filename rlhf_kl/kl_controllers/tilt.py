@@ -89,10 +89,7 @@ def tilted(scores: Sequence[float], coef: float, groups: Sequence[Hashable] | No
     """KL, score gain and effective sample size of the tilt at `coef`.
 
     groups: the prompt of each score, where each prompt is tilted by itself; None = one sample.
-    Raises ValueError when there are no scores or coef is not above 0.
     """
-    if not scores or not coef > 0.0:
-        raise ValueError("tilted needs at least one score and a coef above 0")
     if groups is not None:
         parts = _members(scores, groups)
         kls, gains, sizes = zip(*(tilted(part, coef) for part in parts), strict=True)
@@ -166,8 +163,6 @@ def _members(scores: Sequence[float], groups: Sequence[Hashable] | None) -> list
     """The scores of each group, in the order of their first score; one group if there are no others."""
     if groups is None:
         return [list(scores)]
-    if len(scores) != len(groups):
-        raise ValueError(f"{len(scores)} scores but {len(groups)} groups")
     members: dict[Hashable, list[float]] = defaultdict(list)
     for score, group in zip(scores, groups, strict=True):
         members[group].append(float(score))
