@@ -32,17 +32,14 @@ class Permissions:
         """The config of a run with these permissions and no others. Errors: InputError if there is no run."""
         folder.require_run()
         config = load_run_config(folder.config, plugins=self.plugins)
-        return self._put_into(config, remote_code=self.remote_code, pickle=self.pickle)
+        run = config.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
+        return self.added_to(config.model_copy(update={"run": run}))
 
     def added_to(self, config: TrainConfig) -> TrainConfig:
         """A config that the user chose, with these permissions beside its own."""
-        run = config.run
-        remote_code, pickle = self.remote_code or run.trust_remote_code, self.pickle or run.allow_pickle
-        return self._put_into(config, remote_code=remote_code, pickle=pickle)
-
-    def _put_into(self, config: TrainConfig, *, remote_code: bool, pickle: bool) -> TrainConfig:
-        allowed = {"trust_remote_code": remote_code, "allow_pickle": pickle}
-        return config.model_copy(update={"run": config.run.model_copy(update=allowed)})
+        names = {"trust_remote_code": self.remote_code, "allow_pickle": self.pickle}
+        run = config.run.model_copy(update={name: True for name, allowed in names.items() if allowed})
+        return config.model_copy(update={"run": run})
 
     def refused(self, config: TrainConfig) -> tuple[list[str], list[str]]:
         """The plugins that have no permission: those for scores, and those for gold scores."""
@@ -58,10 +55,7 @@ NO_PERMISSIONS = Permissions()
 def load_policy(
     loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
 ) -> tuple[Any, Any]:
-    """`model` and its tokenizer; else of a run: its final model, a checkpoint, or (no folder) its starting policy.
-
-    Errors: InputError if the run has no such checkpoint, or neither a checkpoint nor a final model.
-    """
+    """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
     if model is not None:
         named = loader.language_model(world_file(located(model), "policy"), "--model")
         return named.model, named.tokenizer
