@@ -10,14 +10,7 @@ from typing import Any, cast
 from rlhf_kl.config.errors import check_mapping
 from rlhf_kl.config.paths import find_config, missing_sources, with_absolute_paths
 from rlhf_kl.config.plugins import plugin_problems
-from rlhf_kl.config.schema import (
-    MODELS,
-    AnyConfig,
-    ControllerSection,
-    Kind,
-    RewardSection,
-    TrainConfig,
-)
+from rlhf_kl.config.schema import MODELS, AnyConfig, ControllerSection, Kind, RewardSection, TrainConfig
 from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import stored_name

@@ -68,13 +68,7 @@ def read_prompts(
 
 
 def read_examples(
-    rows: Sequence[Row],
-    prompt: str | None,
-    response: str,
-    template: str | None,
-    where: str,
-    *,
-    chat: bool = False,
+    rows: Sequence[Row], prompt: str | None, response: str, template: str | None, where: str, *, chat: bool = False
 ) -> tuple[list[Example], int]:
     """Prompts with their responses, and the number of rows left out.
 

@@ -108,11 +108,7 @@ def tilted(scores: Sequence[float], coef: float, groups: Sequence[Hashable] | No
 
 
 def solve_tilt(
-    scores: Sequence[float],
-    target_kl: float,
-    *,
-    groups: Sequence[Hashable] | None = None,
-    min_ess: float = MIN_ESS,
+    scores: Sequence[float], target_kl: float, *, groups: Sequence[Hashable] | None = None, min_ess: float = MIN_ESS
 ) -> Solution:
     """The coef whose tilt has `target_kl` nats per sequence, or 0.99 of its limit, by bisection in log(coef).
 
