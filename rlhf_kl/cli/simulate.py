@@ -139,18 +139,11 @@ def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
     from rlhf_kl.simulate import conclusion, mark
 
     every = -(-len(rows) // MOST_ROWS)
-    body = [
-        [
-            str(r.step),
-            f"{r.kl:.4f}",
-            f"{r.kl / setup.target:.2f}",
-            *mark(r.kl / setup.target),
-            f"{r.coef:.4f}",
-            f"{r.coef_next:.4f}",
-        ]
-        for r in rows
-        if r.step % every == 0 or r.step in (1, len(rows))
-    ]
+    body = []
+    for step, kl, coef, coef_next in rows:
+        if step % every == 0 or step in (1, len(rows)):
+            ratio = kl / setup.target
+            body.append([str(step), f"{kl:.4f}", f"{ratio:.2f}", *mark(ratio), f"{coef:.4f}", f"{coef_next:.4f}"])
     print(f"{setup.kind}, target {setup.target:g} nats, {setup.episodes} responses per update\n")
     print(text_table(("update", "KL", "KL/target", "", "", "beta", "next beta"), body))
     if every > 1:

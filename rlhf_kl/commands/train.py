@@ -45,13 +45,8 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     run.check(device, fingerprints(setup))
     training = prepare_training(config, setup, run.ranks, run.saved("start"))
     trainer = training.trainer
-    run.track(
-        start=training,
-        model=checkpointed(trainer.model.modules),
-        optimizer=trainer.optimizer,
-        trainer=trainer,
-        scorers=setup.scorers,
-    )
+    model = checkpointed(trainer.model.modules)
+    run.track(start=training, model=model, optimizer=trainer.optimizer, trainer=trainer, scorers=setup.scorers)
     return TrainLoop(config, setup, training, run).work()
 
 
@@ -318,8 +313,6 @@ def evaluate_policy(
     row = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
     row |= {f"eval/{name}": figures[name] for name in names}
     for perplexity in of_reference:
-        row |= {
-            "eval/reference_perplexity": perplexity.perplexity,
-            "eval/reference_distinct_2": distinct_2(other.texts),
-        }
+        row["eval/reference_perplexity"] = perplexity.perplexity
+        row["eval/reference_distinct_2"] = distinct_2(other.texts)
     return row, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)

@@ -40,11 +40,8 @@ TABLE_NOTE = (
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
     texts = run.texts
-    tokens = [
-        token
-        for row in [*run.samples, *(text for each in texts for text in each["policy"])]
-        for token in row.get("tokens") or ()
-    ]
+    rows = [*run.samples, *(text for each in texts for text in each["policy"])]
+    tokens = [token for row in rows for token in row.get("tokens") or ()]
     hottest = min(HOTTEST[1], max([HOTTEST[0], *(read_number(token, "kl") or 0.0 for token in tokens)]))
     steps, samples = sorted({row["step"] for row in run.samples}), []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
@@ -80,19 +77,11 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
     subtitle = " · ".join(f"{count} {thing}{'s' * (count > 1)}" for thing, count in counts.items())
     if comparison.target is not None:
         subtitle += f" · KL target {comparison.target:g} nats per {comparison.unit}"
-    links = [
-        (
-            v.name,
-            [
-                (seed, quote(os.path.relpath(run.report, folder)))
-                for seed, run in v.runs.items()
-                if run.report.is_file()
-            ],
-        )
-        for v in comparison.variants
-    ]
-    others = [_chart(chart) for chart in compare_charts(comparison)]
-    held = [_chart(chart) for chart in held_charts(comparison)]
+    links: dict[str, list[tuple[int, str]]] = {}
+    for variant in comparison.variants:
+        for seed, run in variant.runs.items():
+            if run.report.is_file():
+                links.setdefault(variant.name, []).append((seed, quote(os.path.relpath(run.report, folder))))
     return _render(
         "compare.html",
         refresh=None,
@@ -101,13 +90,13 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
         verdict=verdict,
         notes=comparison.notes,
         texts=compared_texts(comparison),
-        held=held,
+        held=[_chart(chart) for chart in held_charts(comparison)],
         targets=[_chart(chart) for chart in target_charts(comparison)],
         table=figures_table(comparison),
         tints={name: style.tint for name, style in variant_styles(comparison).items()},
         table_note=TABLE_NOTE,
-        charts=others,
-        links=[(name, seeds) for name, seeds in links if seeds],
+        charts=[_chart(chart) for chart in compare_charts(comparison)],
+        links=list(links.items()),
     )
 
 
