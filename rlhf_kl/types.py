@@ -130,7 +130,7 @@ class RolloutBatch:
 
     def cpu(self) -> RolloutBatch:
         """A copy on the CPU."""
-        moved = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
     def mean(self, x: Tensor, unit: Unit = "token", rows: Sequence[int] | slice = slice(None)) -> Mean:
