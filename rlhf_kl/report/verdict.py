@@ -20,7 +20,7 @@ SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
 # between the highest target that still pays (0.4 nats per token) and the next; more has no surely higher true score.
 PERPLEXITY = 1.75  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
 PAIRS = 0.3  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
-GAIN = 0.035  # standard deviations of the reference's scores per nat of a response's KL: less, and KL buys nearly nothing
+GAIN = 0.035  # standard deviations of the reference's scores per nat of a response: less, and KL buys nearly nothing
 
 
 # ---- tables
