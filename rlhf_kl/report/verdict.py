@@ -117,7 +117,7 @@ def recommend(comparison: Comparison) -> Recommendation | None:
                 met.append(f"a nat of KL buys {rate:.3f} standard deviations of the score (limit {GAIN:g})")
             before = kl, gain
         if met:
-            reason = f"at {variant.target:g} {' and '.join(met)}"
+            reason = f"at {variant.target:g} {', '.join(met)}"
             if below is None:
                 return Recommendation(variant.target / 2, f"below the lowest that was tried, since {reason}")
             return Recommendation(below, reason)
