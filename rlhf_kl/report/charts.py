@@ -255,7 +255,7 @@ def target_charts(comparison: Comparison) -> list[Chart]:
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
     forgetting = line("forgetting", "forgetting", "perplexity")
     spread = " Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else " One seed."
-    recommended = " Dotted: the recommended target." if marked else ""
+    recommended = " Dotted: the target recommended by the limits." if marked else ""
     panels = [
         ("Score by KL target", "score", [score, gold], "Last ten updates." + spread + TARGETS + recommended),
         ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),

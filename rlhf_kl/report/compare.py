@@ -101,7 +101,6 @@ class BestTarget(NamedTuple):
     gold: float
     lowest: float  # target whose gold plus its standard deviation over seeds reaches the highest
     highest: float
-    edge: str  # "highest" or "lowest" if one of these targets is that of all tried, "" if it lies between
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,7 @@ class Comparison:
             return None
         gold, target, _ = max(golds)
         near = [other for mean, other, sd in golds if mean + sd >= gold]
-        edge = "highest" if max(near) == self.by_target[-1].target else ""
-        edge = edge or ("lowest" if min(near) == self.by_target[0].target else "")
-        return BestTarget(target, gold, min(near), max(near), edge)
+        return BestTarget(target, gold, min(near), max(near))
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
