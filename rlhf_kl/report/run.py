@@ -144,7 +144,6 @@ class RunResult:
             "scores": self.end("objective/scores"),
             "scores_shaped": self.end("objective/scores_shaped"),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference
-            "scores_spread": self.reference("objective/scores_spread"),  # standard deviation, within prompts
             "gold": self.end("objective/gold"),
             "gold_gain": self.gain("objective/gold"),
             # Of the closing evaluation:

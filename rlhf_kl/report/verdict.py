@@ -16,11 +16,10 @@ MEASURES = {"scores_shaped": "Score", "gold": "True score"}
 WORDS = {"held": "held", "late": "reached late", "missed": "missed", "short": "too short to say"}
 WIDTH = 80  # columns of a terminal
 SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
-# The limits of a recommended target. In five chains of the built-in world and two of TinyStories each lies in the gap
-# between the highest target that still pays (0.4 nats per token) and the next; more has no surely higher true score.
-PERPLEXITY = 1.75  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
-PAIRS = 0.3  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
-GAIN = 0.035  # standard deviations of the reference's scores per nat of a response: less, and KL buys nearly nothing
+# The limits of a recommended target, fixed on seeds 0 and 1 of the built-in world, where the true score is known.
+PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
+PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
+GAIN = 0.01  # score per nat over that of the lowest target: less, and the KL buys nearly nothing
 
 
 # ---- tables
@@ -102,19 +101,21 @@ def recommend(comparison: Comparison) -> Recommendation | None:
 
     It reads what every run has: score, held-out perplexity, distinct word pairs and KL, as means over seeds.
     """
-    before, below, cost = (0.0, 0.0), None, None
+    before, first, below, cost = (0.0, 0.0), None, None, None
     for variant in comparison.by_target:
-        names = ("perplexity_cost", "distinct_share", "kl_sequence", "score_gain", "scores_spread")
-        cost, pairs, kl, gain, spread = map(variant.mean, names)
+        names = ("perplexity_cost", "distinct_share", "kl_sequence", "score_gain")
+        cost, pairs, kl, gain = map(variant.mean, names)
         met = []
         if cost is not None and cost + 1 > PERPLEXITY:
             met.append(f"the held-out perplexity is {cost + 1:.2f} times the reference's (limit {PERPLEXITY:g})")
         if pairs is not None and pairs < PAIRS:
             met.append(f"distinct word pairs are {pairs:.0%} of the reference's (limit {PAIRS:.0%})")
-        if kl is not None and gain is not None and spread:
-            rate = (gain - before[1]) / (kl - before[0]) / spread if kl > before[0] else 0.0
-            if rate < GAIN:
-                met.append(f"a nat of KL buys {rate:.3f} standard deviations of the score (limit {GAIN:g})")
+        if kl is not None and gain is not None:
+            rate = (gain - before[1]) / (kl - before[0]) if kl > before[0] else 0.0
+            first = rate if first is None else first
+            if rate <= GAIN * first:
+                share = rate / first if first > 0 else 0.0
+                met.append(f"a nat of KL buys {share:.0%} of what it bought at the lowest target (limit {GAIN:.0%})")
             before = kl, gain
         if met:
             reason = f"at {variant.target:g} {', '.join(met)}"
