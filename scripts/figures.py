@@ -105,6 +105,10 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         *("GPT-2 small's shape beside TRL's PPO", "--model", "gpt2", "--updates", "5"),
         *("--peer-python", ".venv-trl-1.12/bin/python"),
     ),
+    "speed_gpt2_bfloat16": speed(  # 3
+        *("the same in bfloat16", "--model", "gpt2", "--dtype", "bfloat16", "--updates", "5"),
+        *("--peer-python", ".venv-trl-1.12/bin/python"),
+    ),
     "reliability": Measurement(
         "how often a promise of reliability was put to the test, and kept",
         ["scripts/reliability.py", "--out", "FOLDER"],
