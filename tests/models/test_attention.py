@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf_kl.models import attention
 from rlhf_kl.models.attention import MOST_SCORES
+from rlhf_kl.models.lm import LM
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
@@ -82,18 +83,21 @@ def test_the_rest_is_left_to_transformers(kind: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_models_use_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention.ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family])).eval()
     ids = torch.arange(24).view(2, 12) % 40
     calls: list[int] = []
+    own = attention.attention
 
     def ours(*given: Any, **options: Any) -> Any:
         calls.append(1)
-        return attention.attention(*given, **options)
+        return own(*given, **options)
 
     with torch.no_grad():
         right = model(ids, attention_mask=torch.ones_like(ids)).logits
-        monkeypatch.setitem(attention.ALL_ATTENTION_FUNCTIONS, "sdpa", ours)
+        monkeypatch.setattr(attention, "attention", ours)
+        LM(model, torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16):
             found = model(ids, attention_mask=torch.ones_like(ids)).logits
     assert len(calls) == 2
