@@ -45,7 +45,7 @@ from rlhf_kl.run.log import read_jsonl, write_json
 
 PEERS = ("rloo", "grpo", "ppo")
 SIDES = ("gae", "rloo", "grpo", "TRL rloo", "TRL grpo")
-ALL_SIDES = (*SIDES, "TRL ppo")
+MORE_SIDES = ("gae separate", "TRL ppo")  # each with a value model of the reward model's size
 PHASES = ("rollout", "score", "train")
 WINDOW = 5  # updates whose mean is "the score"
 SEARCH = 5  # most runs that look for a peer's beta
@@ -65,7 +65,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"seeds": [0, 1], "batch": 32, "updates": 12, "learning_rate": 1e-6, "betas": ["rloo=0.1", "grpo=0.1"]},
     # As the last release of TRL's PPO was compared: one optimizer step in each of two passes.
     "gpt2": {"seeds": [0], "batch": 16, "group": 1, "epochs": 2, "minibatches": 1, "updates": 8, "max_new_tokens": 32}
-    | {"learning_rate": 1e-6, "betas": ["ppo=0.1"], "sides": ["gae", "TRL ppo"]},
+    | {"learning_rate": 1e-6, "betas": ["ppo=0.1"], "sides": ["gae", "gae separate", "TRL ppo"]},
 }
 SETTINGS = """
 extends: ppo_adaptive.yaml
@@ -98,9 +98,10 @@ class Run(NamedTuple):
         return math.nan
 
 
-def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
+def our_run(args: argparse.Namespace, side: str, seed: int) -> Run:
     """A run of `rlhf-kl train` in a process of its own."""
-    folder = args.folder / f"{advantage}-s{seed}"
+    folder = args.folder / f"{side.replace(' ', '-')}-s{seed}"
+    advantage, _, value = side.partition(" ")
     start = folder.with_suffix(".start")  # seconds of the command before those that the run counts
     if not (folder / "summary.json").exists():
         config, held_out = args.folder / "base.yaml", args.folder / "held_out.jsonl"
@@ -113,6 +114,7 @@ def our_run(args: argparse.Namespace, advantage: str, seed: int) -> Run:
         settings |= {"eval.texts": held_out, "eval.prompts": held_out, "ppo.advantage": advantage}
         settings |= {"rollout.batch_size": args.batch, "rollout.max_new_tokens": args.max_new_tokens}
         settings |= {"rollout.samples_per_prompt": 1 if advantage == "gae" else args.group}
+        settings |= {"policy.value": value or "features"}
         settings |= {
             "ppo.epochs": args.epochs,
             "ppo.minibatch_size": args.batch // args.minibatches,
@@ -261,10 +263,10 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--sides",
         nargs="+",
-        choices=(*SIDES, "TRL ppo"),
+        choices=(*SIDES, *MORE_SIDES),
         default=SIDES,
         metavar="SIDE",
-        help=f"of {', '.join(SIDES)}, TRL ppo",
+        help=f"of {', '.join(SIDES + MORE_SIDES)}",
     )
     add("--seeds", nargs="+", type=int, default=list(range(5)))
     add("--betas", nargs="+", default=[], metavar="METHOD=BETA", help="of the peer, instead of looking for it")

@@ -6,8 +6,9 @@ Its argument is JSON: `method` (rloo, grpo, or ppo, which ends with TRL 1.12), `
 
 The work of an update is that of `rlhf-kl train`: as many passes over the batch and as many optimizer steps in each.
 PPO trains a value model as large as the reward model, and has no phases in the result. A text that is cut off pays 1.
-bfloat16 is TRL's own mixed precision: the weights stay float32, the layers run under autocast, those of the reward
-model too. Texts are padded on the right for the reward model, since GPT-2's positions are absolute.
+bfloat16 is mixed precision: the weights stay float32, the layers run under autocast, those of the reward model too. PPO
+of TRL 1.12 ignores `bf16`, so all of it runs under autocast, and its frozen weights are bfloat16. Texts are padded on
+the right for the reward model, since GPT-2's positions are absolute.
 
 The last line is JSON: `curve` (after each update the seconds since the start, the mean score, and the KL per token:
 k1 for RLOO and PPO, k3 for GRPO), `update_s` and its phases `rollout_s`, `score_s` and `train_s` (medians without the
@@ -45,9 +46,9 @@ from transformers import (
 )
 
 
-def classifier(folder: str) -> Any:
-    """A reward or value model, in float32."""
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+def classifier(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A reward or value model."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=dtype)
 
 
 class Scorer:
@@ -172,7 +173,6 @@ def train_ppo(args: SimpleNamespace, folder: str, prompts: list[str], tokenizer:
         temperature=1.0,
         stop_token="eos",
         missing_eos_penalty=1.0,
-        bf16=args.dtype == "bfloat16",
         use_cpu=True,
         report_to=[],
         save_strategy="no",
@@ -180,18 +180,19 @@ def train_ppo(args: SimpleNamespace, folder: str, prompts: list[str], tokenizer:
         logging_steps=1,
         disable_tqdm=True,
     )
-    policy, reference = (AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32) for _ in range(2))
-    PPOTrainer(
+    dtype, language_model = getattr(torch, args.dtype), AutoModelForCausalLM.from_pretrained
+    models = {"model": language_model(args.policy, dtype=torch.float32), "value_model": classifier(args.reward)}
+    models |= {"ref_model": language_model(args.policy, dtype=dtype), "reward_model": classifier(args.reward, dtype)}
+    trainer = PPOTrainer(
         args=settings,
         processing_class=tokenizer,
-        model=policy,
-        ref_model=reference,
-        reward_model=classifier(args.reward),
-        value_model=classifier(args.reward),
         train_dataset=data,
         eval_dataset=data.select(range(args.batch)),
         callbacks=[curve],
-    ).train()
+        **models,
+    )
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16, cache_enabled=False):  # weights change inside
+        trainer.train()
 
 
 def main() -> None:
