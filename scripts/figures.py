@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,11 @@ from rlhf_kl.run.log import write_json
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 PROGRAM = ("rlhf_kl", "configs", ":!*.md")
+PICTURES = {  # of README and guide, by the file that a measurement draws
+    "adaptive_or_fixed": {"compare": "compare", "frontier": "frontier"},
+    "curves": {"compare": "curves"},
+    "sweep_target": {"targets": "targets"},
+}
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak")
 
 
@@ -166,6 +172,8 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
         about = {"what": what, "command": line, "commit": at, "date": str(date.today()), "machine": machine()}
         RESULTS.mkdir(exist_ok=True)
         write_json(result, about | {"seeds": seeds_of(found), "figures": read(found)})
+        for drawn, shown in PICTURES.get(name, {}).items():
+            shutil.copy(folder / name / f"{drawn}.png", ROOT / ".github" / "images" / f"{shown}.png")
     return not done.returncode
 
 
