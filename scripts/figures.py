@@ -67,7 +67,9 @@ def of_control(found: Mapping[str, Any]) -> dict[str, Any]:
 def seeds_of(found: Mapping[str, Any]) -> list[int]:
     """Seeds of the variants of a comparison, or of runs that are named by row, start and seed; else the usual one."""
     named = [seed for variant in found.get("variants", {}).values() for seed in variant["seeds"]]
-    named += [run.rpartition("-s")[2] for runs in found.get("rows", {}).values() for run in runs]
+    named += [run.rpartition("-s")[2] for runs in found.get("rows", {}).values() for run in runs] + found.get(
+        "seeds", []
+    )
     return sorted(set(map(int, named))) or [0]
 
 
@@ -95,6 +97,9 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 10
     "sweep_target": comparison("score and true score by KL target", "sweep_target.yaml"),  # 15
     "advantages": comparison("gae, rloo and grpo at three targets", "compare_advantages.yaml"),  # 20
+    "forgetting": Measurement(
+        "forgetting beside the KL", ["scripts/forgetting.py", "FOLDER"], "forgetting.json"
+    ),  # 4; of the runs above
     "choices": comparison("where the KL is paid, and the value function", "scripts/choices.yaml"),  # 10
     "chain": Measurement("a chain beside own runs", ["scripts/chain_arms.py", "--jobs", "2", "--out", "FOLDER"]),  # 40
     "control": control("tail errors of all controllers"),  # 40
