@@ -66,10 +66,9 @@ def of_control(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def seeds_of(found: Mapping[str, Any]) -> list[int]:
     """Seeds of the variants of a comparison, or of runs that are named by row, start and seed; else the usual one."""
-    named = [seed for variant in found.get("variants", {}).values() for seed in variant["seeds"]]
-    named += [run.rpartition("-s")[2] for runs in found.get("rows", {}).values() for run in runs] + found.get(
-        "seeds", []
-    )
+    named = list(found.get("seeds", []))
+    named += [seed for variant in found.get("variants", {}).values() for seed in variant["seeds"]]
+    named += [run.rpartition("-s")[2] for runs in found.get("rows", {}).values() for run in runs]
     return sorted(set(map(int, named))) or [0]
 
 
