@@ -43,7 +43,7 @@ def main() -> None:
     source = Path(sys.argv[2]) if len(sys.argv) > 2 else folder.parent / "advantages" / "runs"
     runs = {run.name: evaluate(run, folder) for run in sorted(source.iterdir()) if run.is_dir()}
     lost = [found["forgetting"] for found in runs.values()]
-    result: dict[str, Any] = {"runs": len(runs), "seeds": [run.rpartition("-s")[2] for run in runs]}
+    result: dict[str, Any] = {"runs": len(runs), "seeds": sorted({int(run.rpartition("-s")[2]) for run in runs})}
     for name in ("forward_kl", "kl"):
         every = [found[name] for found in runs.values()]
         result[name] = {
