@@ -302,7 +302,7 @@ def draw(arguments: argparse.Namespace) -> None:
         for beta, tint in zip(STARTS[kind], ("s1", "s5"), strict=True):
             kls = train(kind, beta, seed, reward, budget)[0]
             print(f"{name} from beta {beta:g}: tail error {tail_error(kls):.3f}, highest {max(kls):.3f}")
-            lines.append(line(f"beta from {beta:g}", tint, kls))
+            lines.append(line(f"beta {beta:g}", tint, kls))
         charts.append(chart(name, lines))
     heading = f"KL of a toy {kind.upper()} run of TRL"
     save_sheet(charts, arguments.image, columns=len(charts), heading=heading, footer="Band: target ± 25 %.")
