@@ -12,7 +12,7 @@ down     the same from high to low: the KL comes from above
 held     the lowest target five times: as many updates as the chain, without its KL
 
 Each policy is evaluated as by `rlhf-kl eval --samples 1024`. Finished runs and evaluations are used again. The result
-is a table and scripts/results/chain.json. Errors are standard errors of the mean over seeds; share: the score gained
+is a table and chain.json beside the runs. Errors are standard errors of the mean over seeds; share: the score gained
 over the reference, of what own-60 gains at that target; a star: a true score that differs from own-60's by more than
 two standard errors of the difference, paired by seed.
 """
@@ -28,12 +28,9 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
-
-from figures import commit, machine
 
 from rlhf_kl import ui
 from rlhf_kl.commands.evaluate import EvalRequest, run_eval
@@ -138,7 +135,6 @@ def rows_of(table: dict[str, dict[str, dict[str, Any]]]) -> list[list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/chain_arms"))
-    parser.add_argument("--result", type=Path, default=HERE / "results" / "chain.json")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--updates", type=int, default=20, help="of a run of the chain")
@@ -161,7 +157,6 @@ def main() -> int:
             results.setdefault(arm, {}).setdefault(float(label), {})[run.seed] = job.result()
             advance(1)
     table = summed_up(results)
-    args.result.parent.mkdir(parents=True, exist_ok=True)
     seeds = list(dict.fromkeys(run.seed for run in runs))
     by_seed = {
         arm: {
@@ -173,10 +168,7 @@ def main() -> int:
         }
         for arm, by_target in results.items()
     }
-    result = {"what": "score, true score and perplexity of a chain of targets, beside runs of their own"}
-    result |= {"command": " ".join(["python scripts/chain_arms.py", *sys.argv[1:]]), "commit": commit()}
-    result |= {"date": str(date.today()), "machine": machine(), "seeds": seeds}
-    write_json(args.result, result | {"figures": {"arms": table, "runs": by_seed}})
+    write_json(plan.folder / "chain.json", {"seeds": seeds, "arms": table, "runs": by_seed})
     header = ["arm and target", "KL", "score", "true score", "perplexity", "share"]
     print(text_table(header, rows_of(table)))
     return 0
