@@ -103,8 +103,11 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "chain": Measurement(
         "a chain beside own runs", ["scripts/chain_arms.py", "--jobs", "2", "--out", "FOLDER"], "chain.json"
     ),  # 40
+    "rule": Measurement(
+        "targets that chains recommend", ["scripts/rule.py", "FOLDER"], "rule.json"
+    ),  # 25; needs RLHF_KL_REAL, as stress
     "control": control("tail errors of all controllers"),  # 40
-    "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30; needs RLHF_KL_REAL
+    "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30
     "memory": Measurement(
         "GiB of each GPU, computed", ["scripts/memory_table.py", "FOLDER/memory.json"], "memory.json"
     ),

@@ -1,4 +1,4 @@
-"""Rewards of `bench_control.py --rows stress`: one that loses its spread, two for the stories of TinyStories."""
+"""Rewards of `bench_control.py --rows stress` and `rule.py`: one that loses its spread, four for TinyStories."""
 
 from __future__ import annotations
 
@@ -49,3 +49,17 @@ def brief(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     """How few words the sentences have on average: every token before a full stop moves it a little."""
     del prompts
     return [-len(response.split()) / max(1, len(SENTENCE_END.findall(response))) for response in responses]
+
+
+def spoken(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """Percent of the characters that stand in quotation marks."""
+    del prompts
+    quoted = [sum(map(len, response.split('"')[1::2])) for response in responses]
+    return [100.0 * inside / max(1, len(response)) for inside, response in zip(quoted, responses, strict=True)]
+
+
+def easy(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """How few letters the words have on average; a text without words has 20."""
+    del prompts
+    words = [re.findall(r"[a-z]+", response.lower()) or ["-" * 20] for response in responses]
+    return [-sum(map(len, row)) / len(row) for row in words]
