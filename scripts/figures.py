@@ -90,6 +90,20 @@ def speed(what: str, *options: str) -> Measurement:
     return Measurement(what, command, "bench_groups.json", lambda found: dict(found["summary"]))
 
 
+def several(model: str, batch: int) -> Measurement:
+    """Samples a second of one and two processes, and of two with sharded weights, by `bench.py`."""
+    sizes = ["--models", model, "--batch", str(batch), "--values", "features", "--dtypes", "float32"]
+
+    def read(found: Mapping[str, Any]) -> dict[str, Any]:
+        rows = found["several"]
+        return {
+            f"{row['processes']}{' sharded' * row['sharded']}": {"samples_per_s": row["samples_per_s"]} for row in rows
+        }
+
+    command = ["scripts/bench.py", "several", *sizes, "--out", "FOLDER/bench.json"]
+    return Measurement("one and two processes", command, "bench.json", read)
+
+
 ONE_PAIR = ("--sides", "rloo", "TRL rloo", "--seeds", "0", "--updates", "7")
 MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
@@ -111,6 +125,9 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "memory": Measurement(
         "GiB of each GPU, computed", ["scripts/memory_table.py", "FOLDER/memory.json"], "memory.json"
     ),
+    "several": several("reviews", 64),  # 2
+    "several_256": several("reviews", 256),  # 4
+    "several_llama": several("llama", 32),  # 8
     "curves": comparison("a healthy run and three sick ones", "scripts/guide_curves.yaml"),  # 2
     # 9; needs TRL, as the three below
     "speed": speed("seconds beside TRL's RLOO", "--sides", "gae", "rloo", "TRL rloo", "--betas", "rloo=0.24"),
