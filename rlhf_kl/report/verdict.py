@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import sqrt
 from typing import NamedTuple
 
 from rlhf_kl.program import shell_command, short_path
@@ -19,7 +20,7 @@ SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
 # The limits of a recommended target, fixed on seeds 0 and 1 of the built-in world, where the true score is known.
 PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
 PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
-GAIN = 0.01  # score per nat over that of the lowest target: less, and the KL buys nearly nothing
+GAIN = 0.15  # slope of the score over sqrt(KL), over its steepest: less, and the score is nearly at its top
 
 
 # ---- tables
@@ -101,7 +102,7 @@ def recommend(comparison: Comparison) -> Recommendation | None:
 
     It reads what every run has: score, held-out perplexity, distinct word pairs and KL, as means over seeds.
     """
-    before, first, below, cost = (0.0, 0.0), None, None, None
+    before, steepest, below, cost = (0.0, 0.0), 0.0, None, None
     for variant in comparison.by_target:
         names = ("perplexity_cost", "distinct_share", "kl_sequence", "score_gain")
         cost, pairs, kl, gain = map(variant.mean, names)
@@ -111,12 +112,13 @@ def recommend(comparison: Comparison) -> Recommendation | None:
         if pairs is not None and pairs < PAIRS:
             met.append(f"distinct word pairs are {pairs:.0%} of the reference's (limit {PAIRS:.0%})")
         if kl is not None and gain is not None:
-            rate = (gain - before[1]) / (kl - before[0]) if kl > before[0] else 0.0
-            first = rate if first is None else first
-            if rate <= GAIN * first:
-                share = rate / first if first > 0 else 0.0
-                met.append(f"a nat of KL buys {share:.0%} of what it bought at the lowest target (limit {GAIN:.0%})")
-            before = kl, gain
+            root = sqrt(max(0.0, kl))
+            slope = (gain - before[1]) / (root - before[0]) if root > before[0] else 0.0
+            steepest = max(steepest, slope)
+            if slope <= GAIN * steepest:
+                share = slope / steepest if steepest > 0 else 0.0
+                met.append(f"the score rises {share:.0%} as fast with √KL as at its steepest (limit {GAIN:.0%})")
+            before = root, gain
         if met:
             reason = f"at {variant.target:g} {', '.join(met)}"
             if below is None:

@@ -62,11 +62,14 @@ FINE = {"perplexity": (3.1, 3.2, 3.3), "pairs": (0.3, 0.28, 0.26), "gain": (2.0,
         ({}, 0.2, "0.2 nats per token: the highest that was tried; no limit was met (perplexity is 1.10 times"),
         ({"perplexity": (3.1, 7.4, 7.6)}, 0.1, "0.1 nats per token: at 0.2 the held-out perplexity is 2.53 times the"),
         ({"pairs": (0.3, 0.04, 0.1)}, 0.05, "0.05 nats per token: at 0.1 distinct word pairs are 13% of the reference"),
-        ({"gain": (2.0, 3.0, 3.01)}, 0.1, "0.1 nats per token: at 0.2 a nat of KL buys 0% of what it bought at the"),
-        ({"gain": (2.0, 3.0, 2.9), "pairs": (0.3, 0.3, 0.01)}, 0.1, "are 3% of the reference's (limit 15%), a nat"),
-        ({"kl": (0.05, 0.1, 0.09)}, 0.1, "0.1 nats per token: at 0.2 a nat of KL buys 0%"),  # it was not reached
+        ({"gain": (2.0, 3.0, 3.01)}, 0.1, "0.1 nats per token: at 0.2 the score rises 1% as fast with √KL as at its"),
+        ({"gain": (2.0, 3.0, 3.1)}, 0.1, "at 0.2 the score rises 7% as fast"),
+        ({"gain": (2.0, 3.0, 3.3)}, 0.2, "no limit was met"),
+        ({"gain": (0.2, 3.0, 3.2)}, 0.1, "at 0.2 the score rises 5% as fast"),
+        ({"gain": (2.0, 3.0, 2.9), "pairs": (0.3, 0.3, 0.01)}, 0.1, "are 3% of the reference's (limit 15%), the score"),
+        ({"kl": (0.05, 0.1, 0.09)}, 0.1, "0.1 nats per token: at 0.2 the score rises 0%"),  # it was not reached
         ({"perplexity": (9.0, 9.0, 9.0)}, 0.025, "0.025 nats per token: below the lowest that was tried, since at"),
-        ({"gain": (-0.1, 3.0, 4.0)}, 0.025, "below the lowest that was tried, since at 0.05 a nat of KL buys 0%"),
+        ({"gain": (-0.1, 3.0, 4.0)}, 0.025, "below the lowest that was tried, since at 0.05 the score rises 0%"),
     ],
 )
 def test_the_recommended_target_is_below_the_first_that_meets_a_limit(
