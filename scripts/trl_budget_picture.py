@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--watch", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--python", action="append")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.json:
         write_figures(arguments.json, arguments.python or [sys.executable], arguments.seeds)
