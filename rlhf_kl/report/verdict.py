@@ -119,6 +119,8 @@ def recommend(comparison: Comparison) -> Recommendation | None:
                 share = slope / steepest if steepest > 0 else 0.0
                 met.append(f"the score rises {share:.0%} as fast with √KL as at its steepest (limit {GAIN:.0%})")
             before = root, gain
+        if below is not None and 2 * variant.verdicts["missed"] > len(variant.runs):
+            met.append("the target was missed")
         if met:
             reason = f"at {variant.target:g} {', '.join(met)}"
             if below is None:

@@ -68,6 +68,8 @@ FINE = {"perplexity": (3.1, 3.2, 3.3), "pairs": (0.3, 0.28, 0.26), "gain": (2.0,
         ({"gain": (0.2, 3.0, 3.2)}, 0.1, "at 0.2 the score rises 5% as fast"),
         ({"gain": (2.0, 3.0, 2.9), "pairs": (0.3, 0.3, 0.01)}, 0.1, "are 3% of the reference's (limit 15%), the score"),
         ({"kl": (0.05, 0.1, 0.09)}, 0.1, "0.1 nats per token: at 0.2 the score rises 0%"),  # it was not reached
+        ({"kl": (0.05, 0.1, 0.13)}, 0.1, "0.1 nats per token: at 0.2 the target was missed."),
+        ({"kl": (0.02, 0.1, 0.2)}, 0.2, "no limit was met"),  # only the lowest was
         ({"perplexity": (9.0, 9.0, 9.0)}, 0.025, "0.025 nats per token: below the lowest that was tried, since at"),
         ({"gain": (-0.1, 3.0, 4.0)}, 0.025, "below the lowest that was tried, since at 0.05 the score rises 0%"),
     ],
