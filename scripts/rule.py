@@ -2,7 +2,7 @@
 
     python scripts/rule.py FOLDER [REAL]    REAL: as --real of bench_control.py; default: RLHF_KL_REAL, else the hub
 
-Chains of 20 updates a target: chain.yaml with seeds 2 to 7, and TinyStories-656K with four rewards of
+Chains of 20 updates a target: chain.yaml with seeds 2 to 10, and TinyStories-656K with four rewards of
 stress_rewards.py. Into FOLDER/rule.json: the target that each chain recommends alone, and its figures at every target.
 In the built-in world these have the true score of 1,024 held-out responses, its standard error, and whether the
 recommended target is within two of them of the chain's best.
@@ -26,7 +26,7 @@ from rlhf_kl.run.log import write_json
 HERE = Path(__file__).resolve().parent
 KEPT = ("scores", "perplexity_cost", "distinct_share", "kl")
 STORIES = ("glad", "brief", "spoken", "easy")
-CHAINS = {f"built-in-s{seed}": ("chain.yaml", seed, "") for seed in range(2, 8)} | {
+CHAINS = {f"built-in-s{seed}": ("chain.yaml", seed, "") for seed in range(2, 11)} | {
     f"{reward}-s{seed}": ("chain_stories.yaml", seed, reward) for reward in STORIES for seed in range(3)
 }
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # two chains at once
