@@ -1,4 +1,4 @@
-"""The target that a chain recommends, on seeds and rewards that the rule was not fixed on.
+"""The target that a chain recommends. The limits of the rule were chosen with seeds 0 to 7 in sight, 8 to 10 unseen.
 
     python scripts/rule.py FOLDER [REAL]    REAL: as --real of bench_control.py; default: RLHF_KL_REAL, else the hub
 

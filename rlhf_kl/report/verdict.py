@@ -98,7 +98,7 @@ class Recommendation(NamedTuple):
 
 
 def recommend(comparison: Comparison) -> Recommendation | None:
-    """The highest target of a sweep below the first one that meets a limit; None without a sweep.
+    """The highest target of a sweep below the first one that meets a limit or was missed; None without a sweep.
 
     It reads what every run has: score, held-out perplexity, distinct word pairs and KL, as means over seeds.
     """
