@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,9 +27,7 @@ from typing_extensions import TypedDict
 
 from rlhf_kl.errors import FAMILIAR, InputError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
-
-# Files whose lines are not the user's.
-_LIBRARIES = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+from rlhf_kl.program import LIBRARIES
 
 
 def is_reference(text: str) -> bool:
@@ -160,7 +157,7 @@ def explain(error: BaseException) -> str:
 def users_line(error: BaseException) -> str | None:
     """ "mine.py:12": where an exception last passed through a file of the user's, if it did."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None
 
 

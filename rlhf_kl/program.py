@@ -1,15 +1,48 @@
-"""How this program is called and runs: command lines that work where the user stands, and OpenMP's threads."""
+"""How this program is called and runs: command lines that work where the user stands, threads, library warnings."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
 import sys
 import sysconfig
+import warnings
+from pathlib import Path
+from typing import Any
 
 NUMBER = "OMP_NUM_THREADS"
 MODULES = {"rlhf-kl": "rlhf_kl", "tensorboard": "tensorboard.main", "torchrun": "torch.distributed.run"}
+
+
+# Beginnings of the paths of files whose lines are not the user's.
+LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+    *(f"{Path(__file__).parent}{os.sep}", "<"),
+)
+
+
+def hide_library_warnings() -> None:
+    """Show the warnings of a user's own code alone. What libraries warn of is for the maintainers of this program.
+
+    Call it before they are imported. `python -W default`, or a variable that names their verbosity, shows theirs.
+    """
+    for name in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
+        os.environ.setdefault(f"{name}_VERBOSITY", "error")
+    if sys.warnoptions:
+        return
+    show = warnings.showwarning
+
+    def show_own(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if not filename.startswith(LIBRARIES):
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_own
+    if logging.lastResort is not None:  # of loggers that nobody has set up
+        logging.lastResort.addFilter(
+            lambda record: record.levelno >= logging.ERROR or not record.pathname.startswith(LIBRARIES)
+        )
 
 
 def shell_command(name: str = "rlhf-kl") -> str:

@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import contextlib
 import io
+import logging
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,34 @@ def command(*arguments: str | Path) -> Outcome:
 def rlhf_kl() -> Callable[..., Outcome]:
     """`rlhf_kl("train", "--config", ...)` -> exit code, stdout, stderr."""
     return command
+
+
+OF_TESTS = ("loss_type=None", "recommend passing in an `attention_mask`")  # a test calls a model to compare with it
+
+
+class LibraryWarnings(logging.Handler):
+    """Collects what libraries warn of through `logging`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(words in record.getMessage() for words in OF_TESTS):
+            self.told.append(f"{record.name}: {record.getMessage()}")
+
+
+LIBRARY_WARNINGS = LibraryWarnings()
+for library in ("transformers", "datasets", "accelerate", "peft", "huggingface_hub"):
+    logging.getLogger(library).addHandler(LIBRARY_WARNINGS)
+
+
+@pytest.fixture(autouse=True)
+def library_warnings() -> Iterator[list[str]]:
+    """What libraries log as a warning is an error, as a Python warning is; a test that expects some takes it out."""
+    LIBRARY_WARNINGS.told.clear()
+    yield LIBRARY_WARNINGS.told
+    assert LIBRARY_WARNINGS.told == []
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -66,3 +66,36 @@ def test_a_printed_command_works_without_the_environment_on_the_path(tmp_path: P
     advice = re.search(r"such as (.*) train --config", run(sys.executable, "-m", "rlhf_kl", "train").stderr)
     assert advice
     assert run(*shlex.split(advice[1]), "--version").returncode == 0
+
+
+TALKS = """
+import logging, sys, types, warnings
+from rlhf_kl import cli
+sys.argv = ["rlhf-kl", "--version"]
+try:
+    cli.main()
+except SystemExit:
+    pass
+library = compile("warnings.warn('old name', FutureWarning); log.warning('slow path')", {file!r}, "exec")
+exec(library, {{"warnings": warnings, "log": logging.getLogger("library")}})
+warnings.warn("mine")
+logging.getLogger("mine").warning("my words")
+from transformers.utils import logging as of_transformers
+of_transformers.get_logger("transformers.models").warning_once("deprecated")
+"""
+
+
+def test_warnings_of_libraries_stay_off_the_terminal_and_those_of_a_user_do_not(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TALKS.format(file=f"{sysconfig.get_path('purelib')}/library/core.py"))
+
+    def told(*options: str) -> str:
+        words = [sys.executable, *options, str(script)]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stderr
+
+    usual, wanted = told(), told("-W", "default")
+    assert [word in usual for word in ("mine", "my words", "old name", "slow path", "deprecated")] == [True] * 2 + [
+        False
+    ] * 3
+    assert "old name" in wanted
+    assert "slow path" in wanted

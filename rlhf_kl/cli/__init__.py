@@ -16,7 +16,7 @@ from rlhf_kl.cli import compare, config, evaluate, generate, guide, init, simula
 from rlhf_kl.cli.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.program import shell_command, wait_without_spinning
+from rlhf_kl.program import hide_library_warnings, shell_command, wait_without_spinning
 from rlhf_kl.text import safe_text
 
 TRAINING = {  # commands that take a config, and one that comes along
@@ -64,6 +64,7 @@ def _root(
 def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
     wait_without_spinning()
+    hide_library_warnings()
     sys.exit(run(sys.argv[1:]))
 
 

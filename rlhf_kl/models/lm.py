@@ -8,6 +8,8 @@ where bfloat16 has steps of 0.5 (see `logits`). Logits are computed one bounded 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -51,6 +53,7 @@ class Trunk(nn.Module):
         """`dtype`: of the layers' computation; `active`: a context for every pass (the switch of an adapter)."""
         super().__init__()
         self.model, self.dtype, self.active = model, dtype, active
+        self.cache_name = cache_name(self.base.base_model)
         install()
 
     @property
@@ -126,16 +129,20 @@ class Trunk(nn.Module):
 
     def step(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Hidden states (B, n, H) of `ids` (B, n) behind a cache, and the cache with the keys and values of all."""
-        output = self.base.base_model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        return output.last_hidden_state, output.past_key_values
+        given = {"position_ids": positions, self.cache_name: cache}
+        output = self.base.base_model(input_ids=ids, attention_mask=mask, use_cache=True, **given)
+        return output.last_hidden_state, getattr(output, self.cache_name)
 
     def step_mask(self, mask: Tensor, *, padded: bool) -> Tensor | None:
         """The mask of a step of one token from `mask` (B, L), in the form that transformers need not look through."""
         if not getattr(self.base, READY_MASKS, False):
             return mask
         return mask[:, None, None] if padded else None
+
+
+def cache_name(model: nn.Module) -> str:
+    """What a model calls its cache, as an argument and in its output: `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class LM(Trunk):
@@ -204,20 +211,31 @@ def check_head(model: Any) -> None:
     Errors: InputError if they differ, since every figure would be wrong, or if there is no cache to sample with.
     """
     lm, device = LM(model), next(model.parameters()).device
-    ids = (torch.arange(12, device=device).view(2, 6) * 7 + 1) % model.config.get_text_config().vocab_size
+    size = model.config.get_text_config().vocab_size
+    ids = torch.randint(size, (2, 6), generator=torch.Generator().manual_seed(0)).to(device)
     whole = torch.ones_like(ids, dtype=torch.bool)
     states = torch.arange(12, device=device)
     try:
         ours = lm.states(Packed(ids, states, states, states), lambda logits, _: logits(slice(None)))
+        cache, positions = None, position_ids(whole)
+        for start, end in itertools.pairwise((0, 3, 4, 5, 6)):
+            last, cache = lm.step(ids[:, start:end], whole[:, :end], positions[:, start:end], cache)
         setattr(model, READY_MASKS, takes_ready_masks(lm, ids))
     except (AttributeError, TypeError) as error:
         raise InputError(f"a {type(model).__name__} cannot be read state by state: {error}") from error
-    own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.flatten(0, 1).float()
-    gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
-    if not gap <= SAME_LOGITS * max(1.0, float(own.abs().max())):
+    own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.float()
+    behind, most = lm.logits(last[:, -1])(slice(None)), SAME_LOGITS * max(1.0, float(own.abs().max()))
+    gap = float((ours.view_as(own) - own).abs().max()) if ours.numel() == own.numel() else float("inf")
+    if not gap <= most:
         raise InputError(
             f"the logits of a {type(model).__name__} are not its LM head applied to its last hidden "
             f"states (they differ by {gap:.2g}), so they cannot be computed in float32"
+        )
+    gap = float((behind - own[:, -1]).abs().max())
+    if not gap <= most:
+        raise InputError(
+            f"the logits of a {type(model).__name__} behind its cache are not those of the whole text (they differ by "
+            f"{gap:.2g}), so nothing can be sampled from it"
         )
 
 

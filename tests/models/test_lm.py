@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import LM, Trunk, check_head, enable_recompute, recomputing
+from rlhf_kl.models.lm import LM, Trunk, cache_name, check_head, enable_recompute, recomputing
 from rlhf_kl.ops.packing import Packed, pack_last, text_layout
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
@@ -78,6 +78,19 @@ class Louder(GPT2LMHeadModel):
         return output
 
 
+class Forgetful(GPT2LMHeadModel):
+    """Begins anew behind its cache."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        name = cache_name(self.transformer)
+
+        def forget(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, kwargs | {name: None, "attention_mask": None, "position_ids": None}
+
+        self.transformer.register_forward_pre_hook(forget, with_kwargs=True)
+
+
 class Headless(GPT2LMHeadModel):
     """Names no head."""
 
@@ -87,7 +100,11 @@ class Headless(GPT2LMHeadModel):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(Louder, "differ by 0.5"), (Headless, "cannot be read state by state")],
+    [
+        (Louder, "differ by 0.5"),
+        (Headless, "cannot be read state by state"),
+        (Forgetful, "behind its cache are not those of the whole text"),
+    ],
 )
 def test_a_model_whose_logits_are_not_its_heads_is_refused(
     new_model: Make, kind: type[GPT2LMHeadModel], words: str
@@ -103,8 +120,8 @@ def test_a_model_whose_logits_are_not_its_heads_is_refused(
 def test_a_model_without_a_key_value_cache_is_refused() -> None:
     """It computes the right logits, but nothing could be sampled from it."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("mamba", vocab_size=7, hidden_size=8, num_hidden_layers=1, state_size=2)
-    with pytest.raises(InputError, match=r"a MambaForCausalLM cannot be read state by state: .*past_key_values"):
+    config = AutoConfig.for_model("openai-gpt", vocab_size=7, n_embd=8, n_layer=1, n_head=2)
+    with pytest.raises(InputError, match="a OpenAIGPTLMHeadModel cannot be read state by state: "):
         check_head(AutoModelForCausalLM.from_config(config).eval())
 
 
