@@ -142,7 +142,7 @@ class Trunk(nn.Module):
 
 def cache_name(model: nn.Module) -> str:
     """What a model calls its cache, as an argument and in its output: `cache` from transformers 5.24 on."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache"
 
 
 class LM(Trunk):

@@ -158,7 +158,8 @@ def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, lett
 
     torch.manual_seed(0)
     labels = {0: "bad", 1: "so", 2: "good"}
-    config = GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=1, n_positions=32, pad_token_id=0, id2label=labels)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=1, n_positions=32, id2label=labels, **special)
     classifier = GPT2ForSequenceClassification(config).eval()
     scorer = RewardModel(classifier, letters, label="good")
     with torch.no_grad():
