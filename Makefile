@@ -26,6 +26,8 @@ endif
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
 	@touch $@
 
+NEWEST := .venv-newest/bin/python
+
 # TRL in an environment of its own, one for each version: the project runs and is tested without it.
 TRL ?= 1.16
 TRL_ENV := .venv-trl-$(TRL)
@@ -60,6 +62,14 @@ test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, 
 	$(PY) -m pytest -n 2 --dist loadfile -m slow
 
 test-all: test test-slow  ## both
+
+test-newest:  ## the fast tests with the newest versions that pyproject allows, in an environment of its own (minutes)
+	@test -x $(NEWEST) || $(BASE_PYTHON) -m venv .venv-newest
+	$(NEWEST) -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	@$(NEWEST) -m pip list --format freeze --disable-pip-version-check | \
+		grep -E '^(torch|transformers|tokenizers|datasets|accelerate|peft|numpy|typer|pydantic)==' | \
+		paste -sd ' ' | sed "s/^/newest versions, on $$($(NEWEST) -V): /"
+	$(NEWEST) -m pytest -n 2 --dist loadfile
 
 test-integrations: $(TRL_ENV)/.ready  ## the controller in TRL's trainers (TRL=1.14 and 1.15 too; minutes)
 	$(TRL_ENV)/bin/python -m pytest tests/integrations
@@ -117,6 +127,6 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json $(BENCH)
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf .venv .venv-trl-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-newest .venv-trl-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-slow test-all test-integrations lint types imports check bench-control bench-plant bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-newest test-slow test-all test-integrations lint types imports check bench-control bench-plant bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
