@@ -278,7 +278,7 @@ def test_figures_of_a_policy(
     result = figures(policy, reference, scorers=WITH_GOLD)
     prompts = prompts_of(*["ab", "c", "dabc"] * 4)
     sampled = policy.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
-    texts, tokens = decode_responses(letters, sampled.ids, sampled.mask), sampled.mask.sum(1).tolist()
+    texts, tokens = decode_responses(letters, sampled.ids, sampled.mask, [2]), sampled.mask.sum(1).tolist()
     kl = 0.0
     for i, count in enumerate(tokens):
         row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])

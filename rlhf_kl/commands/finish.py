@@ -15,7 +15,7 @@ from rlhf_kl.commands.stored import NO_PERMISSIONS
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.distributed import tensors_of
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import save_model
+from rlhf_kl.models.load import save_generation, save_model
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.monitors import collapsed
@@ -93,13 +93,13 @@ def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, ke
     tensors, value = whole(policy) if setup.sharded else None, whole(parts)
 
     def write(place: Path) -> None:
-        policy.generation_config.eos_token_id = setup.sampling.eos_ids
-        policy.generation_config.pad_token_id = setup.sampling.pad_id
         save_model(policy, setup.tokenizer, place, tensors)
         save_file(value, place / "value.safetensors")
         (place / "README.md").write_text(card, encoding="utf-8")
 
     if keep:
+        if changed := save_generation(policy, setup.sampling):
+            log.info(f"{folder.name}/generation_config.json is that of the rollouts: {changed}")
         write_folder(folder, write)
 
 

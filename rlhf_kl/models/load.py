@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head
 from rlhf_kl.program import shell_command
+from rlhf_kl.types import Sampling
 
 Model = Any  # transformers models are untyped
 
@@ -127,16 +128,46 @@ def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, to
     For a model with an adapter, only the adapter is saved; it names its base. `tensors` replace those of the model.
     """
     given = {} if tensors is None else {"state_dict": tensors}
+    generation = getattr(model, "generation_config", None)  # a classifier has none
     with quiet_transformers():
+        if generation is not None:
+            model.generation_config = _valid_generation(generation)
         if hasattr(model, "peft_config"):
             # The adapter alone; otherwise peft compares the vocabulary with that on the hub.
             model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False, **given)
-            if getattr(model, "generation_config", None) is not None:  # a classifier has none
+            if generation is not None:
                 model.generation_config.save_pretrained(folder)
             (folder / "README.md").unlink(missing_ok=True)  # an empty model card
         else:
             model.save_pretrained(folder, **given)
         tokenizer.save_pretrained(folder)
+
+
+def save_generation(model: Model, sampling: Sampling) -> str:
+    """Give a policy the generation config of its rollouts, to be saved with it. Returns what that changes, in words.
+
+    Settings of its checkpoint that would sample otherwise (top-p, a repetition penalty) are left out.
+    """
+    before = model.generation_config.to_diff_dict()
+    special = {"bos_token_id": before.get("bos_token_id"), "pad_token_id": sampling.pad_id}
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=sampling.temperature, top_k=0, eos_token_id=sampling.eos_ids, **special
+    )
+    after = model.generation_config.to_dict()
+    own = {key: value for key, value in before.items() if not key.endswith(("_token_id", "_version"))}
+    told = {key: value for key, value in own.items() if key == "do_sample" or not isinstance(value, bool)}
+    return ", ".join(f"{key} {value} -> {after.get(key)}" for key, value in told.items() if value != after.get(key))
+
+
+def _valid_generation(config: GenerationConfig) -> GenerationConfig:
+    """A generation config that transformers saves: older ones have a temperature without `do_sample`."""
+    for change in ({}, {"do_sample": True}):
+        config.update(**change)
+        with contextlib.suppress(ValueError):
+            config.validate(strict=True)
+            return config
+    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return GenerationConfig(**special)
 
 
 def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
@@ -241,7 +272,11 @@ def context_length(model: Model) -> int | None:
     """Maximum number of tokens for the model, or None if its config has no such number."""
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    limit = next((value for value in found if isinstance(value, int) and value > 0), None)
+    for name, module in model.named_modules():  # RoBERTa and its kin count positions from behind the pad id
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limit = min(limit or module.num_embeddings, module.num_embeddings - module.padding_idx - 1)
+    return limit
 
 
 def compute_dtype(name: str) -> torch.dtype:

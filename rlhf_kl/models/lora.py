@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.errors import InputError
@@ -122,6 +123,8 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
             adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=TRAINED, is_trainable=True)
     except Exception as error:  # peft raises a dozen kinds
         raise InputError(f"{folder}: the adapter does not fit its base: {first_line(error)}") from error
+    if (Path(folder) / "generation_config.json").is_file():  # its own, not that of the base
+        adapted.get_base_model().generation_config = GenerationConfig.from_pretrained(folder)
     return _ready(adapted)
 
 

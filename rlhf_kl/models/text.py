@@ -60,8 +60,10 @@ def position_ids(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
-def decode_responses(tokenizer: Any, ids: Tensor, mask: Tensor) -> list[Response]:
-    """Texts of responses (B, T) without special tokens, with their tokens."""
+def decode_responses(tokenizer: Any, ids: Tensor, mask: Tensor, eos_ids: Sequence[int]) -> list[Response]:
+    """Texts of responses (B, T), with their tokens; without eos, pad and bos, but with other special tokens."""
+    apart = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, *eos_ids}
     rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
-    texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    written = [[token for token in row if token not in apart] for row in rows]
+    texts: list[str] = tokenizer.batch_decode(written, clean_up_tokenization_spaces=False)
     return [Response(text, row) for text, row in zip(texts, rows, strict=True)]

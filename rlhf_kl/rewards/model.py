@@ -88,7 +88,9 @@ class RewardModel:
         names = [str(name) for name in model.config.id2label.values()]
         self.output = names.index(label) if label is not None else 0
         self.encoder = not hasattr(model, "score")  # it reads the first token, not the last
-        self.limit = context_length(model)
+        # Tokenizers without a limit have a number of 30 digits.
+        limits = [n for n in (context_length(model), tokenizer.model_max_length) if n is not None and n < 1 << 31]
+        self.limit = min(limits, default=None)
         self.trunk = Trunk(model, dtype)
         self.keeps_states = False
         self.kept: list[ScoredText] = []  # of the last batch, where `keeps_states`

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class PluginReward:
         call = self._call(prompts, responses)
         try:
             with users_code("raised"):
-                returned = self._run(lambda: _values(call()), self._limit)
+                returned = self._run(lambda: self._values(call()), self._limit)
         except TimeLimitExceeded as error:
             raise InputError(f"{error} (reward.time_limit) on {batch}") from error
         if not isinstance(returned, list):
@@ -101,6 +102,15 @@ class PluginReward:
         with users_code("load_state_dict raised"):
             self._run(partial(self._object.load_state_dict, json.loads(json.dumps(state))))
 
+    @staticmethod
+    def _values(answer: Any) -> Any:
+        """The values of anything that has them in order; a generator or an async function runs here."""
+        if inspect.isawaitable(answer):
+            answer = _event_loop(threading.get_ident()).run_until_complete(answer)
+        # Iterating one of these gives keys, names of columns, bytes, or values in any order.
+        unfit = isinstance(answer, str | bytes | bytearray | memoryview | Mapping | Set) or hasattr(answer, "columns")
+        return list(answer) if hasattr(answer, "__iter__") and not unfit else answer
+
     def _run(self, call: Callable[[], Any], limit: float | None = None) -> Any:
         return call() if self._thread is None else self._thread.call(limit, call)
 
@@ -122,14 +132,15 @@ def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
     return [p.name for p in named if p.default is p.empty and (is_class or p.name not in options)]
 
 
-def _values(answer: Any) -> Any:
-    """The values of anything that has several: a generator runs here, within the time limit."""
-    return list(answer) if hasattr(answer, "__iter__") else answer
+@cache
+def _event_loop(_thread: int) -> asyncio.AbstractEventLoop:
+    """One event loop for each thread: an async function may keep objects of its loop between calls."""
+    return asyncio.new_event_loop()
 
 
 def _number(score: Any) -> float:
-    """The number, inf beyond float32; NaN for what is not a single number."""
-    if isinstance(score, bool | str) or not hasattr(score, "__float__"):
+    """The number, inf beyond float32; NaN for what is not a single number. True is 1."""
+    if isinstance(score, str) or not hasattr(score, "__float__"):
         return math.nan
     try:
         return float(torch.tensor(float(score), dtype=torch.float32))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from rlhf_kl.config.plugins import TRL_PROVIDED
@@ -69,7 +67,13 @@ class TRLReward(PluginReward):
             "log_metric": lambda name, value: self.logged[name].append(float(value)),
         }
         taken = {name: value for name, value in arguments.items() if self.takes_all or name in self.takes}
-        return partial(_result, partial(self._function, **self.columns_of(prompts), **taken))
+        return partial(self._function, **self.columns_of(prompts), **taken)
+
+    @staticmethod
+    def _values(answer: Any) -> Any:
+        """As for `PluginReward`; nan means no score too."""
+        values = PluginReward._values(answer)
+        return [None if _is_nan(value) else value for value in values] if isinstance(values, list) else values
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         self.extra[column].extend(hidden(str(value)) for value in values)
@@ -89,24 +93,5 @@ def _completion(prompt: str, response: str) -> Any:
     return [{"role": "assistant", "content": str(response)}] if _messages(prompt) else str(response)
 
 
-def _result(call: Callable[[], Any]) -> Any:
-    """The results of the call, as TRL reads them: True is 1; nan and None mean no score."""
-    result = call()
-    if inspect.iscoroutine(result):
-        result = _event_loop(threading.get_ident()).run_until_complete(result)
-    several = hasattr(result, "__iter__") and not isinstance(result, str | Mapping)
-    return [_score(value) for value in result] if several else result
-
-
-def _score(value: Any) -> Any:
-    """A score as a number of Python; None for nan."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
-    if isinstance(value, bool):
-        return float(value)
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-@cache
-def _event_loop(_thread: int) -> asyncio.AbstractEventLoop:
-    """One event loop for each thread: an async function may keep objects of its loop between calls."""
-    return asyncio.new_event_loop()
+def _is_nan(score: Any) -> bool:
+    return hasattr(score, "__float__") and getattr(score, "ndim", 0) == 0 and math.isnan(score)

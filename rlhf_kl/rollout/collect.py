@@ -73,13 +73,15 @@ class Sampler:
             return [self.policy.sample(prompts.part(at.start, at.stop), noise[at], self.sampling) for at in places]
 
         sampled = Sampled.concat(self.size.fit(decode), self.sampling.pad_id)
-        return Responses(prompts, sampled, decode_responses(self.tokenizer, sampled.ids, sampled.mask))
+        return Responses(
+            prompts, sampled, decode_responses(self.tokenizer, sampled.ids, sampled.mask, self.sampling.eos_ids)
+        )
 
 
 def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
     sampled = policy.sample(prompts, noise, sampling)
-    return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask))
+    return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask, sampling.eos_ids))
 
 
 class Assessor:

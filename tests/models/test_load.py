@@ -12,17 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import (
+    context_length,
     eos_ids,
     load_causal_lm,
     load_reward_model,
     load_tokenizer,
     model_fingerprint,
+    save_generation,
+    save_model,
     texts_fingerprint,
     tokenizer_fingerprint,
 )
+from rlhf_kl.models.lora import add_adapter, load_adapter, merge
+from rlhf_kl.types import Sampling
 
 
 @pytest.fixture
@@ -133,6 +139,89 @@ def test_every_token_that_ends_a_text_is_known() -> None:
     assert eos_ids(none, tokenizer) == [2]
     with pytest.raises(InputError, match="end-of-text"):
         eos_ids(none, SimpleNamespace(eos_token_id=None))
+
+
+# Llama-2 chat, Vicuna and Mistral have such files; transformers loads them, but does not save them.
+SAMPLING_UNSET = {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}
+QWEN = {"do_sample": True, "eos_token_id": [2, 0], "repetition_penalty": 1.1, "temperature": 0.7, "top_k": 20}
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("settings", [SAMPLING_UNSET, QWEN])
+def test_a_policy_is_saved_with_the_generation_config_of_its_rollouts(
+    copied: Path, letters: Any, tmp_path: Path, settings: dict[str, Any], adapter: bool
+) -> None:
+    (copied / "generation_config.json").write_text(json.dumps(settings))
+    model = load_causal_lm(str(copied))
+    if adapter:
+        model = add_adapter(model, r=2, alpha=4.0, target_modules=None, ref=str(copied), seed=0)
+    changed = save_generation(model, Sampling(8, 1.0, [2, 5], 0))
+    assert f"temperature {settings['temperature']} -> 1.0" in changed
+    assert "_token_id" not in changed
+    save_model(model, letters, tmp_path / "final")
+    again = load_adapter(load_causal_lm(str(copied)), tmp_path / "final") if adapter else None
+    merged = load_causal_lm(str(tmp_path / "final")) if again is None else merge(again)
+    save_model(merged, letters, tmp_path / "merged")
+    for name in ("final", "merged"):
+        saved = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert saved.pop("transformers_version")
+        bos = {"bos_token_id": 1} if "bos_token_id" in settings else {}
+        sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+        assert saved == sampled | {"eos_token_id": [2, 5], "pad_token_id": 0} | bos
+
+
+def test_nothing_is_told_of_a_generation_config_that_sets_nothing(new_model: Callable[..., Any]) -> None:
+    assert save_generation(new_model(), Sampling(8, 1.0, [2], 0)) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved"),
+    [
+        (SAMPLING_UNSET, SAMPLING_UNSET | {"do_sample": True}),
+        (SAMPLING_UNSET | {"do_sample": False}, SAMPLING_UNSET | {"do_sample": True}),
+        ({"eos_token_id": 2, "length_penalty": 2.0}, {"eos_token_id": 2}),
+    ],
+)
+def test_a_model_that_is_fine_tuned_can_be_saved_whatever_its_generation_config(
+    copied: Path, letters: Any, tmp_path: Path, settings: dict[str, Any], saved: dict[str, Any]
+) -> None:
+    (copied / "generation_config.json").write_text(json.dumps(settings))
+    save_model(load_causal_lm(str(copied)), letters, tmp_path / "saved")
+    found = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    found.pop("transformers_version")
+    assert found == saved
+    load_causal_lm(str(tmp_path / "saved")).generation_config.validate(strict=True)
+
+
+def test_positions_that_begin_behind_the_pad_id_are_not_all_there(new_model: Callable[..., Any]) -> None:
+    """Of every classifier whose embeddings of positions have a row for padding; checked by its own pass."""
+    names = (
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "mpnet",
+        "data2vec-text",
+        "longformer",
+        "bert",
+        "distilbert",
+        "gpt2",
+    )
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "dim": 8}
+    heads = {"n_heads": 1, "n_layers": 1, "n_head": 1, "hidden_dim": 8, "attention_window": 8}
+    for name in names:
+        special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+        config = AutoConfig.for_model(
+            name, vocab_size=7, num_labels=1, max_position_embeddings=18, **special, **sizes, **heads
+        )
+        model = AutoModelForSequenceClassification.from_config(config).eval()
+        limit = context_length(model)
+        assert limit == (18 if name in ("bert", "distilbert", "gpt2") else 16), name
+        if name == "longformer":  # pads to its window
+            continue
+        ids = torch.full((1, limit), 4)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=(more := torch.full((1, limit + 1), 4)), attention_mask=torch.ones_like(more))
 
 
 @pytest.mark.parametrize("gone", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, train_tokenizer
-from rlhf_kl.models.text import encode, pad, position_ids
+from rlhf_kl.models.text import decode_responses, encode, pad, position_ids
 
 
 def test_bos_stands_in_front_exactly_once(letters: Any) -> None:
@@ -77,6 +77,19 @@ def test_saved_and_loaded_it_is_the_same(tokenizer: Any, tmp_path: Path) -> None
 
 
 Make = Callable[..., Any]
+
+
+def test_a_response_keeps_special_tokens_but_for_eos_pad_and_bos(letters: Any) -> None:
+    """A reward may look for `<think>`, or for the end of a turn of another model."""
+    tokenizer = copy.deepcopy(letters)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "<end>"]})
+    think, end = tokenizer.convert_tokens_to_ids(["<think>", "<end>"])
+    ids = torch.tensor([[think, 3, end, 0], [1, 4, think, 2]])
+    mask = torch.tensor([[True, True, True, False], [True] * 4])
+    assert decode_responses(tokenizer, ids, mask, [2]) == ["<think>a<end>", "b<think>"]
+    responses = decode_responses(tokenizer, ids, mask, [2, end])
+    assert responses == ["<think>a", "b<think>"]
+    assert [list(response.ids) for response in responses] == [[think, 3, end], [1, 4, think, 2]]
 
 
 def test_a_seed_makes_the_same_weights_and_leaves_the_global_stream_alone(new_model: Make) -> None:

@@ -167,6 +167,23 @@ def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, lett
     assert scores(scorer, ["a"], ["b"]) == pytest.approx([float(torch.log(odds[2] / (1 - odds[2])))], abs=1e-5)
 
 
+@pytest.mark.parametrize(("named", "read"), [(None, 16), (12, 12), (500, 16)])
+def test_a_roberta_reads_as_much_as_it_has_positions_for(letters: Any, named: int | None, read: int) -> None:
+    """Its positions begin behind the pad id. It reads no more than its tokenizer's limit either."""
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    config = RobertaConfig(vocab_size=7, num_labels=1, max_position_embeddings=18, **special, **sizes)
+    tokenizer = copy.deepcopy(letters)
+    if named is not None:
+        tokenizer.model_max_length = named
+    scorer = RewardModel(RobertaForSequenceClassification(config).eval(), tokenizer)
+    assert [len(row) for row in scorer.encode(["ab", "abcd" * 9], ["c", "d"])] == [4, read]
+    assert scorer(["ab", "abcd" * 9], ["c", "d"]).isfinite().all()
+
+
 def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:
     """It reads its first token, and text beyond its context loses its beginning."""
     from tokenizers import processors

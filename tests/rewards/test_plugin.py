@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def returns(value: Any) -> Callable[..., Any]:
 # ---- scores
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", True, [1.0], 1e300])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", [1.0], 1e300])
 def test_a_score_that_is_no_finite_number_names_its_sample(value: Any) -> None:
     message = problem(returns([1.0, value, 2.0]))
     assert "'second'" in message
@@ -44,6 +46,49 @@ def test_something_that_is_not_one_number_a_response() -> None:
     assert "returned 2 scores for 3 responses" in problem(returns([1.0, 2.0]))
     assert "returned NoneType, not one number per response" in problem(returns(None))
     assert "not a finite number" in problem(returns(torch.zeros(3, 2)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        dict.fromkeys(RESPONSES, 1.0),
+        {1.0, 2.0, 3.0},
+        frozenset({1.0, 2.0, 3.0}),
+        {1.0: 0, 2.0: 0, 3.0: 0}.keys(),
+        b"abc",
+        bytearray(b"abc"),
+        memoryview(b"abc"),
+        pandas.DataFrame([[0.1, 0.2, 0.3]] * 3),  # its columns are named 0, 1 and 2
+        "123",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_score_in_the_place_of_each_response_is_refused(value: Any) -> None:
+    name = type(value).__name__
+    assert f"returned {name}, not one number per response" in problem(returns(value))
+    with pytest.raises(InputError, match=f"returned {name}, not one number per response"):
+        TRLReward(lambda prompts, completions: value)(PROMPTS, [Response(text, [1]) for text in RESPONSES])
+
+
+@pytest.mark.parametrize(
+    "value", [[True, False, None], np.array([True, False, False]), torch.tensor([True, False, False]), [1.0, 0.0, 0.0]]
+)
+def test_true_is_one_and_false_is_zero(value: Any) -> None:
+    assert PluginReward(returns(value))(PROMPTS, RESPONSES)[:2].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_an_async_function_is_awaited(limit: float | None) -> None:
+    async def slow(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(response)) for response in responses]
+
+    class Judge:
+        async def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+            return await slow(prompts, responses)
+
+    for attribute in (slow, Judge):
+        assert PluginReward(attribute, {}, limit)(PROMPTS, RESPONSES).tolist() == [5.0, 6.0, 5.0]
 
 
 def test_whatever_it_raises_is_told_with_its_line() -> None:

@@ -61,7 +61,7 @@ def test_values_are_those_of_each_state_alone(
     prompts = prompts_of(*TEXTS)
     world = World(new_model, prompts, [reward] if scored else [])
     sampled = world.policy.sample(prompts, uniforms(len(TEXTS), 6, 0, "x"), Sampling(6, 0.8, [2], 0))
-    responses = decode_responses(letters, sampled.ids, sampled.mask)
+    responses = decode_responses(letters, sampled.ids, sampled.mask, [2])
     if scored == "as written":
         reward(prompts.texts, responses)
     elif scored == "other texts":
@@ -93,7 +93,7 @@ def test_what_a_reward_model_read_is_not_read_again(
     sampled = Sampled(
         ids, torch.ones_like(ids, dtype=torch.bool), torch.ones(len(ids), dtype=torch.bool), torch.zeros(ids.shape)
     )
-    responses = decode_responses(letters, sampled.ids, sampled.mask)
+    responses = decode_responses(letters, sampled.ids, sampled.mask, [2])
     reward(prompts.texts, responses)
     rows: list[int] = []
     reward.model.base_model.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
