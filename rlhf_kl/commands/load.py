@@ -22,12 +22,12 @@ from rlhf_kl.config.schema import (
     ScorerSection,
     SFTDataSection,
 )
-from rlhf_kl.data.files import HELDOUT_SHARE, Row, load_rows, split_heldout, text_column, without_leaks
+from rlhf_kl.data.files import HELDOUT_SHARE, Row, drawn, load_rows, split_heldout, text_column, without_leaks
 from rlhf_kl.data.texts import (
-    UNUSABLE,
     Example,
     Labelled,
     Pair,
+    Read,
     read_examples,
     read_labels,
     read_pairs,
@@ -199,26 +199,25 @@ class Loader:
 
     # ---- data
 
-    def _read(self, key: str, ref: str, split: str, read: Callable[[list[Row]], tuple[list[T], int]]) -> list[T]:
-        """The rows of a file or data set, as `read` makes them; it says how many it has left out."""
+    def _read(self, key: str, ref: str, split: str, read: Callable[[list[Row]], Read[T]], most: int | None) -> list[T]:
+        """At most `most` rows of a file or data set (None = all), as `read` makes them."""
         with ui.waiting(f"reading {key}"), blame(key):
-            rows = load_rows(ref, split)
-            found, skipped = read(rows)
-        if skipped:
-            log.info(f"{key}: {ref}: {skipped} of {len(rows)} rows left out: {UNUSABLE}, or no difference")
-        return found
+            found, left_out = read(load_rows(ref, split))
+        if left_out:
+            log.info(f"{key}: {left_out}")
+        return drawn(found, most)
 
     def texts(
         self, ref: str, column: str, key: str, split: str, *, limit: int | None = None, template: str | None = None
     ) -> list[str]:
-        """The first `limit` texts of a data set."""
+        """The texts of a data set, or `limit` of them."""
         column = text_column(ref, column)
-        return self._read(key, ref, split, lambda rows: (read_texts(rows[:limit], column, template, ref), 0))
+        return self._read(key, ref, split, lambda rows: read_texts(rows, column, template, ref), limit)
 
     def all_prompts(self, data: PromptsSection, key: str, ref: str, split: str) -> list[Prompt]:
         """The prompts of one file or data set."""
         column, chat = text_column(ref, data.column), data.chat_template
-        return self._read(key, ref, split, lambda rows: read_prompts(rows, column, data.template, ref, chat=chat))
+        return self._read(key, ref, split, lambda rows: read_prompts(rows, column, data.template, ref, chat=chat), None)
 
     def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[Prompt], list[Prompt]]:
         """Training prompts and held-out prompts, without overlap.
@@ -250,7 +249,7 @@ class Loader:
         def read(key: str, ref: str, split: str) -> list[Example]:
             columns, most = (data.prompt_column, data.response_column or "", data.template, ref), data.max_documents
             chat = data.chat_template
-            return self._read(key, ref, split, lambda rows: read_examples(rows[:most], *columns, chat=chat))
+            return self._read(key, ref, split, lambda rows: read_examples(rows, *columns, chat=chat), most)
 
         heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
         return _split(("data.texts", data.texts, data.split), heldout, read, prompt_of)
@@ -258,7 +257,7 @@ class Loader:
     def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
         """The preference pairs of one file or data set."""
         columns = (data.prompt_column, data.chosen_column, data.rejected_column, data.template, ref)
-        return self._read(key, ref, split, lambda rows: read_pairs(rows, *columns, chat=data.chat_template))
+        return self._read(key, ref, split, lambda rows: read_pairs(rows, *columns, chat=data.chat_template), None)
 
     def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
         """Preference pairs, and held-out ones."""
@@ -271,7 +270,7 @@ class Loader:
 
         def read(key: str, ref: str, split: str) -> list[Labelled]:
             columns = (data.text_column, data.label_column, ref)
-            return self._read(key, ref, split, lambda rows: (read_labels(rows, *columns), 0))
+            return self._read(key, ref, split, lambda rows: read_labels(rows, *columns), None)
 
         heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
         return _split(("data.labels", data.labels, data.split), heldout, read, lambda row: row.text)

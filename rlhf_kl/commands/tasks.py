@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_kl.commands.load import Loader, base_name, recompute, with_adapter
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.data.files import drawn
 from rlhf_kl.errors import blame
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
@@ -25,15 +26,15 @@ def build_task(config: SFTConfig | RewardModelConfig, loader: Loader) -> Task:
     dtype = compute_dtype(config.run.dtype)
     if data.response_column is None:
         texts, heldout = loader.documents(data)
-        model, tokenizer = build_model(config, loader, [text for text in texts if text.strip()])
-        return TextTask(LM(model, dtype), tokenizer, texts, heldout[:most])
+        model, tokenizer = build_model(config, loader, texts)
+        return TextTask(LM(model, dtype), tokenizer, texts, drawn(heldout, most))
     examples, kept = loader.examples(data)
     model, tokenizer = build_model(config, loader, [example.prompt + example.response for example in examples])
     return ResponseTask(
         LM(model, dtype),
         tokenizer,
         examples,
-        kept[:most],
+        drawn(kept, most),
         chat=data.chat_template,
         system=data.system,
         options=data.chat_options,
@@ -81,6 +82,6 @@ def build_reward_task(config: RewardModelConfig, loader: Loader) -> Task:
     reward = RewardModel(model.to(loader.device), loaded.tokenizer, form=form, dtype=loader.dtype)
     if data.labels is not None:
         rows, labelled = loader.labelled(data)
-        return LabelTask(reward, rows, labelled[:most])
+        return LabelTask(reward, rows, drawn(labelled, most))
     pairs, heldout = loader.pairs(data)
-    return PairTask(reward, pairs, heldout[:most])
+    return PairTask(reward, pairs, drawn(heldout, most))

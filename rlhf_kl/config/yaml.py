@@ -55,6 +55,8 @@ def _value(node: yaml.Node) -> Any:
                 refuse(f"key {key!r} is written twice" if isinstance(key, str) else "a key must be text", key_node)
             mapping[key] = _value(value_node)
         return mapping
+    if re.search("[\ud800-\udfff]", node.value):
+        refuse("half of a surrogate pair is no text", node)
     if isinstance(node, yaml.ScalarNode) and node.style is not None:  # in quotes, or a block
         return node.value
     convert = next((read for pattern, read in _PLAIN if re.fullmatch(pattern, node.value)), str)

@@ -31,23 +31,46 @@ def with_row(text: str, row: Mapping[str, Any], *, messages: bool = False) -> Pr
     return Prompt(text, row, getattr(text, "messages", ()) or single)
 
 
-def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None] | None:
-    """The prompt before the last answer, and that answer; None for each that is missing, and for any other shape.
+class Unusable(Exception):
+    """A row that is left out, for the reason that is its text."""
+
+
+def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
+    """The prompt before the last answer, and that answer; None for each that is missing.
 
     A single user turn is a plain text. A longer prompt is a `conversation`: an optional system message, then turns.
+    Errors: Unusable for any other shape.
     """
-    turns = [(m.get("role"), m.get("content")) for m in messages]
-    if not all(isinstance(role, str) and isinstance(content, str) for role, content in turns):
-        return None
+    turns = [(_role(message), _content(message)) for message in messages]
     roles = [role for role, _ in turns[turns[0][0] == "system" :]]  # without a system message
     in_turn = roles == ["user" if i % 2 == 0 else "assistant" for i in range(len(roles))]
     if not roles or not (in_turn or [role for role, _ in turns] == ["assistant"]):
-        return None
-    answer = str(turns[-1][1]) if roles[-1] == "assistant" else None
-    before = [(str(role), str(content)) for role, content in turns[: len(turns) - (answer is not None)]]
+        raise Unusable(f"roles out of turn: {', '.join(role for role, _ in turns)}")
+    answer = turns[-1][1] if roles[-1] == "assistant" else None
+    before = turns[: len(turns) - (answer is not None)]
     if not before:
         return None, answer
     return before[0][1] if [role for role, _ in before] == ["user"] else conversation(before), answer
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    if message["role"] not in ("system", "user", "assistant"):
+        raise Unusable(f"a message of the role {message['role']!r}")
+    return str(message["role"])
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message: a text, or parts of text, which are joined."""
+    content = message.get("content")
+    if message.get("tool_calls"):
+        raise Unusable("a tool call")
+    for part in content if isinstance(content, list) else ():
+        if not (isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"):
+            raise Unusable(f"a part of type {part.get('type') if isinstance(part, dict) else type(part).__name__!r}")
+    text = "".join(part["text"] for part in content) if isinstance(content, list) else content
+    if not isinstance(text, str):
+        raise Unusable(f"a message whose content is {'null' if text is None else type(text).__name__}")
+    return text
 
 
 def chat_prompt(tokenizer: Any, prompt: str, system: str | None, options: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
 from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
+from rlhf_kl.seeding import shuffled
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -62,6 +63,17 @@ def checked_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{where} is {'null' if value is None else type(value).__name__}, not text")
     return value
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def broken_text(value: Any) -> str | None:
+    """The first text in a value, or in what it holds, with half of a surrogate pair, which no UTF-8 can hold."""
+    if isinstance(value, str):
+        return value if _SURROGATE.search(value) else None
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return next((found for part in parts if (found := broken_text(part)) is not None), None)
 
 
 def _jsonl(text: str, where: str) -> Iterator[Row]:
@@ -119,6 +131,8 @@ def _parse(text: str, where: str) -> Any:
 def _mapping(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise InputError(f"{where}: is a {type(row).__name__}, not a mapping of columns")
+    if (broken := broken_text(row)) is not None:
+        raise InputError(f"{where}: half of a surrogate pair is no text: {broken[-60:]!r}")
     return row
 
 
@@ -150,8 +164,18 @@ def _reason(error: Exception, ref: str, split: str, reachable: bool) -> str:
     return f"cannot be read: {text}"
 
 
+def drawn(rows: Sequence[T], most: int | None) -> list[T]:
+    """At most `most` rows in their order (None = all), drawn at random, since a file may be sorted.
+
+    The seed is always the same: two runs, or a run and the next one of its chain, hold out the same rows.
+    """
+    if most is None or len(rows) <= most:
+        return list(rows)
+    return [rows[i] for i in sorted(shuffled(len(rows), 0, "drawn")[:most].tolist())]
+
+
 def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable]) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows: every twentieth distinct key is held out with all of its rows.
+    """Training rows and held-out rows: one in twenty of the distinct keys is held out with all of its rows.
 
     Rows with the same key (the same text, the same prompt of several pairs) stay together, so nothing leaks.
     Errors: InputError for fewer than twenty distinct keys.
@@ -159,7 +183,7 @@ def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable]) -> tuple[list
     keys = list(dict.fromkeys(key(row) for row in rows))
     if len(keys) < HELDOUT_SHARE:
         raise InputError(f"{len(keys)} different rows are too few to split: name a held-out data set")
-    apart = set(keys[HELDOUT_SHARE - 1 :: HELDOUT_SHARE])
+    apart = set(drawn(keys, len(keys) // HELDOUT_SHARE))
     return [row for row in rows if key(row) not in apart], [row for row in rows if key(row) in apart]
 
 

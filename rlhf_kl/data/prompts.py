@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_kl.data.chat import chat_prompt, require_chat_template, several_turns, with_row
+from rlhf_kl.data.files import broken_text
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.seeding import shuffled
@@ -47,6 +48,8 @@ def prepare_prompts(
         raise InputError(f"rollout.max_new_tokens takes the whole context of the model: lower it by {1 - room} or more")
     if form.chat:
         require_chat_template(tokenizer, "data.chat_template", form.options)
+    if broken := next(filter(broken_text, texts), None):  # of a command line; files are checked as they are read
+        raise InputError(f"is no UTF-8 text: {broken[-60:]!r}")
     full = [text for text in texts if text.strip()]
     empty = len(texts) - len(full)
     usable = full

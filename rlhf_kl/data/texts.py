@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from rlhf_kl.data.chat import is_conversation, several_turns, split_conversation, with_row
+from rlhf_kl.data.chat import Unusable, is_conversation, several_turns, split_conversation, with_row
 from rlhf_kl.data.files import Row, checked_text
 from rlhf_kl.errors import InputError
-from rlhf_kl.templates import column, fill
+from rlhf_kl.templates import column, fill, template_fields
 from rlhf_kl.types import Prompt
 
 T = TypeVar("T")
-UNUSABLE = "several turns without data.chat_template, or roles out of turn"  # of conversations
+Read = tuple[list[T], str]  # of the rows that can be used, and which rows were left out, in words
+NAMED_ROWS = 3  # of the rows that are left out for one reason
 
 
 class Example(NamedTuple):
@@ -38,50 +40,45 @@ class Labelled(NamedTuple):
     label: float
 
 
-def read_texts(rows: Sequence[Row], text_column: str, template: str | None, where: str) -> list[str]:
-    """One text per row: a column, or a template filled from several columns.
+def read_texts(rows: Sequence[Row], text_column: str, template: str | None, where: str) -> Read[str]:
+    """One text per row: a column, or a template filled from several columns. Null and empty ones are left out.
 
     Errors: InputError for no rows, a missing column, or an entry that is not text.
     """
-    return _read_each(rows, where, lambda row, place: _text(row, text_column, template, place))[0]
+    return _read_each(rows, where, lambda row, place: _full(_text(row, text_column, template, place)))
 
 
 def read_prompts(
     rows: Sequence[Row], prompt_column: str, template: str | None, where: str, *, chat: bool
-) -> tuple[list[Prompt], int]:
-    """One prompt per row, with the row for reward functions, and the number of rows left out.
+) -> Read[Prompt]:
+    """One prompt per row, with the row for reward functions.
 
-    Of a conversation it is the part before the last answer. Left out are those of several turns without a chat
-    template (`chat`), and those of another shape. Errors: InputError as in `read_texts`.
+    Of a conversation it is the part before the last answer. Left out are null and empty ones, those of several turns
+    without a chat template (`chat`), and those of another shape. Errors: InputError as in `read_texts`.
     """
 
-    def read(row: Row, place: str) -> Prompt | None:
+    def read(row: Row, place: str) -> Prompt:
         messages = template is None and is_conversation(column(row, prompt_column, place))
         if messages:
-            turn = split_conversation(row[prompt_column])
-            text = None if turn is None else _writable(turn[0], chat=chat)
+            text = _writable(split_conversation(row[prompt_column])[0], chat=chat)
         else:
             text = _text(row, prompt_column, template, place)
-        return None if text is None else with_row(text, row, messages=messages)
+        return with_row(_full(text), row, messages=messages)
 
     return _read_each(rows, where, read)
 
 
 def read_examples(
     rows: Sequence[Row], prompt: str | None, response: str, template: str | None, where: str, *, chat: bool = False
-) -> tuple[list[Example], int]:
-    """Prompts with their responses, and the number of rows left out.
+) -> Read[Example]:
+    """Prompts with their responses.
 
     Left out are conversations of several turns without a chat template (`chat`), or without an answer at the end.
     """
 
-    def read(row: Row, place: str) -> Example | None:
-        turn = _turn(row, response, place)
-        if turn is None:
-            return None
-        before, answer = turn
-        text = _writable(_prompt_of(row, prompt, template, before, place), chat=chat)
-        return None if text is None else Example(text, answer)
+    def read(row: Row, place: str) -> Example:
+        before, answer = _turn(row, response, place)
+        return Example(_writable(_prompt_of(row, prompt, template, before, place), chat=chat), answer)
 
     return _read_each(rows, where, read)
 
@@ -95,84 +92,114 @@ def read_pairs(
     where: str,
     *,
     chat: bool = False,
-) -> tuple[list[Pair], int]:
-    """Preference pairs, and the number of rows left out.
+) -> Read[Pair]:
+    """Preference pairs.
 
     Left out are pairs of equal responses or of different prompts, and several turns without a chat template (`chat`).
     Without a prompt column, the common beginning of both responses is the prompt.
     """
 
-    def read(row: Row, place: str) -> Pair | None:
-        one, other = _turn(row, chosen, place), _turn(row, rejected, place)
-        if one is None or other is None or one == other or one[0] != other[0]:
-            return None
-        (before, good), (_, bad) = one, other
+    def read(row: Row, place: str) -> Pair:
+        (before, good), (other, bad) = _turn(row, chosen, place), _turn(row, rejected, place)
+        if before != other:
+            raise Unusable("responses to different prompts")
+        if good == bad:
+            raise Unusable("equal responses")
         if before is None and prompt is None and template is None:
             same = itertools.takewhile(lambda characters: len(set(characters)) == 1, zip(good, bad, strict=False))
             before = good[: len(list(same))]
             good, bad = good[len(before) :], bad[len(before) :]
-        text = _writable(_prompt_of(row, prompt, template, before, place), chat=chat)
-        return None if text is None else Pair(text, good, bad)
+        return Pair(_writable(_prompt_of(row, prompt, template, before, place), chat=chat), good, bad)
 
     return _read_each(rows, where, read)
 
 
-def read_labels(rows: Sequence[Row], text: str, label: str, where: str) -> list[Labelled]:
+def read_labels(rows: Sequence[Row], text: str, label: str, where: str) -> Read[Labelled]:
     """Texts with their labels, 0 and 1 or false and true. Errors: InputError for any other label."""
 
     def read(row: Row, place: str) -> Labelled:
-        value = column(row, label, place)
+        value = _known(column(row, label, place))
         number = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0}.get(str(value).strip())
         if isinstance(value, bool):
             number = float(value)
         if number is None:
             raise InputError(f"{place}: {label} is {value!r:.60}, not 0 or 1")
-        return Labelled(_text(row, text, None, place), number)
+        return Labelled(_full(_text(row, text, None, place)), number)
 
-    return _read_each(rows, where, read)[0]
+    return _read_each(rows, where, read)
 
 
-def _read_each(rows: Sequence[Row], where: str, read: Callable[[Row, str], T | None]) -> tuple[list[T], int]:
-    """`read(row, place)` of every row, and the number of None. Errors: InputError if nothing is left."""
+def _read_each(rows: Sequence[Row], where: str, read: Callable[[Row, str], T]) -> Read[T]:
+    """`read(row, place)` of every row that is not Unusable. Errors: InputError if nothing is left."""
     if not rows:
         raise InputError(f"{where}: holds no rows")
-    items = [item for i, row in enumerate(rows, 1) if (item := read(row, f"{where}: row {i}")) is not None]
+    items, unusable = list[T](), defaultdict[str, list[int]](list)
+    for number, row in enumerate(rows, 1):
+        try:
+            items.append(read(row, f"{where}: row {number}"))
+        except Unusable as reason:
+            unusable[str(reason)].append(number)
+    reasons = "; ".join(f"{len(numbers)} with {reason} ({_rows(numbers)})" for reason, numbers in unusable.items())
     if not items:
-        raise InputError(f"{where}: none of {len(rows)} rows can be used: {UNUSABLE}")
-    return items, len(rows) - len(items)
+        raise InputError(f"{where}: none of {len(rows)} rows can be used: {reasons}")
+    return items, f"{where}: {len(rows) - len(items)} of {len(rows)} rows left out: {reasons}" if reasons else ""
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    named = ", ".join(map(str, numbers[:NAMED_ROWS])) + ", ..." * (len(numbers) > NAMED_ROWS)
+    return f"row{'s' * (len(numbers) > 1)} {named}"
+
+
+def _known(value: Any) -> Any:
+    """A value. Errors: Unusable for null."""
+    if value is None:
+        raise Unusable("null")
+    return value
+
+
+def _full(text: str | None) -> str:
+    """A text. Errors: Unusable where there is nothing in it."""
+    if not text or not text.strip():
+        raise Unusable("an empty text")
+    return text
 
 
 def _text(row: Row, name: str, template: str | None, place: str) -> str:
-    if template is not None:
-        return checked_text(fill(template, row, place), f"{place}: template")
-    return checked_text(column(row, name, place), f"{place}: {name}")
+    for key in [name] if template is None else template_fields(template):
+        _known(column(row, key, place))
+    return checked_text(row[name] if template is None else fill(template, row, place), f"{place}: {name}")
 
 
-def _turn(row: Row, name: str, place: str) -> tuple[str | None, str] | None:
-    """(the prompt, the response) of a column; None for a conversation that does not end with an answer."""
-    value = column(row, name, place)
+def _turn(row: Row, name: str, place: str) -> tuple[str | None, str]:
+    """(the prompt, the response) of a column. Errors: Unusable for a conversation that does not end with an answer."""
+    value = _known(column(row, name, place))
     if not is_conversation(value):
         return None, checked_text(value, f"{place}: {name}")
-    turn = split_conversation(value)
-    return None if turn is None or turn[1] is None else (turn[0], turn[1])
+    before, answer = split_conversation(value)
+    if answer is None:
+        raise Unusable("no answer at the end")
+    return before, answer
 
 
 def _prompt_of(row: Row, name: str | None, template: str | None, before: str | None, place: str) -> str | None:
-    """The prompt of a row's response or responses; None for a conversation of another shape.
-
-    before: the prompt in the column of the response.
-    """
+    """The prompt of a row's response or responses. before: the prompt in the column of the response."""
     if template is None:
         if before is not None:
             return before
         if name is None:
             raise InputError(f"{place}: has no prompt: name its column, or use conversations")
         if is_conversation(column(row, name, place)):
-            turn = split_conversation(row[name])
-            return None if turn is None or turn[1] is not None else turn[0]  # the answer is in another column
+            prompt, answer = split_conversation(row[name])
+            if answer is not None:
+                raise Unusable("an answer in the column of the prompt")  # the answer is in another column
+            return prompt
     return _text(row, name or "", template, place)
 
 
-def _writable(prompt: str | None, *, chat: bool) -> str | None:
-    """None for a conversation of several turns without a chat template."""
-    return None if several_turns(prompt) and not chat else prompt
+def _writable(prompt: str | None, *, chat: bool) -> str:
+    """A prompt. Errors: Unusable for none, and for several turns without a chat template."""
+    if prompt is None:
+        raise Unusable("no prompt")
+    if several_turns(prompt) and not chat:
+        raise Unusable("several turns without data.chat_template")
+    return prompt

@@ -58,17 +58,13 @@ class TextTask(LanguageTask):
 
     def __init__(self, lm: LM, tokenizer: Any, texts: Sequence[str], heldout: Sequence[str] = ()) -> None:
         self.heldout = list(heldout)
-        full, context = [text for text in texts if text.strip()], context_length(lm.model)
-        if not full:
-            raise InputError(f"data.texts: all {len(texts)} texts are empty")
-        rows = [[*row, tokenizer.eos_token_id] for row in encode_all(tokenizer, full)]
+        context = context_length(lm.model)
+        rows = [[*row, tokenizer.eos_token_id] for row in encode_all(tokenizer, texts)]
         with blame(self.data):
             check_vocabulary(lm.model, tokenizer, rows)
-        super().__init__(lm, tokenizer, [row[:context] for row in rows], [1] * len(rows), texts_fingerprint(full))
-        if len(full) < len(texts):
-            self.notes.append(f"data.texts: {len(texts) - len(full)} of {len(texts)} texts left out: empty")
+        super().__init__(lm, tokenizer, [row[:context] for row in rows], [1] * len(rows), texts_fingerprint(texts))
         if cut := sum(context is not None and len(row) > context for row in rows):
-            self.notes.append(f"{cut} of {len(full)} texts are longer than the context and are cut off")
+            self.notes.append(f"{cut} of {len(texts)} texts are longer than the context and are cut off")
 
     def evaluate(self, ranks: Ranks = ALONE) -> Figures:
         """Perplexity of the held-out texts."""
@@ -239,6 +235,11 @@ class LabelTask(RewardTask):
         self.labels = torch.tensor([row.label for row in rows])
         fingerprint = texts_fingerprint(f"{row.label} {row.text}" for row in rows)
         super().__init__(reward, self.encoded, [len(row) for row in self.encoded], fingerprint)
+        for name, some in (("training", rows), ("held-out", self.heldout)):
+            if len(labels := {row.label for row in some}) == 1:
+                self.notes.append(
+                    f"all {len(some)} {name} texts have the label {labels.pop():g}: accuracy tells nothing"
+                )
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss in nats; `train/accuracy` counts right labels."""

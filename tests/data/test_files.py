@@ -28,7 +28,7 @@ def test_each_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> Non
 
 
 def read_column(path: Path, column: str = "prompt") -> list[str]:
-    return read_texts(read_rows(path), text_column(str(path), column), None, str(path))
+    return read_texts(read_rows(path), text_column(str(path), column), None, str(path))[0]
 
 
 def test_a_text_file_has_a_row_per_line_whatever_the_column_is_called(tmp_path: Path) -> None:
@@ -55,7 +55,13 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.json", '{"prompt": "a"}', "holds a dict, not a list"),
         ("x.json", '[{"prompt": "a"}, 3]', "row 2: is a int"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "row 2: prompt is int, not text"),
-        ("x.csv", "prompt,text\na,b\nc\n", "row 2"),
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": "a smile \\ud83d"}\n', "line 2: half of a surrogate pair is no text"),
+        ("x.json", '[{"prompt": "a"}, {"prompt": "\\udc00 a"}]', "row 2: half of a surrogate pair is no text"),
+        (
+            "x.jsonl",
+            '{"prompt": [{"role": "user", "content": "\\ud83d"}]}',
+            "line 1: half of a surrogate pair is no text",
+        ),
         ("x.csv", 'prompt\n"a\n', "x.csv: "),
         ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
         ("x.csv", "prompt,text\na,b\nwell, then,c\n", "line 3: 3 cells for 2 columns"),  # a comma without quotes
@@ -68,9 +74,16 @@ def problem(path: Path, column: str = "prompt") -> str:
 def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(body, encoding="utf-8")
-    message = problem(path, "text" if body == "prompt,text\na,b\nc\n" else "prompt")
+    message = problem(path)
     assert expected in message
     assert str(path) in message
+
+
+def test_a_pair_of_surrogates_is_a_character_and_a_short_row_has_a_null(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a smile \\ud83d\\ude42"}\n')
+    assert read_column(tmp_path / "x.jsonl") == ["a smile \U0001f642"]
+    (tmp_path / "x.csv").write_text("prompt,text\na,b\nc\n")
+    assert read_column(tmp_path / "x.csv", "text") == ["b"]
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.data.chat import conversation, several_turns, split_conversation
-from rlhf_kl.data.files import split_heldout, without_leaks
+from rlhf_kl.data.chat import Unusable, conversation, several_turns, split_conversation
+from rlhf_kl.data.files import drawn, split_heldout, without_leaks
 from rlhf_kl.data.texts import (
     Example,
     Labelled,
@@ -63,8 +63,68 @@ def test_a_template_that_does_not_fit_its_row() -> None:
 
 def test_texts_come_from_a_column_or_a_template() -> None:
     rows = [{"a": "x", "b": "1"}, {"a": "y", "b": "2"}]
-    assert read_texts(rows, "a", None, "data.texts") == ["x", "y"]
-    assert read_texts(rows, "a", "{b}{a}", "data.texts") == ["1x", "2y"]
+    assert read_texts(rows, "a", None, "data.texts") == (["x", "y"], "")
+    assert read_texts(rows, "a", "{b}{a}", "data.texts") == (["1x", "2y"], "")
+
+
+NULLS = [
+    {"a": "x", "b": "1"},
+    {"a": None, "b": "2"},
+    {"a": " \n", "b": "3"},
+    {"a": None, "b": None},
+    {"a": "y", "b": "4"},
+]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda rows: read_texts(rows, "a", None, "f"),
+        lambda rows: read_prompts(rows, "a", None, "f", chat=False),
+        lambda rows: read_labels([row | {"y": 1} for row in rows], "a", "y", "f"),
+    ],
+)
+def test_null_and_empty_rows_are_left_out_counted_and_named(read: Any) -> None:
+    items, left_out = read(NULLS)
+    assert [getattr(item, "text", item) for item in items] == ["x", "y"]
+    assert left_out == "f: 3 of 5 rows left out: 2 with null (rows 2, 4); 1 with an empty text (row 3)"
+    assert "none of 3 rows can be used: 2 with null (rows 1, 3); 1 with an empty text (row 2)" in problem(
+        read, NULLS[1:4]
+    )
+
+
+def test_null_is_left_out_wherever_a_text_or_a_label_is_read() -> None:
+    rows = [{"p": "q", "r": "a", "s": "b"}, {"p": None, "r": "a", "s": "b"}, {"p": "q", "r": None, "s": "b"}]
+    assert read_texts(rows, "p", "{p}: {r}", "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    assert read_examples(rows, "p", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    assert read_pairs(rows, "p", "s", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    labels = [{"t": "a", "y": None}, {"t": "b", "y": 0}]
+    assert read_labels(labels, "t", "y", "f") == ([Labelled("b", 0)], "f: 1 of 2 rows left out: 1 with null (row 1)")
+
+
+PARTS = [{"type": "text", "text": "why"}, {"type": "text", "text": "?"}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
+def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
+    rows = [
+        {"p": [{"role": "user", "content": PARTS}]},
+        {"p": [SYSTEM, {"role": "user", "content": PARTS}]},
+        {"p": [{"role": "user", "content": [*PARTS, {"type": "image", "image": "x.png"}]}]},
+        {"p": [USER, CALL, {"role": "tool", "content": "3"}]},
+        {"p": [USER, {"role": "function", "content": "3"}]},
+        {"p": [{"role": "user", "content": None}]},
+        {"p": [{"role": "user", "content": []}]},
+    ]
+    items, left_out = read_prompts(rows, "p", None, "f", chat=True)
+    assert items[0] == "why?"
+    assert items[0].messages == (("user", "why?"),)
+    assert items[1].messages == (("system", "be brief"), ("user", "why?"))
+    assert left_out == (
+        "f: 5 of 7 rows left out: 1 with a part of type 'image' (row 3); 1 with a tool call (row 4); "
+        "1 with a message of the role 'function' (row 5); 1 with a message whose content is null (row 6); "
+        "1 with an empty text (row 7)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,13 +133,12 @@ def test_texts_come_from_a_column_or_a_template() -> None:
         ([USER], ("why?", None)),
         ([USER, ASSISTANT], ("why?", "so.")),
         ([ASSISTANT], (None, "so.")),
-        ([USER, USER], None),
-        ([USER, ASSISTANT, ASSISTANT], None),
-        ([SYSTEM], None),
-        ([SYSTEM, ASSISTANT], None),
-        ([USER, SYSTEM], None),
-        ([{"role": "tool", "content": "x"}, ASSISTANT], None),
-        ([{"role": "user", "content": [{"type": "image"}]}], None),
+        ([USER, USER], "roles out of turn: user, user"),
+        ([USER, ASSISTANT, ASSISTANT], "roles out of turn: user, assistant, assistant"),
+        ([SYSTEM], "roles out of turn: system"),
+        ([SYSTEM, ASSISTANT], "roles out of turn: system, assistant"),
+        ([USER, SYSTEM], "roles out of turn: user, system"),
+        ([{"role": "tool", "content": "x"}, ASSISTANT], "a message of the role 'tool'"),
         ([USER, ASSISTANT, USER], ([USER, ASSISTANT, USER], None)),
         ([USER, ASSISTANT, USER, ASSISTANT], ([USER, ASSISTANT, USER], "so.")),
         ([SYSTEM, USER], ([SYSTEM, USER], None)),
@@ -87,12 +146,15 @@ def test_texts_come_from_a_column_or_a_template() -> None:
     ],
 )
 def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str, Any]], expected: Any) -> None:
-    parts = split_conversation(messages)
-    if expected is None or not isinstance(expected[0], list):
-        assert parts == expected
-        assert parts is None or not several_turns(parts[0])
+    if isinstance(expected, str):
+        with pytest.raises(Unusable, match=expected):
+            split_conversation(messages)
         return
-    assert parts is not None
+    parts = split_conversation(messages)
+    if not isinstance(expected[0], list):
+        assert parts == expected
+        assert not several_turns(parts[0])
+        return
     assert several_turns(parts[0])
     assert parts[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
     assert parts[1] == expected[1]
@@ -107,18 +169,21 @@ def test_a_conversation_is_a_text_too() -> None:
 
 def test_prompts_of_several_turns_need_a_chat_template() -> None:
     rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
-    assert read_prompts(rows, "p", None, "data.prompts", chat=False) == (["q", "why?"], 2)
-    items, skipped = read_prompts(rows, "p", None, "data.prompts", chat=True)
-    assert (len(items), skipped) == (3, 1)
+    assert read_prompts(rows, "p", None, "data.prompts", chat=False)[0] == ["q", "why?"]
+    items, left_out = read_prompts(rows, "p", None, "data.prompts", chat=True)
+    assert left_out == "data.prompts: 1 of 4 rows left out: 1 with no prompt (row 4)"
+    assert len(items) == 3
     assert several_turns(items[2])
-    assert "none of 2 rows can be used: several turns" in problem(
+    assert "none of 2 rows can be used: 1 with several turns without data.chat_template (row 1)" in problem(
         read_prompts, rows[2:], "p", None, "data.prompts", chat=False
     )
 
 
 def test_examples_of_columns_and_of_conversations() -> None:
     rows = [{"p": "q", "r": "a"}, {"p": "ignored", "r": [USER, ASSISTANT]}, {"p": "x", "r": [USER, ASSISTANT, USER]}]
-    assert read_examples(rows, "p", "r", None, "data.texts") == ([Example("q", "a"), Example("why?", "so.")], 1)
+    found, left_out = read_examples(rows, "p", "r", None, "data.texts")
+    assert found == [Example("q", "a"), Example("why?", "so.")]
+    assert left_out == "data.texts: 1 of 3 rows left out: 1 with no answer at the end (row 3)"
     assert "has no prompt" in problem(read_examples, rows[:1], None, "r", None, "data.texts")
     assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", None, "data.texts")
     several = [
@@ -126,23 +191,24 @@ def test_examples_of_columns_and_of_conversations() -> None:
         {"p": [USER], "r": [ASSISTANT]},
         {"r": [SYSTEM, USER, ASSISTANT]},
     ]
-    items, skipped = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
+    items, left_out = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
     assert [example.response for example in items] == ["a", "so."]
-    assert (len(items[0].prompt.messages), items[1].prompt, skipped) == (3, "why?", 0)  # type: ignore[attr-defined]
-    assert read_examples(several[:2], "p", "r", None, "data.texts") == ([Example("why?", "so.")], 1)
+    assert (len(items[0].prompt.messages), items[1].prompt, left_out) == (3, "why?", "")  # type: ignore[attr-defined]
+    assert read_examples(several[:2], "p", "r", None, "data.texts")[0] == [Example("why?", "so.")]
     assert read_examples(several[2:], None, "r", None, "data.texts", chat=True)[0][0].response == "so."
 
 
 def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     columns = [{"prompt": "q", "c": "good", "r": "bad"}, {"prompt": "q", "c": "same", "r": "same"}]
-    assert read_pairs(columns, "prompt", "c", "r", None, "data.pairs") == ([Pair("q", "good", "bad")], 1)
+    left_out = "data.pairs: 1 of 2 rows left out: 1 with equal responses (row 2)"
+    assert read_pairs(columns, "prompt", "c", "r", None, "data.pairs") == ([Pair("q", "good", "bad")], left_out)
     chats = [{"c": [USER, ASSISTANT], "r": [USER, {"role": "assistant", "content": "no."}]}]
     assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
     other = {"role": "user", "content": "how?"}
     longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
-    items, skipped = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
+    items, left_out = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
     assert items == [Pair(conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
-    assert skipped == 0
+    assert left_out == ""
     assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
     assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", None, "data.pairs", chat=True)
@@ -155,22 +221,34 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
 
 def test_labels_are_0_and_1() -> None:
     rows = [{"t": "a", "y": 1}, {"t": "b", "y": True}, {"t": "c", "y": "0"}]
-    assert read_labels(rows, "t", "y", "data.labels") == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0)]
-    for value in ("positive", None, 0.5, float("nan"), [1]):
+    assert read_labels(rows, "t", "y", "data.labels")[0] == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0)]
+    for value in ("positive", 0.5, float("nan"), [1]):
         assert "y is" in problem(read_labels, [{"t": "a", "y": value}], "t", "y", "data.labels")
 
 
 # ---- held-out parts ----
 
 
-def test_every_twentieth_key_is_kept_apart_with_all_its_rows() -> None:
+def test_one_key_in_twenty_is_kept_apart_with_all_its_rows() -> None:
     rows = [(i % 60, i) for i in range(120)]
     train, kept = split_heldout(rows, lambda row: row[0])
-    assert {row[0] for row in kept} == {19, 39, 59}
+    assert len({row[0] for row in kept}) == 3
     assert len(kept) == 6
+    assert split_heldout(rows, lambda row: row[0]) == (train, kept)
     assert sorted(train + kept) == sorted(rows)
     with pytest.raises(InputError, match="19 different rows are too few"):
         split_heldout(list(range(19)) * 5, lambda row: row)
+
+
+def test_rows_that_are_drawn_come_from_all_of_a_sorted_file() -> None:
+    labels = [0] * 500 + [1] * 500
+    assert 35 < sum(drawn(labels, 100)) < 65
+    rows = list(range(1000))
+    some = drawn(rows, 100)
+    assert some == sorted(set(some)) == drawn(rows, 100)
+    assert drawn(rows, None) == drawn(rows, 1000) == rows
+    _, kept = split_heldout(labels + rows[2:], lambda row: row)
+    assert max(kept) - min(kept) > 500
 
 
 def test_rows_of_held_out_keys_are_left_out() -> None:
