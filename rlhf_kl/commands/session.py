@@ -52,17 +52,21 @@ def train_command(
         return summary if ranks.writes else {}
 
 
-def on_this_machine(config: C) -> C:
+def on_this_machine(config: C, *, stored: bool = False) -> C:
     """The config with a number type in place of `run.dtype: auto`.
 
-    bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32.
+    bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32. `stored`: to read a run,
+    whose bfloat16 counts as auto, or a lone model; a log line tells a type that is neither the run's nor float32.
     """
-    if config.run.dtype != "auto":
+    if config.run.dtype not in ("auto", *["bfloat16"] * stored):
         return config
     import torch
 
-    on_gpu = pick_device(config.run).type == "cuda"
-    dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    device = pick_device(config.run).type
+    fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = "bfloat16" if fast else "float32"
+    if stored and dtype != {"auto": "float32"}.get(config.run.dtype, config.run.dtype):
+        log.info(f"run.dtype: {config.run.dtype}; here, on {device}, the models compute in {dtype}")
     run = config.run.model_copy(update={"dtype": dtype})
     return cast(C, config.model_copy(update={"run": run}))
 

@@ -69,6 +69,32 @@ def test_the_type_of_a_machine(
     assert on_this_machine(written) is written
 
 
+@pytest.mark.parametrize(
+    ("stored", "gpu", "dtype", "told"),
+    [
+        ("bfloat16", False, "float32", "run.dtype: bfloat16; here, on cpu, the models compute in float32"),
+        ("bfloat16", True, "bfloat16", None),
+        ("auto", False, "float32", None),  # as for `--model`
+        ("auto", True, "bfloat16", "run.dtype: auto; here, on cuda, the models compute in bfloat16"),
+        ("float32", True, "float32", None),
+    ],
+)
+def test_a_run_is_read_in_a_type_that_this_machine_computes_in(
+    stored: str,
+    gpu: bool,
+    dtype: str,
+    told: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    with caplog.at_level("INFO", logger="rlhf_kl"):
+        config = on_this_machine(TrainConfig.model_validate({"run": {"dtype": stored}}), stored=True)
+    assert config.run.dtype == dtype
+    assert caplog.messages == [told] * (told is not None)
+
+
 # ---- what a launcher tells
 
 
