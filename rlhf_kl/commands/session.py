@@ -34,7 +34,8 @@ def train_command(
     Of several processes the first one writes the folder; the others give {}.
     """
     check_installed(config.tracking.trackers)
-    keep_freed_memory()
+    if pick_device(config.run).type == "cpu":  # beside a GPU, other programs can use it
+        keep_freed_memory()
     config = on_this_machine(config)  # the stored config repeats the run on any machine
     with (
         ending_on_sigterm(),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf_kl.commands import session
 from rlhf_kl.commands.build import shard_models
 from rlhf_kl.commands.session import group_size, on_this_machine, pick_device, run_device, train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
@@ -232,6 +233,19 @@ def test_accelerates_precision_is_told_to_have_no_effect(
     train_command(lambda *_: {}, config, resume=False, overwrite=False)
     line = f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({dtype})"
     assert caplog.messages == [line] * told
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", [True]), ("cuda", [])])
+def test_freed_memory_is_kept_where_the_model_computes_on_the_cpu(
+    device: str, kept: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(session, "keep_freed_memory", lambda: calls.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run"), "device": device}})
+    train_command(lambda *_: {}, config, resume=False, overwrite=False)
+    assert calls == kept
 
 
 # ---- shards
