@@ -35,7 +35,7 @@ SLOW_FIXTURES = {
     *("launch", "together", "browser"),
 }
 SLOW_FILES = (
-    *("processes/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py"),
+    *("processes/", "fake_cuda/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py"),
     *("cli/test_read_run.py", "models/test_families.py"),
     *(
         "commands/test_lora.py",
