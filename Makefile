@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 BASE_PYTHON ?= python3
 CONFIG ?= ppo_adaptive.yaml
+# On several GPUs a launcher starts a process for each; one process needs none.
+RLHF_KL = $(if $(filter-out 1,$(GPUS)),-m accelerate.commands.launch --multi_gpu --num_processes $(GPUS)) -m rlhf_kl
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -53,7 +55,7 @@ help:  ## this list
 install: $(INSTALLED)  ## make the environment; with PYTHON= add missing packages to one, but not torch
 
 train: $(READY)  ## train on the built-in model (FRESH=1 starts anew, CONFIG=name.yaml, GPUS=4 uses 4 GPUs)
-	$(PY) $(if $(GPUS),-m accelerate.commands.launch --multi_gpu --num_processes $(GPUS)) -m rlhf_kl train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
+	$(PY) $(RLHF_KL) train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
 test: $(DEV_READY)  ## the fast tests (two minutes on two cores)
 	$(PY) -m pytest -n 2 --dist loadfile
@@ -102,16 +104,16 @@ figures: $(READY)  ## measure the figures of README and guide again (ONLY="sweep
 	$(PY) scripts/figures.py $(ONLY)
 
 gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)
-	$(PY) -m rlhf_kl sft --config $*_sft.yaml --resume
-	$(PY) -m rlhf_kl reward-model --config $*_reward.yaml --resume
-	$(PY) -m rlhf_kl doctor --config $*_ppo.yaml
-	$(PY) -m rlhf_kl train --config $*_ppo.yaml --resume
+	$(PY) $(RLHF_KL) sft --config $*_sft.yaml --resume
+	$(PY) $(RLHF_KL) reward-model --config $*_reward.yaml --resume
+	$(PY) -m rlhf_kl doctor --config $*_ppo.yaml $(addprefix --processes ,$(GPUS))
+	$(PY) $(RLHF_KL) train --config $*_ppo.yaml --resume
 
-gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (needs a GPU and the hub; PYTHON= for an existing environment)
+gpu-sentiment:  ## GPT-2 on IMDB: SFT, classifier, PPO (needs the hub and a GPU, or GPUS=4; PYTHON= for an existing environment)
 gpu-tldr:  ## Pythia on TL;DR: SFT, reward model, PPO (the same)
 gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO (the same)
 
-gpu-check: $(DEV_READY)  ## the tests of several processes with NCCL on two GPUs, and a bfloat16 run on one
+gpu-check: $(DEV_READY)  ## a bfloat16 run on one GPU, and with two the tests of several processes with NCCL
 	RLHF_KL_TEST_DEVICE=cuda $(PY) -m pytest -m "slow or not slow" tests/processes tests/test_gpu.py
 
 gpu-report: $(READY)  ## speed and memory on this machine's GPUs, on one and on all, as one JSON for an issue

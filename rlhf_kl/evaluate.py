@@ -212,9 +212,10 @@ def policy_samples(
             made.texts += texts
             if stats is not None:
                 made.kl += float64(stats.exact_kl).sum(1).tolist()
-                columns = (sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
+                read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
+                mask, *columns = (x.cpu() for x in read)  # at once: each read of a row would wait for a GPU
                 for i in range(min(shown - len(made.tokens), len(texts))):
-                    made.tokens.append(token_rows(tokenizer, *(column[i][sampled.mask[i]] for column in columns)))
+                    made.tokens.append(token_rows(tokenizer, *(column[i][mask[i]] for column in columns)))
             advance(len(texts))
             yield responses
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # As in an activated environment: the program prints its own name, not a path.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 REPOSITORY = Path(__file__).parent.parent
+CONVERSIONS = ("__float__", "__bool__", "__int__", "__index__")  # of a tensor to a number
 LETTERS = "abcd"  # with pad, bos and eos a vocabulary of seven
 
 # Tests with these fixtures train, build a world, start processes or a browser. The mathematics is tested without them.
@@ -35,8 +36,8 @@ SLOW_FIXTURES = {
     *("launch", "together", "browser"),
 }
 SLOW_FILES = (
-    *("processes/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py", "models/test_families.py"),
-    "cli/test_read_run.py",
+    *("processes/", "fake_cuda/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py"),
+    *("cli/test_read_run.py", "models/test_families.py"),
     *(
         "commands/test_lora.py",
         "commands/test_reward_lora.py",
@@ -183,7 +184,7 @@ def new_model(letters: Any) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def reads_of() -> Callable[..., list[str]]:
-    """`reads_of(work)`: the calls of `work()` that fetch numbers from a device, by name."""
+    """`reads_of(work)`: the calls of `work()` that wait for numbers of a device, by name."""
     from torch.overrides import TorchFunctionMode
 
     class Reads(TorchFunctionMode):
@@ -192,7 +193,7 @@ def reads_of() -> Callable[..., list[str]]:
             self.seen: list[str] = []
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.__name__ in {"item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__", "__index__"}:
+            if func.__name__ in {*("item", "tolist", "cpu", "numpy", "nonzero"), *CONVERSIONS}:
                 self.seen.append(func.__name__)
             return func(*args, **(kwargs or {}))
 

@@ -53,12 +53,13 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     folder = None
     if request.model is not None:
         world = {"policy": {"model": request.model}} if is_builtin(request.model) else {}
-        config = request.permissions.added_to(TrainConfig.model_validate(world))
+        config = request.permissions.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}}))
     elif request.config is not None:  # the user chose it, so its own permissions count
-        config = on_this_machine(request.permissions.added_to(load_config("train", request.config)))
+        config = request.permissions.added_to(load_config("train", request.config))
     else:
         folder = RunFolder(request.run or newest_run(finished=True))
         config = request.permissions.run_config(folder)
+    config = on_this_machine(config, stored=request.config is None)
     loader = Loader.for_run(config.run, run_device(config.run))
     texts, dtype = _texts(request, config, loader), compute_dtype(config.run.dtype)
     config = config if request.model is not None else with_files(config)

@@ -12,7 +12,7 @@ from rlhf_kl import ui
 from rlhf_kl.commands.build import build_prompts, prompt_format, sampling_of, usable_prompts
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import score_at
-from rlhf_kl.commands.session import run_device
+from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
@@ -48,7 +48,7 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     _check(request)
     folder, permissions = None, request.permissions
     if request.model is not None:
-        config = permissions.added_to(TrainConfig.model_validate({}))
+        config = permissions.added_to(TrainConfig.model_validate({"run": {"dtype": "auto"}}))
     else:
         folder = RunFolder(request.run or newest_run(finished=True))
         config = permissions.run_config(folder)
@@ -57,7 +57,7 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
         config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * request.scores))
     given = {"max_new_tokens": request.max_new_tokens, "temperature": request.temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
-    config = config.model_copy(update={"rollout": rollout})
+    config = on_this_machine(config.model_copy(update={"rollout": rollout}), stored=True)
     loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
     with ui.waiting("loading the models and prompts"):
         model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)

@@ -17,6 +17,7 @@ from rlhf_kl.program import shell_command
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.run.run import Run, open_run
 from rlhf_kl.run.signals import ending_on_sigterm
+from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,8 @@ def train_command(
     Of several processes the first one writes the folder; the others give {}.
     """
     check_installed(config.tracking.trackers)
-    keep_freed_memory()
+    if pick_device(config.run).type == "cpu":  # beside a GPU, other programs can use it
+        keep_freed_memory()
     config = on_this_machine(config)  # the stored config repeats the run on any machine
     with (
         ending_on_sigterm(),
@@ -42,21 +44,30 @@ def train_command(
     ):
         if run.finished is None and not ranks.writes:
             ui.silence()
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        if ranks.writes and precision not in ("no", {"bfloat16": "bf16"}.get(config.run.dtype)):
+            log.warning(
+                f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({config.run.dtype})"
+            )
         summary = work(config, run) if run.finished is None else run.finished
         return summary if ranks.writes else {}
 
 
-def on_this_machine(config: C) -> C:
+def on_this_machine(config: C, *, stored: bool = False) -> C:
     """The config with a number type in place of `run.dtype: auto`.
 
-    bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32.
+    bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32. `stored`: to read a run,
+    whose bfloat16 counts as auto, or a lone model; a log line tells a type that is neither the run's nor float32.
     """
-    if config.run.dtype != "auto":
+    if config.run.dtype not in ("auto", *["bfloat16"] * stored):
         return config
     import torch
 
-    on_gpu = pick_device(config.run).type == "cuda"
-    dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    device = pick_device(config.run).type
+    fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = "bfloat16" if fast else "float32"
+    if stored and dtype != {"auto": "float32"}.get(config.run.dtype, config.run.dtype):
+        log.info(f"run.dtype: {config.run.dtype}; here, on {device}, the models compute in {dtype}")
     run = config.run.model_copy(update={"dtype": dtype})
     return cast(C, config.model_copy(update={"run": run}))
 
@@ -85,32 +96,53 @@ def run_device(section: RunSection, *, group: bool = False) -> torch.device:
     """
     import torch
 
-    device, count = pick_device(section), int(os.environ.get("WORLD_SIZE", "1"))
+    device, count = pick_device(section), group_size()
     if count > 1 and not group:
         raise InputError("several processes: this command runs in one; train, sft and reward-model can run in several")
     if count > 1 and (device.index is not None or device.type == "mps"):
         raise InputError(f"run.device: {section.device}: with several processes write cuda or cpu; each takes its own")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type == "cuda" and here > torch.cuda.device_count():
-        raise InputError(f"{here} processes share {torch.cuda.device_count()} CUDA devices here: start one for each")
+    here, visible = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if device.type == "cuda" and here > visible:
+        raise InputError(f"{here} processes share {visible} CUDA devices here: start one for each")
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(
                 f"accelerate's {name} is not used here: write policy.shard and reference.shard in the config; {LAUNCH}"
             )
     if count > 1 and device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # A single visible one is this process's own, as with Slurm's --gpus-per-task=1.
+        index = (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "not set") if visible > 1 else "0"
+        if not index.isdigit() or int(index) >= visible:
+            error = InputError(f"LOCAL_RANK is {index}, and there are {visible} CUDA devices here: {LAUNCH}")
+            error.told = False  # the others may have theirs
+            raise error
+        device = torch.device("cuda", int(index))
     if device.index is not None:
         torch.cuda.set_device(device)
     return device
 
 
+def group_size() -> int:
+    """Processes of the group that a launcher started, 1 without one. Errors: InputError for copies that train alone."""
+    copies = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1"
+    if "SLURM_STEP_ID" in os.environ:  # srun started this process, not the shell of sbatch or salloc
+        copies = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or copies
+    if "WORLD_SIZE" not in os.environ and int(copies) > 1:
+        raise InputError(
+            f"srun or mpirun started {copies} processes that do not know of each other: let it start one torchrun on "
+            "each node, as in the script of `rlhf-kl guide running`; for separate runs set WORLD_SIZE=1"
+        )
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextlib.contextmanager
 def joined(section: RunSection) -> Iterator[Ranks]:
     """The processes of a run, this one alone or the group that a launcher started."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if group_size() == 1:
         yield Ranks()
         return
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise InputError(f"WORLD_SIZE is set, but not {', '.join(missing)}: {LAUNCH}")
     from torch import distributed
 
     backend = "nccl" if run_device(section, group=True).type == "cuda" else "gloo"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 SPECIAL = ("softcap", "position_bias", "cache")  # options of transformers' function that change the result
 MOST_SCORES = 1 << 16  # of a head and row: 256 tokens that attend to each other
@@ -20,6 +20,8 @@ MOST_SCORES = 1 << 16  # of a head and row: 256 tokens that attend to each other
 def install() -> None:
     """Let models with transformers' usual attention use this one, for the rest of the process."""
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+    # GPT-2 reads ids that come without a mask, to warn of padding: the host would wait for a GPU at every token.
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
 def attention(

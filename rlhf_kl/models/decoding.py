@@ -73,11 +73,10 @@ def decode(model: Any, prompts: SharedPrompts, noise: Tensor, sampling: Sampling
             continue
         recent = torch.stack([each for _, each, _ in drawn[-test_every:]])
         alive &= ~torch.isin(recent, stops).any(0)
-        left = int(alive.sum())
-        if left == 0:
+        kept = alive.nonzero().squeeze(1)  # the one point of a test that waits for a GPU
+        if len(kept) == 0:
             break
-        if left <= COMPACT_BELOW * len(rows):
-            kept = alive.nonzero().squeeze(1)
+        if len(kept) <= COMPACT_BELOW * len(rows):
             cache.reorder_cache(kept)
             rows, alive, noise, tokens, mask, positions = (
                 x.index_select(0, kept.to(x.device)) for x in (rows, alive, noise, tokens, mask, positions)

@@ -203,6 +203,23 @@ def test_bfloat16_runs(train: Train, tmp_path: Path) -> None:
     assert rows(tmp_path / "run")[0]["kl/token"] == pytest.approx(0.0, abs=1e-3)
 
 
+def test_a_bfloat16_run_is_read_in_float32_where_there_is_no_gpu_and_that_is_told(
+    train: Train, tmp_path: Path, rlhf_kl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    train(tmp_path / "run", "run.dtype=bfloat16", "run.device=auto", "ppo.total_episodes=16")
+    line = "run.dtype: bfloat16; here, on cpu, the models compute in float32"
+    (tmp_path / "texts.txt").write_text("abab")
+    for words in (
+        ["generate", "--run", tmp_path / "run", "--prompt", "ab"],
+        ["eval", "--run", tmp_path / "run", "--plugins", "--json"],
+        ["eval", "--model", tmp_path / "run" / "final", "--texts", tmp_path / "texts.txt", "--json"],
+    ):
+        outcome = rlhf_kl(*words)
+        assert outcome.code == 0, outcome.err
+        assert outcome.err.count(line) == ("--run" in words), outcome.err
+
+
 def test_the_terms_of_a_sum_are_logged_one_by_one(train: Train, tmp_path: Path, tiny_data: Any) -> None:
     (tmp_path / "one.py").write_text("def one(prompts, responses):\n    return [1.0] * len(responses)\n")
     terms = f"a: {{kind: '{tiny_data.reward}', weight: 2.0}}, one: {{kind: '{tmp_path}/one.py:one', weight: -0.25}}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 Launch = Callable[..., subprocess.Popen[str]]
 
@@ -20,6 +21,13 @@ class Together(NamedTuple):
 
     codes: list[list[int]]
     output: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_device_for_each() -> None:
+    """On GPUs (`make gpu-check`) NCCL wants one for each process: with fewer than two the tests skip."""
+    if os.environ.get("RLHF_KL_TEST_DEVICE", "cpu").startswith("cuda") and (count := torch.cuda.device_count()) < 2:
+        pytest.skip(f"two processes with NCCL need two GPUs, and here is {count or 'none'}")
 
 
 @pytest.fixture(scope="session")

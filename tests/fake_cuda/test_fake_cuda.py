@@ -1,0 +1,97 @@
+"""The commands on a device that only says it is one: no tensor stays behind, and decoding seldom waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from rlhf_kl.commands.world import World
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the fake device, and there is none here"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA of its own, not a fake device"),
+]
+HERE = Path(__file__).parent
+SMOKE, ON_GPU = ["--config", "smoke.yaml"], ["--set", "run.device=cuda"]
+IN_BFLOAT16 = [*ON_GPU, "--set", "run.dtype=bfloat16"]
+SMALL = "{hidden_size: 32, layers: 1, heads: 2, context: 128, vocab_size: 512}"
+TEXTS = ["data.texts=builtin:reviews-small", "data.max_documents=200", f"policy.architecture={SMALL}", "sft.epochs=0.3"]
+PAIRS = ["policy.model=builtin:reviews-small", "data.pairs=builtin:reviews-small", "reward_model.epochs=0.02"]
+ADAPTER = ["policy.lora={}", "policy.value=separate", "policy.gradient_checkpointing=true"]
+GROUPS = ["ppo.advantage=grpo", "rollout.samples_per_prompt=4", "reward.model=reward-model/final"]
+HEAD = ["policy.value=head", "kl.target=0.001", "kl.ceiling.value=0.002", "ppo.learning_rate=0.005"]
+
+
+def settings(values: list[str]) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+COMMANDS = {
+    "train": ["train", *SMOKE, *IN_BFLOAT16, "--output-dir", "train"],
+    "eval": ["eval", "--run", "train"],
+    "eval-model": ["eval", "--model", "train/final", "--texts", "builtin:reviews-small"],
+    "generate": ["generate", "--run", "train", "--prompt", "The film", "--with-reference", "--scores"],
+    "generate-long": ["generate", "--run", "train", "--prompt", "The", "--samples", "8", "--max-new-tokens", "64"],
+    "doctor": ["doctor", *SMOKE, *IN_BFLOAT16],
+    "sft": ["sft", "--config", "sft_reviews.yaml", *IN_BFLOAT16, *settings(TEXTS), "--output-dir", "sft"],
+    "reward-model": [
+        *("reward-model", "--config", "reward_reviews.yaml", "--output-dir", "reward-model"),
+        *(*IN_BFLOAT16, *settings(PAIRS)),
+    ],
+    "train-adapter": ["train", *SMOKE, *IN_BFLOAT16, *settings(ADAPTER), "--output-dir", "adapter"],
+    "train-groups": ["train", *SMOKE, *ON_GPU, *settings(GROUPS), "--output-dir", "groups"],
+    "train-head": ["train", *SMOKE, *ON_GPU, *settings(HEAD), "--output-dir", "head"],
+}
+DECODE = [name for name in COMMANDS if name not in ("sft", "reward-model", "eval-model")]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, small_world: World) -> dict[str, Any]:
+    """What each command did, all of them in one process; and how much memory goes back that the process then frees."""
+    folder, torch_folder = tmp_path_factory.mktemp("fake"), Path(torch.__file__).parent
+    headers = [f"-I{torch_folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
+    build = ["g++", "-shared", "-fPIC", "-std=c++20", *headers, HERE / "device.cpp", "-o", folder / "device.so"]
+    subprocess.run(build, check=True)
+    (folder / "commands.json").write_text(json.dumps(list(COMMANDS.values())))
+    files = [folder / name for name in ("device.so", "commands.json", "result.json")]
+    done = subprocess.run(
+        [sys.executable, HERE / "device.py", *files],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((folder / "result.json").read_text())
+    return dict(zip(COMMANDS, result["commands"], strict=True)) | {"returned_mib": result["returned_mib"]}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_ends_well(outcomes: dict[str, Any], name: str) -> None:
+    assert outcomes[name]["code"] == 0, outcomes[name]["output"]
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decoding_waits_for_the_device_at_one_step_of_eight(outcomes: dict[str, Any], name: str) -> None:
+    steps, waits = outcomes[name]["steps"], outcomes[name]["between"]
+    assert steps > 10
+    assert waits <= steps / 8, outcomes[name]["places"]
+
+
+def test_the_tokens_of_many_responses_are_read_at_once(outcomes: dict[str, Any]) -> None:
+    """`eval` shows every response: 64 of each model, with four figures for a token."""
+    places = outcomes["eval"]["places"]
+    assert sum(count for place, count in places.items() if " at evaluate.py" in place) < 128, places
+
+
+def test_memory_that_was_freed_beside_a_gpu_goes_back(outcomes: dict[str, Any]) -> None:
+    assert outcomes["returned_mib"] > 250
