@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,6 +24,7 @@ from rlhf_kl.ui import log
 if TYPE_CHECKING:
     import torch
 
+SLOWER = 1.2  # a factor that is told
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
@@ -49,6 +52,10 @@ def train_command(
             log.warning(
                 f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({config.run.dtype})"
             )
+        if ranks.writes and run.finished is None and (slowdown := bfloat16_slowdown(config.run)) > SLOWER:
+            log.warning(
+                f"run.dtype: products in bfloat16 take {slowdown:.1f} times as long here as in float32: write float32"
+            )
         summary = work(config, run) if run.finished is None else run.finished
         return summary if ranks.writes else {}
 
@@ -70,6 +77,20 @@ def on_this_machine(config: C, *, stored: bool = False) -> C:
         log.info(f"run.dtype: {config.run.dtype}; here, on {device}, the models compute in {dtype}")
     run = config.run.model_copy(update={"dtype": dtype})
     return cast(C, config.model_copy(update={"run": run}))
+
+
+def bfloat16_slowdown(section: RunSection) -> float:
+    """Time of a product in bfloat16 over that in float32, measured here for a bfloat16 run on a CPU; 1 for others."""
+    import torch
+
+    if section.dtype != "bfloat16" or pick_device(section).type != "cpu":
+        return 1.0
+    seconds = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(512, 512, dtype=dtype)
+        moments = [(torch.mm(x, x), time.perf_counter())[1] for _ in range(6)]
+        seconds.append(min(end - start for start, end in itertools.pairwise(moments)))
+    return seconds[0] / seconds[1]
 
 
 def pick_device(section: RunSection) -> torch.device:

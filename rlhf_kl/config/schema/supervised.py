@@ -88,7 +88,7 @@ class SFTDataSection(Section):
     eval_split: Name = "test"
     """Split of a hub id or folder in `eval_texts`."""
     max_documents: Count | None = None
-    """Maximum number of texts to read; null = all."""
+    """Maximum number of texts, drawn at random; null = all."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -111,7 +111,7 @@ class SFTEvalSection(Section):
     every: Count = 50
     """Steps between two evaluations."""
     max_documents: Count | None = 200
-    """Maximum number of texts to read; null = all."""
+    """Maximum number of texts, drawn at random; null = all."""
 
 
 class SFTConfig(Section):
@@ -188,7 +188,7 @@ class RewardModelEvalSection(Section):
     every: Count = 50
     """Steps between two evaluations."""
     max_pairs: Count | None = 500
-    """Maximum number of held-out pairs or labelled texts; null = all."""
+    """Maximum number of held-out pairs or labelled texts, drawn at random; null = all."""
 
 
 class RewardModelConfig(Section):

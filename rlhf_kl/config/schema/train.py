@@ -195,7 +195,7 @@ class EvalSection(Section):
     split: Name = "test"
     """Split of a hub id or folder in `texts` and `prompts`."""
     max_documents: Count | None = 200
-    """Maximum number of texts to read; null = all."""
+    """Maximum number of texts, drawn at random; null = all."""
 
 
 class TrainCheckpointSection(CheckpointSection):
