@@ -122,9 +122,6 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     ),  # 25; needs RLHF_KL_REAL, as stress
     "control": control("tail errors of all controllers"),  # 40
     "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30
-    "memory": Measurement(
-        "GiB of each GPU, computed", ["scripts/memory_table.py", "FOLDER/memory.json"], "memory.json"
-    ),
     "several": several("reviews", 64),  # 2
     "several_256": several("reviews", 256),  # 4
     "several_llama": several("llama", 32),  # 8

@@ -20,7 +20,6 @@ import torch
 from rlhf_kl import ui
 from rlhf_kl.commands.build import Setup, build_setup, learning_rate
 from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.memory import SHARE, estimate_memory, free_memory
 from rlhf_kl.commands.session import SLOWER, bfloat16_slowdown, on_this_machine, run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.train import evaluate_policy
@@ -45,6 +44,7 @@ from rlhf_kl.trainers.optim import usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
+SHARE = 0.85  # usable share of the free memory
 PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
@@ -252,22 +252,40 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
 
 
 def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | None) -> Finding:
-    """Whether the largest update fits: by its measured peak, and for several processes by the estimate."""
+    """Whether the largest update fits: its measured peak; for several processes what each of them stores."""
     device = setup.policy.device
-    estimate, room = estimate_memory(config, setup, device, processes), int(SHARE * free_memory(device))
-    counted = estimate.total(estimate.rows)
-    need, how = (counted, "counted") if peak is None else (peak, "measured")
-    most = estimate.largest_microbatch(room - need + counted)
-    message = "" if processes == 1 else f"in each of {processes} processes "
-    message += f"{need / 2**30:.2f} GiB at the peak of an update with all responses of full length, {how}; "
-    message += f"{room / 2**30:.1f} GiB to use"
-    if need <= room:
-        return judged("memory", True, f"{message}; up to {most} responses in a training pass fit")
-    if most is not None:
-        return judged("memory", False, message, f"ppo.microbatch_size={most}")
+    room = int(SHARE * free_memory(device))
+    need, what = (peak, "at the peak of an update with all responses of full length, measured")
+    if need is None:
+        need = stored_bytes(config, setup, processes)
+        what = f"of weights, gradients and moments in each of {processes} processes, computed; activations come on top"
+    message = f"{need / 2**30:.2f} GiB {what}; {room / 2**30:.1f} GiB to use"
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
-    change = share + "policy.lora={} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
-    return judged("memory", False, f"{message}; not even 1 response in a pass fits", change)
+    passes = "a smaller ppo.microbatch_size, " if processes == 1 else ""
+    change = f"{passes}{share}policy.lora={{}} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
+    return judged("memory", need <= room, message, change)
+
+
+def stored_bytes(config: TrainConfig, setup: Setup, processes: int) -> int:
+    """Bytes that each process stores all the time. A trained number takes 20: the weight, its gradient, Adam's two
+    moments, and the copy that the ceiling goes back to, each in float32."""
+    policy, frozen = setup.policy.module, [reward.model for reward in setup.scorers.models.values()]
+    if not has_adapter(policy):
+        frozen.append(setup.reference.module)
+    trained: int = sum(20 * p.numel() if p.requires_grad else p.numel() * p.element_size() for p in policy.parameters())
+    trained *= 2 if config.critic == "separate" else 1  # a value model is about as large as the policy
+    kept: int = sum(p.numel() * p.element_size() for model in frozen for p in model.parameters())
+    return trained // (processes if config.policy.shard else 1) + kept // (processes if config.reference.shard else 1)
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes on the device, with those that this process holds."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device))
+    import psutil
+
+    return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
 
 
 def check_scores(training: Training) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ REFUSED = [
     ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
     (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
     # what only shows when a run begins
-    (TRAIN + "data.prompts=empty.jsonl", "none of 2 prompts can be used: 1 empty, 1 longer than the 26 tokens"),
+    (TRAIN + "data.prompts=empty.jsonl", "none of 1 prompts can be used: 1 longer than the 26 tokens"),
     (TRAIN + "reward.kind=scorers.py:raises", r"RuntimeError: \x1b[2Jthe server is gone"),
     *((f"train --config tiny.yaml --output-dir thesis {flag}", "thesis") for flag in ("", "--resume", "--overwrite")),
     # runs and models

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -7,13 +8,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.doctor import check_perplexity, check_rate, check_samples, check_targets
+from rlhf_kl.commands.doctor import check_perplexity, check_rate, check_samples, check_targets, stored_bytes
+from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import can_shard
@@ -114,8 +117,27 @@ def test_the_doctor_counts_for_several_processes(doctor: Doctor) -> None:
     one = doctor()["memory"]
     two = doctor("policy.shard=true", processes=2)["memory"]
     assert "all responses of full length, measured; " in one[0][1]
-    assert re.match(r"in each of 2 processes .* of full length, counted; ", two[0][1])
+    assert "of weights, gradients and moments in each of 2 processes, computed" in two[0][1]
     assert one[0][0] == two[0][0] == "fine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "bytes_of_a_number"),
+    [
+        ([], 1, 24.0),  # the policy, and its reference in float32
+        ([], 4, 24.0),
+        (["policy.shard=true"], 4, 20 / 4 + 4),
+        (["policy.shard=true", "reference.shard=true"], 4, 24 / 4),
+        (["policy.value=separate"], 1, 44.0),
+    ],
+)
+def test_what_each_process_stores(new_model: Any, changes: list[str], processes: int, bytes_of_a_number: float) -> None:
+    lm = SimpleNamespace(module=(model := new_model()))
+    frozen = SimpleNamespace(module=copy.deepcopy(model).requires_grad_(False))
+    config = load_config("train", "smoke.yaml", changes)
+    setup: Any = SimpleNamespace(policy=lm, reference=frozen, scorers=SimpleNamespace(models={}))
+    expected = bytes_of_a_number * sum(p.numel() for p in model.parameters())
+    assert stored_bytes(config, setup, processes) == pytest.approx(expected, abs=4)
 
 
 @pytest.mark.parametrize(

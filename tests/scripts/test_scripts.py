@@ -50,10 +50,5 @@ def test_laws_on_plants() -> None:
     assert line.count("%") == 6
 
 
-@pytest.mark.slow
-def test_the_memory_table() -> None:
-    assert "7B" in script("memory_table.py").stdout
-
-
 def test_this_environment_is_complete() -> None:
     script("environment.py", "--check-dev")
