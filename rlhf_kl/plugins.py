@@ -21,7 +21,7 @@ from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NotRequired
+from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -49,20 +49,33 @@ def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
 # ---- in the source ----
 
 
-def look_up(ref: str) -> None:
-    """Errors: InputError if `ref` names no file, module or name. Runs nothing."""
+def look_up(ref: str) -> Literal["function", "value"] | None:
+    """Whether `ref` names a plain function, or a number or text; None for a class, and where the source does not tell.
+
+    Runs nothing. Errors: InputError if `ref` names no file, module or name.
+    """
     module, _, name = ref.rpartition(":")
     path = _existing_file(ref) if module.endswith(".py") else _module_file(module)
     if path is None:
-        return
+        return None
     try:
         tree = ast.parse(path.read_bytes(), path.name)
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"{path} is not Python: {error}") from None
     public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
     found = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
-    if not found & {name, "*", "__getattr__", "globals"}:
+    anywhere = found & {"*", "__getattr__", "globals"}  # it may come, or be changed, out of sight
+    if name not in found and not anywhere:
         raise InputError(f"{module} has no {name!r}{suggestion(name, public)}")
+    uses = [n for n in ast.walk(tree) if name in (getattr(n, key, None) for key in ("name", "asname", "id"))]
+    made = [use for use in uses if not isinstance(getattr(use, "ctx", None), ast.Load)]
+    if len(made) == 1 and not anywhere:
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and made == [node]:
+                return None if node.decorator_list else "function"
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and made[0] in node.targets:
+                return "value"
+    return None
 
 
 def _existing_file(ref: str) -> Path:

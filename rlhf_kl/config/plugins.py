@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_kl.config.controllers import load_controller, make_controller
+from rlhf_kl.config.controllers import NO_LAW, load_controller, make_controller
 from rlhf_kl.config.schema import (
     AnyConfig,
     ControllerSection,
@@ -32,6 +32,7 @@ from rlhf_kl.plugins import (
 )
 
 REWARD_PROVIDED = {"prompts", "responses"}
+NO_SCORER = "{!r} is not a class or function"
 TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
@@ -77,11 +78,13 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 
 def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Plugins in a mapping of `train` that do not exist. Runs none of their code."""
+    """Plugins in a mapping of `train` that do not exist or cannot be one. Runs none of their code."""
     problems = list[str]()
     for plugin in _named(raw):
         with collected(problems), blame(plugin.key):
-            look_up(plugin.ref)
+            made, law = look_up(plugin.ref), plugin.key == "kl.controller.kind"
+            if made == "value" or (made == "function" and law):
+                raise InputError((NO_LAW if law else NO_SCORER).format(plugin.ref))
     return problems
 
 
@@ -108,7 +111,7 @@ def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
     with blame(key):
         target = load_attribute(ref)
     if not callable(target):
-        raise InputError(f"{key}: {ref!r} is not a class or function")
+        raise InputError(f"{key}: {NO_SCORER.format(ref)}")
     is_class = inspect.isclass(target)
     provided = set() if is_class else TRL_PROVIDED if trl else REWARD_PROVIDED
     problems = [f"{plugin.where}.{name}: set by the program, remove it" for name in sorted(provided & {*options})]

@@ -18,6 +18,7 @@ from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
 Cli = Callable[..., Any]
 
 SCORERS = """
+LIMIT = 3
 def raises(prompts, responses):
     raise RuntimeError("\\x1b[2Jthe server is gone\\u2028")
 """
@@ -53,6 +54,8 @@ REFUSED = [
     ("config validate python.yaml", "tag !!python/object/apply:os.system is not allowed"),
     ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
     (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
+    ("config validate tiny.yaml --set kl.controller.kind=subprocess:getoutput", "getoutput' is not a class"),
+    ("config validate tiny.yaml --set reward.kind=scorers.py:LIMIT", "scorers.py:LIMIT' is not a class or function"),
     # what only shows when a run begins
     (TRAIN + "data.prompts=empty.jsonl", "none of 2 prompts can be used: 1 empty, 1 longer than the 26 tokens"),
     (TRAIN + "reward.kind=scorers.py:raises", r"RuntimeError: \x1b[2Jthe server is gone"),
