@@ -63,18 +63,16 @@ def look_up(ref: str) -> Literal["function", "value"] | None:
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"{path} is not Python: {error}") from None
     public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
-    found = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
-    anywhere = found & {"*", "__getattr__", "globals"}  # it may come, or be changed, out of sight
-    if name not in found and not anywhere:
+    names = [(node, {getattr(node, key, None) for key in ("name", "asname", "id")}) for node in ast.walk(tree)]
+    makes = [node for node, named in names if name in named and not isinstance(getattr(node, "ctx", None), ast.Load)]
+    unseen = any(named & {"*", "__getattr__", "globals"} for _, named in names)
+    if not (unseen or any(name in named for _, named in names)):
         raise InputError(f"{module} has no {name!r}{suggestion(name, public)}")
-    uses = [n for n in ast.walk(tree) if name in (getattr(n, key, None) for key in ("name", "asname", "id"))]
-    made = [use for use in uses if not isinstance(getattr(use, "ctx", None), ast.Load)]
-    if len(made) == 1 and not anywhere:
-        for node in tree.body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and made == [node]:
-                return None if node.decorator_list else "function"
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and made[0] in node.targets:
-                return "value"
+    for node in tree.body if len(makes) == 1 and not unseen else ():
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node is makes[0] and not node.decorator_list:
+            return "function"
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and makes[0] in node.targets:
+            return "value"
     return None
 
 

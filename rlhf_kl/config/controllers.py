@@ -17,8 +17,6 @@ from rlhf_kl.kl_controllers import (
 )
 from rlhf_kl.plugins import checked_options, explain, is_reference, load_attribute, takes, users_line
 
-NO_LAW = "{!r} is not a class: a controller is one with coef and update(kl, episodes)"
-
 
 def controller_class(kind: str) -> type:
     """The class of a controller kind. Errors: InputError if there is none."""
@@ -31,7 +29,7 @@ def controller_class(kind: str) -> type:
     with blame(key):
         law = load_attribute(kind)
     if not inspect.isclass(law):
-        raise InputError(f"{key}: {NO_LAW.format(kind)}")
+        raise InputError(f"{key}: {kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
     return law
 
 

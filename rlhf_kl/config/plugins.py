@@ -1,4 +1,4 @@
-"""The plugins that a config names: its controller, if that is a user's class, and its reward functions."""
+"""What a config names: its models, and plugins (a controller, if that is a user's class, and reward functions)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_kl.config.controllers import NO_LAW, load_controller, make_controller
+from rlhf_kl.builtin.world import is_builtin
+from rlhf_kl.config.controllers import load_controller, make_controller
+from rlhf_kl.config.paths import located_values
 from rlhf_kl.config.schema import (
     AnyConfig,
     ControllerSection,
@@ -20,6 +22,7 @@ from rlhf_kl.config.schema import (
 )
 from rlhf_kl.config.schema.base import inner, refuse
 from rlhf_kl.errors import InputError, blame, collected
+from rlhf_kl.hub import model_folder, model_on_hub
 from rlhf_kl.kl_controllers import COEF_WITHOUT_SCORES, GuardedController
 from rlhf_kl.plugins import (
     checked_options,
@@ -32,7 +35,6 @@ from rlhf_kl.plugins import (
 )
 
 REWARD_PROVIDED = {"prompts", "responses"}
-NO_SCORER = "{!r} is not a class or function"
 TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
@@ -84,7 +86,7 @@ def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
         with collected(problems), blame(plugin.key):
             made, law = look_up(plugin.ref), plugin.key == "kl.controller.kind"
             if made == "value" or (made == "function" and law):
-                raise InputError((NO_LAW if law else NO_SCORER).format(plugin.ref))
+                raise InputError(f"{plugin.ref!r} is a {made}, not a class" + " or function" * (not law))
     return problems
 
 
@@ -93,15 +95,23 @@ def plugin_notes(config: AnyConfig) -> list[str]:
     return [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
 
 
-def check_plugins(config: TrainConfig) -> None:
-    """Import the plugins of a config and check them; calls none. Errors: InputError with every problem."""
+def check_named(config: AnyConfig, under: str = "", *, download: bool = False) -> None:
+    """Check the models that a config names, and import and check its plugins. Errors: InputError with every problem.
+
+    under: only the plugins whose keys begin so. download: models of the hub, so that none is missed later.
+    """
     problems = list[str]()
     for plugin in plugins_of(config):
         with collected(problems):
-            if plugin.key == "kl.controller.kind":
-                load_controller(plugin.ref, config.kl.controller.arguments)
-            else:
+            if plugin.key == "kl.controller.kind" and not under:
+                load_controller(plugin.ref, plugin.options)
+            elif plugin.key.startswith(under):
                 load_reward(plugin)
+    find = model_folder if download else model_on_hub
+    for key, section, name, _ in located_values(type(config), config.model_dump()):
+        with collected(problems), blame(key):
+            if name in ("model", "gold") and not (is_builtin(section[name]) or is_reference(section[name])):
+                find(section[name], pickled=config.run.allow_pickle)
     refuse(*problems)
 
 
@@ -111,7 +121,7 @@ def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
     with blame(key):
         target = load_attribute(ref)
     if not callable(target):
-        raise InputError(f"{key}: {NO_SCORER.format(ref)}")
+        raise InputError(f"{key}: {ref!r} is not a class or function")
     is_class = inspect.isclass(target)
     provided = set() if is_class else TRL_PROVIDED if trl else REWARD_PROVIDED
     problems = [f"{plugin.where}.{name}: set by the program, remove it" for name in sorted(provided & {*options})]
