@@ -65,7 +65,7 @@ def text_table(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
 
 def _shown(name: str, text: Mapping[str, Any]) -> Text:
     """Its figures and the text; a token with a larger KL is redder."""
-    forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f}"}
+    forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f} per response"}
     figures = [form.format(text[key]) for key, form in forms.items() if read_number(text, key) is not None]
     figures += ["not ended"] * (text.get("ended") is False)
     rest, body = text["text"][:LONGEST].lstrip(), Text()

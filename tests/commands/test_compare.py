@@ -51,7 +51,7 @@ def test_trains_reads_and_judges(compared: tuple[Path, Any], rlhf_kl: Cli, tmp_p
     lines = done.out.splitlines()
     assert lines[0].startswith("Too short to say: adaptive") or "adaptive" in lines[0]
     assert "1 seed: no difference can be judged" in done.out
-    assert ["variant", "target", "KL", "score", "perplexity"] in [line.split() for line in lines]
+    assert ["variant", "target", "KL/token", "score", "perplexity"] in [line.split() for line in lines]
     assert lines[-1] == str(out / "compare.html")
     assert (out / "runs" / "static-s3" / "report.html").is_file()  # the page links to it
     document = json.loads((out / "compare.json").read_text())
