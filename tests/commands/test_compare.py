@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,22 @@ def compared(compare_file: Path, rlhf_kl: Cli) -> tuple[Path, Any]:
     """A comparison of two runs that came to its end."""
     out = compare_file.parent / "out"
     return out, rlhf_kl("compare", "--config", compare_file, "--output-dir", out, "--jobs", "2")
+
+
+def test_other_runs_get_another_page(
+    compared: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, other = (compared[0] / "runs" / name for name in ("adaptive-s3", "static-s3"))
+    copy = Path(shutil.copytree(one, tmp_path / "elsewhere" / one.name))  # of the same name
+    sets = [[one], [one, other], [other, one], [copy]]
+    pages = [rlhf_kl("compare", *runs).out.splitlines()[-1] for runs in sets]
+    assert pages[1] == pages[2]
+    assert len({*pages}) == 3
+    assert pages[1].startswith("runs/compare/adaptive-s3+static-s3-")
+    for runs, page in zip(sets, pages, strict=True):
+        document = json.loads(Path(page).with_name("compare.json").read_text())
+        assert len(document["variants"]) == len(runs)
 
 
 def test_trains_reads_and_judges(compared: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path) -> None:
