@@ -31,10 +31,7 @@ def hub_name(ref: str) -> HubName | None:
 
 
 def model_on_hub(ref: str, *, pickled: bool = False) -> HubName | None:
-    """The hub id of a model; None for a local folder, with weights that may be read. Asks no network.
-
-    Errors: InputError if `ref` can be neither, and for a folder without a model.
-    """
+    """The hub id of a model, None for a local folder. Errors: InputError if `ref` can be neither, or holds no model."""
     folder, hub = Path(ref), hub_name(ref)
     if folder.is_file():
         raise InputError(f"{ref}: is a file, not the folder of a model")

@@ -55,7 +55,7 @@ from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
-from rlhf_kl.types import Prompt, Sampling
+from rlhf_kl.types import Sampling
 from rlhf_kl.ui import log
 
 EVAL_PROMPTS = 64
@@ -136,16 +136,14 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
     return frozen_lm(reference, dtype, loader.device), False
 
 
-def build_prompts(
-    config: TrainConfig, rows: tuple[list[Prompt], list[Prompt]], policy: Any, tokenizer: Any
-) -> tuple[Prompts, Prompts]:
+def build_prompts(config: TrainConfig, read: Sequence[Any], policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
     context, new = context_length(policy), config.rollout.max_new_tokens
     if context is not None and new >= context:
         raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
     room = None if context is None else context - new
     form = prompt_format(config.data)
-    train_texts, kept_texts = rows
+    train_texts, kept_texts = read
     train = usable_prompts("data.prompts", train_texts, policy, tokenizer, room, form)
     kept = usable_prompts("eval.prompts", kept_texts, policy, tokenizer, room, form)
     if kept_texts is not train_texts:  # prompts that were cut short may have become the same

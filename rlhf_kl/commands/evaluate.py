@@ -36,6 +36,7 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     if request.model is None:
         files = with_files(config, ("data", "eval"))
         rows, config = loader.prompts(files.data, files.eval), with_files(config)
+        scorers = _scorers(request, config, loader, of_run=folder is not None)
     model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
     policy = frozen_lm(model, dtype, loader.device)
     figures = _perplexity(policy, tokenizer, texts, "policy")
@@ -45,7 +46,6 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     reference = frozen_lm(beside.model, dtype, loader.device)
     figures["reference"] = _perplexity(reference, beside.tokenizer, texts, "reference")
     if rows is not None:
-        scorers = _scorers(request, config, loader, of_run=folder is not None)
         _, kept = build_prompts(config, rows, model, tokenizer)
         _add_prompts(figures, config, kept, (policy, reference), tokenizer, scorers, request.samples)
     return figures

@@ -38,10 +38,10 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     config = config.model_copy(update={"rollout": rollout})
     loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
     with ui.waiting("loading the models and prompts"):
+        scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
         model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
         if request.with_reference:
             reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
-        scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
         scorers.begin(config.updates + 1, config.updates)
         prompts = _prompts(request, config, loader, model, tokenizer)
     places = [i for i in range(len(prompts)) for _ in range(request.samples)]

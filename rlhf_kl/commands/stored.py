@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
 from rlhf_kl.config.load import load_config, load_run_config
-from rlhf_kl.config.plugins import check_named, plugins_of
+from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.base import refuse
 from rlhf_kl.data.files import is_file_name, read_rows, text_column
@@ -86,8 +86,6 @@ class EvalRequest:
             config = permissions.added_to(TrainConfig.model_validate(world))
         else:
             folder, config = permissions.opened(self.run, self.checkpoint)
-        if self.config is not None or permissions.plugins:
-            check_named(config, "reward")
         name = self.column or config.eval.column
         check_given({"--model": self.model, "--reference": self.reference}, "--texts", self.texts, name, config)
         return config, folder
@@ -129,8 +127,6 @@ class GenerateRequest:
             folder, config = self.permissions.opened(self.run, self.checkpoint)
             if (refused := self.permissions.refused(config)[0]) and self.scores:
                 raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
-            if self.scores:
-                check_named(config, "reward")
         check_given({"--model": self.model}, "--prompts", self.file, self.column or "prompt", config)
         return config, folder
 

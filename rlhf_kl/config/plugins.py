@@ -95,17 +95,17 @@ def plugin_notes(config: AnyConfig) -> list[str]:
     return [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
 
 
-def check_named(config: AnyConfig, under: str = "", *, download: bool = False) -> None:
+def check_named(config: AnyConfig, *, download: bool = False) -> None:
     """Check the models that a config names, and import and check its plugins. Errors: InputError with every problem.
 
-    under: only the plugins whose keys begin so. download: models of the hub, so that none is missed later.
+    download: the models of the hub too, before one is loaded or built.
     """
     problems = list[str]()
     for plugin in plugins_of(config):
         with collected(problems):
-            if plugin.key == "kl.controller.kind" and not under:
+            if plugin.key == "kl.controller.kind":
                 load_controller(plugin.ref, plugin.options)
-            elif plugin.key.startswith(under):
+            else:
                 load_reward(plugin)
     find = model_folder if download else model_on_hub
     for key, section, name, _ in located_values(type(config), config.model_dump()):
