@@ -59,4 +59,4 @@ def generate(
     for text, row in zip(texts, results, strict=True):
         if with_reference:
             text["reference"] = {"text": row["reference"], "score": row.get("reference_score")}
-    Console(highlight=False).print(text_table(texts))
+    Console(highlight=False).print(text_table(texts, "KL in nats per response:" if with_reference else ""))

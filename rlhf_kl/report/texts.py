@@ -16,7 +16,7 @@ from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number, safe_text
 
 HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
-TITLE = "\nHeld-out prompts, answered by both (KL in nats):"
+TITLE = "\nHeld-out prompts, answered by both (KL in nats per response):"
 COLUMN = 39  # columns of a text: two fit beside each other
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (math.inf, "red"))  # nats of a token
 LONGEST = 800  # characters of a text that are shown
@@ -65,7 +65,7 @@ def text_table(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
 
 def _shown(name: str, text: Mapping[str, Any]) -> Text:
     """Its figures and the text; a token with a larger KL is redder."""
-    forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f} per response"}
+    forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f}"}
     figures = [form.format(text[key]) for key, form in forms.items() if read_number(text, key) is not None]
     figures += ["not ended"] * (text.get("ended") is False)
     rest, body = text["text"][:LONGEST].lstrip(), Text()

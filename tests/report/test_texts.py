@@ -60,7 +60,7 @@ def test_two_texts_stand_beside_each_other_where_there_is_room(
     lines = console.export_text().splitlines()
     assert any("before" in line and "after" in line for line in lines) is beside
     assert "\x1b[2J" not in "".join(lines)
-    assert any("score 1.00, KL 1.5 per response" in line for line in lines)
+    assert any("score 1.00, KL 1.5" in line for line in lines)
     assert all(len(line.rstrip()) <= width for line in lines)
 
 
