@@ -30,16 +30,32 @@ def hub_name(ref: str) -> HubName | None:
     return HubName(match["name"], match["subset"], match["revision"]) if match else None
 
 
+def model_on_hub(ref: str, *, pickled: bool = False) -> HubName | None:
+    """The hub id of a model, None for a local folder. Errors: InputError if `ref` can be neither, or holds no model."""
+    folder, hub = Path(ref), hub_name(ref)
+    if folder.is_file():
+        raise InputError(f"{ref}: is a file, not the folder of a model")
+    if not folder.is_dir():
+        if hub is None or hub.subset is not None or ref.startswith("."):
+            raise InputError(f"neither a folder nor a hub id (owner/name, owner/name@revision): {no_such_file(ref)}")
+        return hub
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise InputError(f"{ref}: the folder has no config.json, so it holds no transformers model")
+    has_pickle = any(folder.glob("*.bin"))
+    if not any(folder.glob("*.safetensors")) and not (has_pickle and pickled):
+        hint = " (pickled weights can run code: convert them, or set run.allow_pickle; for a run: --allow-pickle)"
+        raise InputError(f"{ref}: the folder holds no weights (*.safetensors){hint * has_pickle}")
+    return None
+
+
 def model_folder(ref: str, *, pickled: bool = False) -> str:
     """The folder of a model: a local folder itself; a hub id (`owner/name[@revision]`) downloaded or from the cache.
 
     Loading from it reads only local files. Errors: InputError if there is no such model or revision.
     """
-    if Path(ref).is_dir():
+    hub = model_on_hub(ref, pickled=pickled)
+    if hub is None:
         return ref
-    hub = hub_name(ref)
-    if hub is None or hub.subset is not None or ref.startswith("."):
-        raise InputError(f"neither a folder nor a hub id (owner/name, owner/name@revision): {no_such_file(ref)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

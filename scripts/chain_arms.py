@@ -33,8 +33,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.evaluate import EvalRequest, run_eval
+from rlhf_kl.commands.evaluate import run_eval
 from rlhf_kl.commands.grid import train_grid
+from rlhf_kl.commands.stored import EvalRequest
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, link, load_compare
 from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.verdict import text_table

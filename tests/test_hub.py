@@ -27,6 +27,8 @@ def test_a_hub_id_taken_apart(ref: str, parts: tuple[str | None, ...] | None) ->
 
 
 def test_a_local_folder_comes_before_the_hub(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
     assert model_folder(str(tmp_path)) == str(tmp_path)
 
 

@@ -14,6 +14,7 @@ from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.errors import InputError, suggestion
 
 BUILTIN = "builtin:"  # before the name of a world
+GOLD = "rlhf_kl.builtin.gold:gold_scores"
 DEFAULT_WORLD = f"{BUILTIN}reviews"
 VERSION = 1  # raise it with a change of code that changes a corpus or a model, so that all are made anew
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from zlib import crc32
 
 import typer
 
@@ -27,7 +28,7 @@ def compare(
     set_: Set = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", metavar="DIR", help="Folder of the result (default: runs/NAME or runs/compare)."),
+        typer.Option("--output-dir", metavar="DIR", help="Of the result (default: runs/NAME, or runs/compare/RUNS)."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")
@@ -68,7 +69,9 @@ def compare(
         comparison = planned_comparison(plan) if plan else read_comparison(runs or [])
     for note in comparison.notes:
         log.info(f"note: {note}")
-    folder = plan.folder if plan else output_dir or Path("runs/compare")
+    paths = sorted({str(run.resolve()) for run in runs or []})  # other runs, another page
+    name = f"{'+'.join(Path(path).name for path in paths)[:100]}-{crc32(repr(paths).encode()):08x}"
+    folder = plan.folder if plan else output_dir or Path("runs/compare") / name
     with ui.waiting("drawing the comparison"):
         text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
     print((folder / "compare.json").read_text(encoding="utf-8").rstrip() if as_json else text)

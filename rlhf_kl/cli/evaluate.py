@@ -50,14 +50,16 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
-    ui.start(quiet)
-    with ui.waiting("loading torch"):
-        from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-        from rlhf_kl.commands.stored import Permissions
-        from rlhf_kl.run.log import encode_json
+    from rlhf_kl.commands.stored import EvalRequest, Permissions
 
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     request = EvalRequest(run, model, config, checkpoint, reference, texts, column, samples, permissions)
+    request.resolved()  # its errors come before torch is imported
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.commands.evaluate import run_eval
+        from rlhf_kl.run.log import encode_json
+
     figures = run_eval(request)
     if as_json:
         print(encode_json(figures, indent=2).decode())

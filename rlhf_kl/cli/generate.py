@@ -37,14 +37,17 @@ def generate(
     quiet: Quiet = False,
 ) -> None:
     """Sample responses from a run's policy, or from any model."""
-    ui.start(quiet)
-    with ui.waiting("loading torch"):
-        from rlhf_kl.commands.generate import GenerateRequest, run_generate
-        from rlhf_kl.commands.stored import Permissions
+    from rlhf_kl.commands.stored import GenerateRequest, Permissions
 
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
-    request = partial(GenerateRequest, run, model, checkpoint, tuple(prompt or ()), prompts, column)
-    results = run_generate(request(samples, with_reference, scores, max_new_tokens, temperature, seed, permissions))
+    asked = partial(GenerateRequest, run, model, checkpoint, tuple(prompt or ()), prompts, column)
+    request = asked(samples, with_reference, scores, max_new_tokens, temperature, seed, permissions)
+    request.resolved()  # its errors come before torch is imported
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.commands.generate import run_generate
+
+    results = run_generate(request)
     if as_json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
         return
@@ -56,4 +59,4 @@ def generate(
     for text, row in zip(texts, results, strict=True):
         if with_reference:
             text["reference"] = {"text": row["reference"], "score": row.get("reference_score")}
-    Console(highlight=False).print(text_table(texts))
+    Console(highlight=False).print(text_table(texts, "KL in nats per response:" if with_reference else ""))

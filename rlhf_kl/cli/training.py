@@ -65,17 +65,16 @@ def supervised(
 
 
 def _settings(kind: Kind, config: str, changes: list[str], updates: int | None) -> Any:
-    """The config, with its plugins checked. Its errors come before torch is imported."""
+    """The config, with its models and plugins checked. Its errors come before torch is imported."""
     from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.plugins import check_plugins
+    from rlhf_kl.config.plugins import check_named
 
     check_updates(updates, changes)
     settings = load_config(kind, config, changes)
     if updates is not None:
         changes = [*changes, f"ppo.total_episodes={updates * settings.rollout.batch_size}"]
         settings = load_config(kind, config, changes)
-    if kind == "train":
-        check_plugins(settings)
+    check_named(settings)
     return settings
 
 

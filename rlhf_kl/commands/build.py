@@ -12,8 +12,9 @@ from torch import nn
 
 from rlhf_kl import ui
 from rlhf_kl.commands.load import Loaded, Loader, divided
-from rlhf_kl.commands.world import with_files
-from rlhf_kl.config.plugins import configured_controller
+from rlhf_kl.commands.stored import located
+from rlhf_kl.commands.world import with_files, world_file
+from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.distributed import Ranks, shard, unsharded
@@ -30,7 +31,7 @@ from rlhf_kl.models.load import (
     texts_fingerprint,
     tokenizer_fingerprint,
 )
-from rlhf_kl.models.lora import AdapterReference, adapter_base, has_adapter
+from rlhf_kl.models.lora import AdapterReference, adapter_base, checkpointed, has_adapter
 from rlhf_kl.models.value import (
     ActorCritic,
     FeatureCritic,
@@ -48,6 +49,8 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
 from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
+from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
@@ -76,26 +79,28 @@ class Setup:
 
 
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
-    """Load everything that the config names, and refuse what cannot work."""
+    """Load everything that the config names, what takes longest last, and refuse what cannot work."""
+    loader, dtype = Loader.for_run(config.run, device), compute_dtype(config.run.dtype)
+    check_named(config, download=True)
+    files, held = with_files(config, ("data", "eval")), config.eval
+    rows = loader.prompts(files.data, files.eval)
+    texts = loader.texts(files.eval.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     config = with_files(config)
-    dtype = compute_dtype(config.run.dtype)
-    loader, section = Loader.for_run(config.run, device), config.policy
+    section = config.policy
     seed, recompute = derive_seed(config.run.seed, "adapter"), section.gradient_checkpointing
     loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=recompute)
     model, tokenizer = loaded.model.to(device), loaded.tokenizer
     reference, is_initial_policy = build_reference(config, loader, loaded)
     scorers = loader.scorers(config.reward)
-    train, kept = build_prompts(config, loader, model, tokenizer)
+    train, kept = build_prompts(config, rows, model, tokenizer)
     scorers.columns_of([*train.texts, *kept.texts])
     scorers.begin(1, config.updates)
     batch = config.rollout.batch_size
     each = config.rollout.samples_per_prompt
     with ui.waiting("encoding the prompts"):
         prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
-    rows = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
-    heldout = PromptStream(kept.texts, tokenizer, rows, config.run.seed, kept.rows)
-    held = config.eval
-    texts = loader.texts(held.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
+    size = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
+    heldout = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, dtype)
     if not (section.shard or config.reference.shard):  # a sharded layer has one dtype
@@ -131,14 +136,14 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
     return frozen_lm(reference, dtype, loader.device), False
 
 
-def build_prompts(config: TrainConfig, loader: Loader, policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
+def build_prompts(config: TrainConfig, read: Sequence[Any], policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
     context, new = context_length(policy), config.rollout.max_new_tokens
     if context is not None and new >= context:
         raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
     room = None if context is None else context - new
     form = prompt_format(config.data)
-    train_texts, kept_texts = loader.prompts(config.data, config.eval)
+    train_texts, kept_texts = read
     train = usable_prompts("data.prompts", train_texts, policy, tokenizer, room, form)
     kept = usable_prompts("eval.prompts", kept_texts, policy, tokenizer, room, form)
     if kept_texts is not train_texts:  # prompts that were cut short may have become the same
@@ -163,6 +168,42 @@ def usable_prompts(
 def prompt_format(data: PromptsSection) -> PromptFormat:
     """The format of prompts in a config."""
     return PromptFormat(data.chat_template, data.system, data.first_tokens, data.chat_options)
+
+
+def load_policy(
+    loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
+) -> tuple[Any, Any]:
+    """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
+    final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
+    if model is not None or final is not None:
+        ref, key = (str(final), "--run") if model is None else (world_file(located(model), "policy"), "--model")
+        loaded = loader.language_model(ref, key)
+        return loaded.model, loaded.tokenizer
+    section = config.policy
+    seed = derive_seed(config.run.seed, "adapter")
+    loaded = loader.trained_model(section.model, section.lora, seed)
+    if folder is not None:
+        checkpoint, holder = _checkpoint(folder, step), nn.Module()
+        holder.policy = loaded.model  # as in a checkpoint, beside the value function
+        with blame(str(checkpoint.path)):
+            checkpoint.load_model(checkpointed(holder))
+    return loaded.model, loaded.tokenizer
+
+
+def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
+    """The reference of a run, or another model in its place."""
+    ref = other or config.reference.model or config.policy.model
+    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if checkpoint.step == step]
+    chosen = newest_whole(folder.checkpoints)[0] if step is None else found[0]
+    if chosen is None:
+        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+    if step is not None and (problem := chosen.damage()):
+        raise InputError(f"--checkpoint {step}: {chosen.path}: {problem}")
+    return chosen
 
 
 def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:

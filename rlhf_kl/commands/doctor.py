@@ -77,9 +77,9 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
     findings: list[Finding] = []
     try:
         findings += check_config(config, processes)
-        config = with_files(on_this_machine(config))
+        config = on_this_machine(config)
         device = run_device(config.run)
-        setup = build_setup(config, device)
+        setup, config = build_setup(config, device), with_files(config)
         loader = Loader.for_run(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]

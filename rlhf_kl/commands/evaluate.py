@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.commands.build import build_prompts, sampling_of
+from rlhf_kl.commands.build import build_prompts, load_policy, load_run_reference, sampling_of
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import heldout_rows
 from rlhf_kl.commands.session import on_this_machine, run_device
-from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_policy, load_run_reference, located
+from rlhf_kl.commands.stored import EvalRequest, located
 from rlhf_kl.commands.world import with_files, world_file
-from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.errors import InputError
+from rlhf_kl.data.prompts import Prompts, PromptStream
 from rlhf_kl.evaluate import errors_of, figures_of, perplexity_of, policy_samples, safe_exp, standard_error, text_sums
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
@@ -25,23 +21,7 @@ from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.monitors import worded
 from rlhf_kl.report.texts import grouped
 from rlhf_kl.rewards.scorer import Scorers
-from rlhf_kl.run.folder import RunFolder, newest_run
 from rlhf_kl.ui import log
-
-
-@dataclass(frozen=True)
-class EvalRequest:
-    """The options of the command line; None = not given."""
-
-    run: Path | None = None
-    model: str | None = None
-    config: str | None = None
-    checkpoint: int | None = None
-    reference: str | None = None
-    texts: str | None = None
-    column: str | None = None
-    samples: int | None = None
-    permissions: Permissions = NO_PERMISSIONS
 
 
 def run_eval(request: EvalRequest) -> dict[str, Any]:
@@ -49,20 +29,14 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
 
     With their `standard_errors`, those of a reference under `reference`, and some `texts` as `held_out_texts` has them.
     """
-    _check(request)
-    folder = None
-    if request.model is not None:
-        world = {"policy": {"model": request.model}} if is_builtin(request.model) else {}
-        config = request.permissions.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}}))
-    elif request.config is not None:  # the user chose it, so its own permissions count
-        config = request.permissions.added_to(load_config("train", request.config))
-    else:
-        folder = RunFolder(request.run or newest_run(finished=True))
-        config = request.permissions.run_config(folder)
+    config, folder = request.resolved()
     config = on_this_machine(config, stored=request.config is None)
-    loader = Loader.for_run(config.run, run_device(config.run))
+    loader, rows = Loader.for_run(config.run, run_device(config.run)), None
     texts, dtype = _texts(request, config, loader), compute_dtype(config.run.dtype)
-    config = config if request.model is not None else with_files(config)
+    if request.model is None:
+        files = with_files(config, ("data", "eval"))
+        rows, config = loader.prompts(files.data, files.eval), with_files(config)
+        scorers = _scorers(request, config, loader, of_run=folder is not None)
     model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
     policy = frozen_lm(model, dtype, loader.device)
     figures = _perplexity(policy, tokenizer, texts, "policy")
@@ -71,28 +45,15 @@ def run_eval(request: EvalRequest) -> dict[str, Any]:
     beside = load_run_reference(loader, config, request.reference)
     reference = frozen_lm(beside.model, dtype, loader.device)
     figures["reference"] = _perplexity(reference, beside.tokenizer, texts, "reference")
-    if request.model is None:
-        scorers = _scorers(request, config, loader, of_run=folder is not None)
-        _add_prompts(figures, config, loader, (policy, reference), tokenizer, scorers, request.samples)
+    if rows is not None:
+        _, kept = build_prompts(config, rows, model, tokenizer)
+        _add_prompts(figures, config, kept, (policy, reference), tokenizer, scorers, request.samples)
     return figures
 
 
-def _check(request: EvalRequest) -> None:
-    given = [f"--{name}" for name in ("run", "model", "config") if getattr(request, name) is not None]
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
-    for_runs = {"--plugins": request.permissions.plugins, "--checkpoint": request.checkpoint is not None}
-    if given and given != ["--run"] and any(for_runs.values()):
-        names = [name for name, value in for_runs.items() if value]
-        raise InputError(*(f"{name} belongs to a run: name one with --run" for name in names))
-    if request.model is not None and request.texts is None and not is_builtin(request.model):
-        raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
-
-
 def _texts(request: EvalRequest, config: TrainConfig, loader: Loader) -> list[str]:
-    section, ref, key = config.eval, config.eval.texts, "eval.texts"
-    if request.texts is not None:
-        ref, key = located(request.texts), "--texts"
+    section, texts = config.eval, request.texts
+    ref, key = (section.texts, "eval.texts") if texts is None else (located(texts), "--texts")
     limit = section.max_documents if request.texts is None else None  # it does not limit a named file
     file = world_file(ref, "heldout")
     return loader.texts(file, request.column or section.column, key, section.split, limit=limit)
@@ -119,7 +80,7 @@ def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_ru
 def _add_prompts(
     figures: dict[str, Any],
     config: TrainConfig,
-    loader: Loader,
+    kept: Prompts,
     pair: tuple[LM, LM],
     tokenizer: Any,
     scorers: Scorers,
@@ -127,7 +88,6 @@ def _add_prompts(
 ) -> None:
     """Adds the figures of both on held-out prompts, and some of their texts."""
     policy = pair[0]
-    _, kept = build_prompts(config, loader, policy.model, tokenizer)
     several = samples or max(len(kept), config.rollout.batch_size)  # some prompts are answered more than once
     prompts = PromptStream(kept.texts, tokenizer, several, config.run.seed, kept.rows).batch(1)
     scorers.begin(config.updates + 1, config.updates)

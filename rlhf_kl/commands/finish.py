@@ -43,9 +43,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",
         "score": figures.get("score"),
-        "score gain": None
-        if same or share is None or control["verdict"] == "short"
-        else f"{share:.0%} of the most that this KL allows",
+        "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
         "true score (gold)": figures.get("gold"),
         "beta": figures.get("beta"),

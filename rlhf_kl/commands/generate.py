@@ -4,66 +4,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import build_prompts, prompt_format, sampling_of, usable_prompts
+from rlhf_kl.commands.build import (
+    build_prompts,
+    load_policy,
+    load_run_reference,
+    prompt_format,
+    sampling_of,
+    usable_prompts,
+)
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import score_at
 from rlhf_kl.commands.session import on_this_machine, run_device
-from rlhf_kl.commands.stored import NO_PERMISSIONS, Permissions, load_policy, load_run_reference, located
+from rlhf_kl.commands.stored import GenerateRequest, located
 from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import Prompts, PromptStream
-from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import NO_SCORERS, SHOWN, policy_samples
 from rlhf_kl.models.load import compute_dtype, context_length
 from rlhf_kl.models.value import frozen_lm
-from rlhf_kl.run.folder import RunFolder, newest_run
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """The options of the command line; None = not given: then the run's own value."""
-
-    run: Path | None = None
-    model: str | None = None
-    checkpoint: int | None = None
-    prompts: tuple[str, ...] = ()
-    file: str | None = None
-    column: str | None = None
-    samples: int = 1
-    with_reference: bool = False
-    scores: bool = False
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    seed: int = 0
-    permissions: Permissions = NO_PERMISSIONS
 
 
 def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens."""
-    _check(request)
-    folder, permissions = None, request.permissions
-    if request.model is not None:
-        config = permissions.added_to(TrainConfig.model_validate({"run": {"dtype": "auto"}}))
-    else:
-        folder = RunFolder(request.run or newest_run(finished=True))
-        config = permissions.run_config(folder)
-        if request.scores and (refused := permissions.refused(config)[0]):
-            raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
+    config, folder = request.resolved()
+    if folder is not None:
         config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * request.scores))
     given = {"max_new_tokens": request.max_new_tokens, "temperature": request.temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = on_this_machine(config.model_copy(update={"rollout": rollout}), stored=True)
     loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
     with ui.waiting("loading the models and prompts"):
+        scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
         model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
         if request.with_reference:
             reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
-        scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
         scorers.begin(config.updates + 1, config.updates)
         prompts = _prompts(request, config, loader, model, tokenizer)
     places = [i for i in range(len(prompts)) for _ in range(request.samples)]
@@ -96,26 +74,6 @@ def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
     return samples
 
 
-def _check(request: GenerateRequest) -> None:
-    problems = []
-    if request.run is not None and request.model is not None:
-        problems.append("--run and --model exclude each other: name one policy")
-    if request.prompts and request.file is not None:
-        problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
-    if request.model is not None and not request.prompts and request.file is None:
-        problems.append("name prompts with --prompt, or a file of them with --prompts")
-    if request.model is not None:
-        given = {
-            "--checkpoint": request.checkpoint,
-            "--with-reference": request.with_reference,
-            "--scores": request.scores,
-            "--plugins": request.permissions.plugins,
-        }
-        problems += [f"{name} belongs to a run: name one with --run" for name, value in given.items() if value]
-    if problems:
-        raise InputError(*problems)
-
-
 def _prompts(request: GenerateRequest, config: TrainConfig, loader: Loader, policy: Any, tokenizer: Any) -> Prompts:
     form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
     key = "--prompt"
@@ -127,7 +85,7 @@ def _prompts(request: GenerateRequest, config: TrainConfig, loader: Loader, poli
         section = PromptsSection(prompts=ref, column=request.column or "prompt", chat_template=form.chat)
         texts = loader.all_prompts(section, key, ref, "test")
     elif not texts:  # those that `train` shows
-        _, kept = build_prompts(config, loader, policy, tokenizer)
+        _, kept = build_prompts(config, loader.prompts(config.data, config.eval), policy, tokenizer)
         key, size = "eval.prompts", min(SHOWN, len(kept.texts))
         texts = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows).batch(1).texts
     context = context_length(policy)

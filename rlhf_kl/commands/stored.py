@@ -1,23 +1,21 @@
-"""Opens a run's folder, with permissions to run other people's code: its config, policy, reference and checkpoints."""
+"""What `eval` and `generate` are asked for: a run with permissions to run other people's code, or any model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-
-from rlhf_kl.commands.load import Loaded, Loader
-from rlhf_kl.commands.world import GOLD, world_file
-from rlhf_kl.config.load import load_run_config
+from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
+from rlhf_kl.config.load import load_config, load_run_config
 from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import InputError, blame, suggestion
-from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
-from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.seeding import derive_seed
+from rlhf_kl.config.schema.base import refuse
+from rlhf_kl.data.files import is_file_name, read_rows, text_column
+from rlhf_kl.errors import InputError, blame, collected, suggestion
+from rlhf_kl.hub import model_on_hub
+from rlhf_kl.run.folder import RunFolder, checkpoint_folders, newest_run
+from rlhf_kl.templates import column
 
 
 @dataclass(frozen=True)
@@ -28,12 +26,17 @@ class Permissions:
     remote_code: bool = False
     pickle: bool = False
 
-    def run_config(self, folder: RunFolder) -> TrainConfig:
-        """The config of a run with these permissions and no others. Errors: InputError if there is no run."""
+    def opened(self, path: Path | None, step: int | None) -> tuple[RunFolder, TrainConfig]:
+        """A run (None: the newest) with a checkpoint of that step, and its config with no other permissions."""
+        folder = RunFolder(path or newest_run(finished=True))
         folder.require_run()
+        steps = [str(int(path.name.removeprefix("step-"))) for path in checkpoint_folders(folder.checkpoints)]
+        if step is not None and str(step) not in steps:
+            hint = suggestion(str(step), steps)
+            raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
         config = load_run_config(folder.config, plugins=self.plugins)
         run = config.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
-        return self.added_to(config.model_copy(update={"run": run}))
+        return folder, self.added_to(config.model_copy(update={"run": run}))
 
     def added_to(self, config: TrainConfig) -> TrainConfig:
         """A config that the user chose, with these permissions beside its own."""
@@ -52,47 +55,101 @@ class Permissions:
 NO_PERMISSIONS = Permissions()
 
 
-def load_policy(
-    loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
-) -> tuple[Any, Any]:
-    """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
-    if model is not None:
-        named = loader.language_model(world_file(located(model), "policy"), "--model")
-        return named.model, named.tokenizer
-    if folder is not None and folder.final.is_dir() and step is None:
-        final = loader.language_model(str(folder.final), "--run")
-        return final.model, final.tokenizer
-    section = config.policy
-    seed = derive_seed(config.run.seed, "adapter")
-    loaded = loader.trained_model(section.model, section.lora, seed)
-    if folder is not None:
-        checkpoint, holder = _checkpoint(folder, step), nn.Module()
-        holder.policy = loaded.model  # as in a checkpoint, beside the value function
-        with blame(str(checkpoint.path)):
-            checkpoint.load_model(checkpointed(holder))
-    return loaded.model, loaded.tokenizer
+@dataclass(frozen=True)
+class EvalRequest:
+    """The options of the command line; None = not given."""
+
+    run: Path | None = None
+    model: str | None = None
+    config: str | None = None
+    checkpoint: int | None = None
+    reference: str | None = None
+    texts: str | None = None
+    column: str | None = None
+    samples: int | None = None
+    permissions: Permissions = NO_PERMISSIONS
+
+    def resolved(self) -> tuple[TrainConfig, RunFolder | None]:
+        """The config, and the folder of a run. Errors: InputError for all that cannot be used; imports no torch."""
+        given = [f"--{name}" for name in ("run", "model", "config") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
+        if self.model is not None or self.config is not None:
+            refuse(*_of_a_run(plugins=self.permissions.plugins, checkpoint=self.checkpoint))
+        if self.model is not None and self.texts is None and not is_builtin(self.model):
+            raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
+        folder, permissions = None, self.permissions
+        if self.config is not None:  # the user chose it, so its own permissions count
+            config = permissions.added_to(load_config("train", self.config))
+        elif self.model is not None:
+            world = {"policy": {"model": self.model}} if is_builtin(self.model) else {}
+            config = permissions.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}}))
+        else:
+            folder, config = permissions.opened(self.run, self.checkpoint)
+        name = self.column or config.eval.column
+        check_given({"--model": self.model, "--reference": self.reference}, "--texts", self.texts, name, config)
+        return config, folder
 
 
-def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
-    """The reference of a run, or another model in its place."""
-    ref = other or config.reference.model or config.policy.model
-    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The options of the command line; None = not given: then the run's own value."""
+
+    run: Path | None = None
+    model: str | None = None
+    checkpoint: int | None = None
+    prompts: tuple[str, ...] = ()
+    file: str | None = None
+    column: str | None = None
+    samples: int = 1
+    with_reference: bool = False
+    scores: bool = False
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    seed: int = 0
+    permissions: Permissions = NO_PERMISSIONS
+
+    def resolved(self) -> tuple[TrainConfig, RunFolder | None]:
+        """The config, and the folder of a run. Errors: InputError for all that cannot be used; imports no torch."""
+        problems = []
+        if self.run is not None and self.model is not None:
+            problems.append("--run and --model exclude each other: name one policy")
+        if self.prompts and self.file is not None:
+            problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
+        if self.model is not None and not self.prompts and self.file is None:
+            problems.append("name prompts with --prompt, or a file of them with --prompts")
+        if self.model is not None:
+            reference, scores, plugins = self.with_reference, self.scores, self.permissions.plugins
+            problems += _of_a_run(checkpoint=self.checkpoint, with_reference=reference, scores=scores, plugins=plugins)
+        refuse(*problems)
+        folder, config = None, self.permissions.added_to(TrainConfig.model_validate({"run": {"dtype": "auto"}}))
+        if self.model is None:
+            folder, config = self.permissions.opened(self.run, self.checkpoint)
+            if (refused := self.permissions.refused(config)[0]) and self.scores:
+                raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
+        check_given({"--model": self.model}, "--prompts", self.file, self.column or "prompt", config)
+        return config, folder
 
 
-def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    if step is None:
-        newest, _ = newest_whole(folder.checkpoints)
-        if newest is None:
-            raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
-        return newest
-    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(folder.checkpoints)}
-    if step not in present:
-        hint = suggestion(str(step), [str(known) for known in present])
-        raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
-    problem = present[step].damage()
-    if problem is not None:
-        raise InputError(f"--checkpoint {step}: {present[step].path}: {problem}")
-    return present[step]
+def _of_a_run(**given: object) -> list[str]:
+    names = [name.replace("_", "-") for name, value in given.items() if value not in (None, False)]
+    return [f"--{name} belongs to a run: name one with --run" for name in names]
+
+
+def check_given(models: Mapping[str, str | None], key: str, data: str | None, name: str, config: TrainConfig) -> None:
+    """Check models of the command line, and the column `name` of its data, `key`. Errors: InputError, every problem."""
+    problems = list[str]()
+    for option, model in models.items():
+        with collected(problems), blame(option):
+            if is_builtin(model):
+                world_spec(str(model))
+            elif model is not None:
+                model_on_hub(located(model), pickled=config.run.allow_pickle)
+    with collected(problems), blame(key):
+        if data is not None and is_file_name(located(data)):
+            for row in read_rows(Path(located(data)))[:1]:
+                column(row, text_column(data, name), f"{data}: row 1")
+    refuse(*problems)
 
 
 def located(ref: str) -> str:

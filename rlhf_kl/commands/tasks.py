@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rlhf_kl.commands.load import Loader, base_name, recompute, with_adapter
+from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
 from rlhf_kl.data.files import drawn
 from rlhf_kl.errors import blame
@@ -18,28 +20,24 @@ from rlhf_kl.trainers.supervised import Task
 from rlhf_kl.trainers.tasks import LabelTask, PairTask, ResponseTask, TextTask
 
 
-def build_task(config: SFTConfig | RewardModelConfig, loader: Loader) -> Task:
-    """The model and the data of a config. Errors: InputError for what cannot be used."""
+def build_task(config: SFTConfig | RewardModelConfig, loader: Loader, files: Callable[..., Any]) -> Task:
+    """The data and the model of a config; `files`: `with_files`. Errors: InputError for what cannot be used."""
+    check_named(config, download=True)
+    data = files(config, ("data",)).data
     if isinstance(config, RewardModelConfig):
-        return build_reward_task(config, loader)
-    data, most = config.data, config.eval.max_documents
+        rows = loader.pairs(data) if data.labels is None else loader.labelled(data)
+        return build_reward_task(files(config), loader, *rows)
+    most = config.eval.max_documents
     dtype = compute_dtype(config.run.dtype)
     if data.response_column is None:
         texts, heldout = loader.documents(data)
-        model, tokenizer = build_model(config, loader, texts)
+        model, tokenizer = build_model(files(config), loader, texts)
         return TextTask(LM(model, dtype), tokenizer, texts, drawn(heldout, most))
     examples, kept = loader.examples(data)
-    model, tokenizer = build_model(config, loader, [example.prompt + example.response for example in examples])
-    return ResponseTask(
-        LM(model, dtype),
-        tokenizer,
-        examples,
-        drawn(kept, most),
-        chat=data.chat_template,
-        system=data.system,
-        options=data.chat_options,
-        rows_of_a_pass=config.sft.microbatch_size,
-    )
+    model, tokenizer = build_model(files(config), loader, [example.prompt + example.response for example in examples])
+    form = {"chat": data.chat_template, "system": data.system, "options": data.chat_options}
+    each_pass = config.sft.microbatch_size
+    return ResponseTask(LM(model, dtype), tokenizer, examples, drawn(kept, most), **form, rows_of_a_pass=each_pass)
 
 
 def build_model(config: SFTConfig, loader: Loader, texts: list[str]) -> tuple[Any, Any]:
@@ -52,21 +50,14 @@ def build_model(config: SFTConfig, loader: Loader, texts: list[str]) -> tuple[An
         return loaded.model.to(loader.device), loaded.tokenizer
     shape = section.architecture
     tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
-    model = new_gpt2(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        context=shape.context,
-        tokenizer=tokenizer,
-        seed=derive_seed(seed, "weights"),
-    )
+    sizes = shape.model_dump() | {"vocab_size": len(tokenizer)}
+    model = new_gpt2(**sizes, tokenizer=tokenizer, seed=derive_seed(seed, "weights"))
     if section.gradient_checkpointing:
         recompute(model)
     return model.to(loader.device), tokenizer
 
 
-def build_reward_task(config: RewardModelConfig, loader: Loader) -> Task:
+def build_reward_task(config: RewardModelConfig, loader: Loader, train: list[Any], kept: list[Any]) -> Task:
     """A classifier on the trunk of the config's language model, and what it learns from."""
     section, data, most = config.policy, config.data, config.eval.max_pairs
     loaded = loader.language_model(section.model, "policy.model")
@@ -80,8 +71,4 @@ def build_reward_task(config: RewardModelConfig, loader: Loader) -> Task:
         recompute(model)
     form = TextFormat(chat=data.chat_template)
     reward = RewardModel(model.to(loader.device), loaded.tokenizer, form=form, dtype=loader.dtype)
-    if data.labels is not None:
-        rows, labelled = loader.labelled(data)
-        return LabelTask(reward, rows, drawn(labelled, most))
-    pairs, heldout = loader.pairs(data)
-    return PairTask(reward, pairs, drawn(heldout, most))
+    return (PairTask if data.labels is None else LabelTask)(reward, train, drawn(kept, most))

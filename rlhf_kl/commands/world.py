@@ -14,7 +14,7 @@ from filelock import FileLock
 from rlhf_kl import ui
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
-from rlhf_kl.builtin.world import cache_folder, is_builtin, part_key, world_spec
+from rlhf_kl.builtin.world import GOLD, cache_folder, is_builtin, part_key, world_spec
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.tasks import build_task
 from rlhf_kl.config.load import flat, load_config
@@ -29,7 +29,6 @@ from rlhf_kl.trainers.supervised import SupervisedTrainer
 from rlhf_kl.ui import log
 
 C = TypeVar("C", bound=Section)
-GOLD = "rlhf_kl.builtin.gold:gold_scores"
 PARTS = {  # of a world, by the config key that names it
     "policy.model": "policy",
     "reference.model": "policy",
@@ -142,7 +141,7 @@ class World:
 
     def _train(self, config: SFTConfig | RewardModelConfig, part: str, folder: Path) -> None:
         """Train to the end, and write the model. An interrupted build starts over, so there are no checkpoints."""
-        task = build_task(with_files(config), Loader())
+        task = build_task(config, Loader(), with_files)
         settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
         seed_libraries(config.run.seed)
         trainer = SupervisedTrainer(task, settings, config.run.seed)

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from rlhf_kl.config.errors import check_mapping
 from rlhf_kl.config.load import config_diff, detect_kind, flat, load_any, load_variant
 from rlhf_kl.config.paths import find_config, shipped_configs
-from rlhf_kl.config.plugins import check_plugins
+from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import SEEDS, Section, TrainConfig
 from rlhf_kl.config.schema.base import Name, inner, refuse
 from rlhf_kl.config.yaml import read_yaml
@@ -191,11 +191,12 @@ def link(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def check_variants(plan: ComparePlan) -> None:
-    """Import the plugins of every variant and check them. Errors: InputError with every problem."""
+    """Check what every variant names. Errors: InputError with every problem."""
     problems = list[str]()
     for run in plan.runs:
         with collected(problems), blame(f"variants.{run.variant}"):
-            check_plugins(run.config)
+            if not run.after:  # else it begins with a model that is not there yet
+                check_named(run.config)
     refuse(*dict.fromkeys(problems))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.builtin.world import BUILTIN, WORLDS, is_builtin
+from rlhf_kl.builtin.world import is_builtin, world_spec
 from rlhf_kl.config.schema import MODELS, Kind, Location, Section, subsections
-from rlhf_kl.errors import InputError, nearest, no_such_file, suggestion
+from rlhf_kl.errors import InputError, blame, collected, nearest, no_such_file
 from rlhf_kl.plugins import is_reference, reference_file
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -46,7 +46,7 @@ def with_absolute_paths(raw: dict[str, Any], folders: Sequence[Path]) -> dict[st
     """A copy of `raw` in which every value that exists on disk is an absolute path; the first folder wins."""
     raw = copy.deepcopy(raw)
     for model in MODELS.values():  # the kind of a file that another one extends is not known yet
-        for _, mapping, name, location in _located_values(model, raw):
+        for _, mapping, name, location in located_values(model, raw):
             if not is_builtin(mapping[name]):
                 mapping[name] = _absolute(mapping[name], location, folders)
     return raw
@@ -54,21 +54,20 @@ def with_absolute_paths(raw: dict[str, Any], folders: Sequence[Path]) -> dict[st
 
 def missing_sources(kind: Kind, raw: dict[str, Any], folders: Sequence[Path]) -> list[str]:
     """Problems of values that name neither a file in the folders nor a built-in world."""
-    problems = []
-    for key, mapping, name, location in _located_values(MODELS[kind], raw):
+    problems = list[str]()
+    for key, mapping, name, location in located_values(MODELS[kind], raw):
         value = mapping[name]
         if not location.path or (location.plugin and is_reference(value)):
             continue
         if is_builtin(value):
-            if value.removeprefix(BUILTIN) not in WORLDS:
-                hint = suggestion(value.removeprefix(BUILTIN), WORLDS, prefix=BUILTIN)
-                problems.append(f"{key}: no built-in {value!r}{hint}")
+            with collected(problems), blame(key):
+                world_spec(value)
         elif looks_like_path(value) and not os.path.exists(os.path.expanduser(value)):
             problems.append(f"{key}: {no_such_file(value, *folders)}")
     return problems
 
 
-def _located_values(
+def located_values(
     model: type[Section], raw: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, dict[str, Any], str, Location]]:
     """Dotted key, mapping, name in it and mark of every text in `raw` that may name something on disk."""
@@ -77,7 +76,7 @@ def _located_values(
             if isinstance(mark, Location) and isinstance(raw.get(name), str) and raw[name]:
                 yield prefix + name, raw, name, mark
     for name, section, mapping in subsections(model, raw):
-        yield from _located_values(section, mapping, f"{prefix}{name}.")
+        yield from located_values(section, mapping, f"{prefix}{name}.")
 
 
 def _absolute(value: str, location: Location, folders: Sequence[Path]) -> str:

@@ -1,4 +1,4 @@
-"""The plugins that a config names: its controller, if that is a user's class, and its reward functions."""
+"""What a config names: its models, and plugins (a controller, if that is a user's class, and reward functions)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.config.controllers import load_controller, make_controller
+from rlhf_kl.config.paths import located_values
 from rlhf_kl.config.schema import (
     AnyConfig,
     ControllerSection,
@@ -20,6 +22,7 @@ from rlhf_kl.config.schema import (
 )
 from rlhf_kl.config.schema.base import inner, refuse
 from rlhf_kl.errors import InputError, blame, collected
+from rlhf_kl.hub import model_folder, model_on_hub
 from rlhf_kl.kl_controllers import COEF_WITHOUT_SCORES, GuardedController
 from rlhf_kl.plugins import (
     checked_options,
@@ -77,11 +80,13 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 
 def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Plugins in a mapping of `train` that do not exist. Runs none of their code."""
+    """Plugins in a mapping of `train` that do not exist or cannot be one. Runs none of their code."""
     problems = list[str]()
     for plugin in _named(raw):
         with collected(problems), blame(plugin.key):
-            look_up(plugin.ref)
+            made, law = look_up(plugin.ref), plugin.key == "kl.controller.kind"
+            if made == "value" or (made == "function" and law):
+                raise InputError(f"{plugin.ref!r} is a {made}, not a class" + " or function" * (not law))
     return problems
 
 
@@ -90,15 +95,23 @@ def plugin_notes(config: AnyConfig) -> list[str]:
     return [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
 
 
-def check_plugins(config: TrainConfig) -> None:
-    """Import the plugins of a config and check them; calls none. Errors: InputError with every problem."""
+def check_named(config: AnyConfig, *, download: bool = False) -> None:
+    """Check the models that a config names, and import and check its plugins. Errors: InputError with every problem.
+
+    download: the models of the hub too, before one is loaded or built.
+    """
     problems = list[str]()
     for plugin in plugins_of(config):
         with collected(problems):
             if plugin.key == "kl.controller.kind":
-                load_controller(plugin.ref, config.kl.controller.arguments)
+                load_controller(plugin.ref, plugin.options)
             else:
                 load_reward(plugin)
+    find = model_folder if download else model_on_hub
+    for key, section, name, _ in located_values(type(config), config.model_dump()):
+        with collected(problems), blame(key):
+            if name in ("model", "gold") and not (is_builtin(section[name]) or is_reference(section[name])):
+                find(section[name], pickled=config.run.allow_pickle)
     refuse(*problems)
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
 from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, probe
-from rlhf_kl.seeding import shuffled
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -169,6 +168,8 @@ def drawn(rows: Sequence[T], most: int | None) -> list[T]:
 
     The seed is always the same: two runs, or a run and the next one of its chain, hold out the same rows.
     """
+    from rlhf_kl.seeding import shuffled  # imports torch
+
     if most is None or len(rows) <= most:
         return list(rows)
     return [rows[i] for i in sorted(shuffled(len(rows), 0, "drawn")[:most].tolist())]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.hub import first_line
+from rlhf_kl.hub import first_line, model_on_hub
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head
 from rlhf_kl.program import shell_command
@@ -57,23 +57,8 @@ NO_TOKENIZER = (
 CLASSIFIES = "SequenceClassification"  # in the names of architectures
 
 
-def _check_folder(ref: str, access: Access) -> None:
-    folder = Path(ref)
-    if not folder.is_dir():
-        return
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{ref}: the folder has no config.json, so it holds no transformers model")
-    if any(folder.glob("*.safetensors")):
-        return
-    pickled = any(folder.glob("*.bin"))
-    if not (pickled and access.pickle):
-        hint = " (pickled weights can run code: convert them, or set run.allow_pickle; for a run: --allow-pickle)"
-        hint = hint if pickled else ""
-        raise InputError(f"{ref}: the folder holds no weights (*.safetensors){hint}")
-
-
 def _load(cls: Any, ref: str, access: Access) -> Model:
-    _check_folder(ref, access)
+    model_on_hub(ref, pickled=access.pickle)
     try:
         # float32 for any checkpoint dtype: in bf16 master weights, small updates are lost by rounding.
         with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):

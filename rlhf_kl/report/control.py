@@ -78,7 +78,8 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
 
     held: by tail error and time in band. late: it failed by its beginning, and would pass from an update in band on,
     ten or more before the end. short: fewer than 15 updates; or the mean KL of the last ten (`end`) rose so far over
-    that of the ten before, below the band, that the same factor once more brings it into the band. missed: all else.
+    that of the ten before, below the band, that the same factor once more brings it into the band, and it still rises
+    among these ten, or has come into the band (then from the named update on). missed: all else.
     """
     off, share = tail_error(values), time_in_band(values)
     if off is None or share is None:
@@ -93,8 +94,10 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
         return "held" if kept else "late", since, error
     last = end(values)
     now, before = fmean(last), fmean(values[-2 * len(last) : -len(last)])
-    rising = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
-    return "short" if rising else "missed", None, None
+    climbed = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
+    if climbed and abs(values[-1] - 1.0) <= BAND:  # since the update after the last one outside the band
+        return "short", 2 + max(i for i, value in enumerate(values) if abs(value - 1.0) > BAND), None
+    return "short" if climbed and fmean(tail(last)) > fmean(last[: len(last) // 2]) else "missed", None, None
 
 
 def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
@@ -121,10 +124,15 @@ WORDS = {
 }
 
 
+def why_short(figures: Mapping[str, Any]) -> str:
+    """Why a run is too short to say; `figures`: of `control_figures`."""
+    reached = f"in band only from update {figures['since']} on" if figures["since"] else "the KL still rises"
+    return f"under {BAND_FROM} updates" if figures["updates"] < BAND_FROM else reached
+
+
 def verdict_text(figures: Mapping[str, Any]) -> str:
     """The verdict in words; `figures`: of `control_figures`."""
-    why = f"under {BAND_FROM} updates" if figures["updates"] < BAND_FROM else "the KL still rises"
-    return WORDS[figures["verdict"]].format_map({**figures, "why": why})
+    return WORDS[figures["verdict"]].format_map({**figures, "why": why_short(figures)})
 
 
 CLOSING = {

@@ -177,7 +177,7 @@ def _subtitle(run: RunResult) -> str:
 
 def _text_figures(text: Mapping[str, Any]) -> str:
     """Score, gold and KL of a response, as far as they are known."""
-    names = {"score": "score {}", "gold": "gold {}", "kl": "KL {} nats"}
+    names = {"score": "score {}", "gold": "gold {}", "kl": "KL {} nats per response"}
     known = {name: value for name in names if (value := read_number(text, name)) is not None}
     return " · ".join(names[name].format(format_number(value)) for name, value in known.items())
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rlhf_kl.program import shell_command, short_path
 from rlhf_kl.report.compare import Comparison, Variant
-from rlhf_kl.report.control import BAND_FROM
+from rlhf_kl.report.control import why_short
 from rlhf_kl.report.equal_kl import EqualKL
 from rlhf_kl.text import format_number, format_percent
 
@@ -31,7 +31,8 @@ def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     names = ["kl", "scores", "gold", "perplexity"]
     if all(variant.mean("gold") is None for variant in comparison.variants):
         names.remove("gold")
-    header = ["variant", "target", *({"kl": "KL", "scores": "score"}.get(name, name) for name in names)]
+    titles = {"kl": f"KL/{comparison.unit}", "scores": "score"}
+    header = ["variant", "target", *(titles.get(name, name) for name in names)]
     rows = [[v.name, outcome(v, short=True), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
     return header, rows
 
@@ -184,13 +185,13 @@ def _control_line(comparison: Comparison) -> list[str]:
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         errors = [run.figures["error_since" if word == "late" else "tail_error"] for run in runs] if verb else []
         off = f"(off by {_span(errors, format_percent)}{' since' * (word == 'late')})"
-        short = f"too short to say: {who} (under {BAND_FROM} updates, or the KL still rises)"
+        short = f"too short to say: {who} ({' or '.join(dict.fromkeys(why_short(run.figures) for run in runs))})"
         parts.append(f"{who} {verb.format(goal)} {off}" if verb else short)
         goal = goal if same is None else "it"
     for family, members in comparison.families.items():
         ratios = [ratio for v in members if not v.verdicts and (ratio := v.over_target) is not None]
         if members[0].constant_coef == 0:
-            free.append(f"{family} has no penalty, KL {format_number(members[0].mean('kl'))}")
+            free.append(f"{family} has no penalty, KL per {unit} {format_number(members[0].mean('kl'))}")
         elif ratios:
             free.append(f"{family} ended at {_span(ratios, lambda ratio: f'{format_number(ratio, 2)}x')} the target")
     text = "; ".join([*parts, *free])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
 Cli = Callable[..., Any]
 
 SCORERS = """
+LIMIT = 3
 def raises(prompts, responses):
     raise RuntimeError("\\x1b[2Jthe server is gone\\u2028")
 """
@@ -53,6 +56,8 @@ REFUSED = [
     ("config validate python.yaml", "tag !!python/object/apply:os.system is not allowed"),
     ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
     (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
+    ("config validate tiny.yaml --set kl.controller.kind=subprocess:call", "call' is a function, not a class"),
+    ("config validate tiny.yaml --set reward.kind=scorers.py:LIMIT", "LIMIT' is a value, not a class or function"),
     # what only shows when a run begins
     (TRAIN + "data.prompts=empty.jsonl", "none of 1 prompts can be used: 1 longer than the 26 tokens"),
     (TRAIN + "reward.kind=scorers.py:raises", r"RuntimeError: \x1b[2Jthe server is gone"),
@@ -85,6 +90,86 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line: str, words: str, place
     assert not (place / "run" / "config.yaml").exists()
     assert not (place / "owned").exists()
     assert (place / "thesis" / "thesis.tex").read_text() == "my only copy"
+
+
+NO_MODEL = "neither a folder nor a hub id (owner/name, owner/name@revision): no such file: no/such/model"
+UNLOADED = {
+    "generate --run nope": ["nope: holds no run"],
+    "eval --run nope": ["nope: holds no run"],
+    "eval --model no/such/model --reference tiny --texts x.txt": [
+        f"--model: {NO_MODEL}",
+        "--texts: no such file: x.txt",
+    ],
+    "eval --model tiny --reference thesis --texts column.jsonl": [
+        "--reference: {place}/thesis: the folder has no config.json",
+        "--texts: column.jsonl: row 1 has no column 'text'",
+    ],
+    "eval --config tiny.yaml --plugins": ["--plugins belongs to a run"],
+    "generate --model tiny/config.json --prompts x.txt": [
+        "--model: {place}/tiny/config.json: is a file, not the folder of a model",
+        "--prompts: no such file: x.txt",
+    ],
+    "train --config tiny.yaml --set policy.model=no/such/model --set reward.gold=thesis": [
+        f"policy.model: {NO_MODEL}",
+        "reward.gold: {place}/thesis: the folder has no config.json",
+    ],
+    "doctor --config tiny.yaml --set reference.model=no/such/model": [f"reference.model: {NO_MODEL}"],
+    "sft --config sft_reviews.yaml --set policy.model=no/such/model --set data.texts=column.jsonl": [
+        f"policy.model: {NO_MODEL}"
+    ],
+    "reward-model --config reward_reviews.yaml --set policy.model=no/such/model --set data.pairs=column.jsonl": [
+        f"policy.model: {NO_MODEL}"
+    ],
+    "compare --config compare.yaml": [f"variants.a: policy.model: {NO_MODEL}"],
+}
+
+
+def test_what_needs_no_computing_is_told_before_torch_is_imported(place: Path) -> None:
+    variants = {"a": {"policy": {"model": "no/such/model"}}, "b": {}}
+    (place / "compare.yaml").write_text(yaml.safe_dump({"base": "tiny.yaml", "seeds": [0], "variants": variants}))
+    code = (
+        "import sys\nfrom rlhf_kl.cli import run\nfor line in sys.argv[1:]:\n"
+        "    print(run(line.split()), 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *UNLOADED], capture_output=True, text=True, check=True)
+    expected = [line for problems in UNLOADED.values() for line in (*(f"error: {p}" for p in problems), "2 False")]
+    told = done.stderr.splitlines()
+    assert len(told) == len(expected), done.stderr
+    for line, words in zip(told, expected, strict=True):
+        assert line.startswith(words.format(place=place))
+
+
+WORLD = "builtin:reviews-small"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train {own} --set data.prompts=late.jsonl", "data.prompts: {place}/late.jsonl: row 2 has no column 'prompt'"),
+        ("doctor {own} --set eval.texts=late.jsonl --set eval.column=prompt", "eval.texts: {place}/late.jsonl: row 2"),
+        ("eval --config own.yaml", "data.prompts: {place}/late.jsonl: row 2 has no column 'prompt'"),
+        ("train {own} --set policy.model=owner/nowhere", "policy.model: owner/nowhere: the hub cannot be reached"),
+        (
+            f"reward-model --config reward_reviews.yaml --set policy.model={WORLD} --set data.pairs=late.jsonl",
+            "data.pairs: {place}/late.jsonl: row 1 has no column 'chosen'",
+        ),
+    ],
+)
+def test_data_and_names_are_checked_before_a_world_is_built(
+    line: str, words: str, place: Path, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The built-in reward model takes a minute."""
+    (place / "late.jsonl").write_text('{"prompt": "ab"}\n{"promt": "ab"}\n')
+    monkeypatch.setenv("RLHF_KL_CACHE", str(place / "cache"))
+    settings = yaml.safe_load((place / "tiny.yaml").read_text())
+    settings |= {"reward": {"model": WORLD}}
+    (place / "own.yaml").write_text(yaml.safe_dump(settings | {"data": {"prompts": "late.jsonl"}}))
+    (place / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    own = "--config tiny.yaml --set run.output_dir=run"
+    outcome = rlhf_kl(*shlex.split(line.format(own=own)))
+    assert words.format(place=place) in outcome.err + outcome.out
+    assert outcome.code == 2
+    assert not (place / "cache").exists()
 
 
 GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a.yaml --resume\n"

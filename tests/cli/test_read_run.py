@@ -149,9 +149,9 @@ def test_the_reference_beside_it_and_the_kl_of_every_token(rlhf_kl: Cli, place: 
     at_start = document(rlhf_kl("generate", *options, *more, "--checkpoint", 2))
     assert sum(sample["kl"] for sample in at_start) < sum(sample["kl"] for sample in found)
     lines = rlhf_kl("generate", *options, "--quiet").out.splitlines()
-    assert lines[0] == "ab"
-    assert lines[1].split()[:3:2] == ["reference", "KL"]
-    assert lines[1].index("policy") == 40
+    assert lines[:2] == ["KL in nats per response:", "ab"]
+    assert lines[2].split()[:3:2] == ["reference", "KL"]
+    assert lines[2].index("policy") == 40
 
 
 def test_prompts_of_the_run_of_stdin_or_of_a_file(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

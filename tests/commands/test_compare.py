@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,22 @@ def compared(compare_file: Path, rlhf_kl: Cli) -> tuple[Path, Any]:
     return out, rlhf_kl("compare", "--config", compare_file, "--output-dir", out, "--jobs", "2")
 
 
+def test_other_runs_get_another_page(
+    compared: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, other = (compared[0] / "runs" / name for name in ("adaptive-s3", "static-s3"))
+    copy = Path(shutil.copytree(one, tmp_path / "elsewhere" / one.name))  # of the same name
+    sets = [[one], [one, other], [other, one], [copy]]
+    pages = [rlhf_kl("compare", *runs).out.splitlines()[-1] for runs in sets]
+    assert pages[1] == pages[2]
+    assert len({*pages}) == 3
+    assert pages[1].startswith("runs/compare/adaptive-s3+static-s3-")
+    for runs, page in zip(sets, pages, strict=True):
+        document = json.loads(Path(page).with_name("compare.json").read_text())
+        assert len(document["variants"]) == len(runs)
+
+
 def test_trains_reads_and_judges(compared: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path) -> None:
     out, done = compared
     assert done.code == 0, done.err
@@ -51,7 +68,7 @@ def test_trains_reads_and_judges(compared: tuple[Path, Any], rlhf_kl: Cli, tmp_p
     lines = done.out.splitlines()
     assert lines[0].startswith("Too short to say: adaptive") or "adaptive" in lines[0]
     assert "1 seed: no difference can be judged" in done.out
-    assert ["variant", "target", "KL", "score", "perplexity"] in [line.split() for line in lines]
+    assert ["variant", "target", "KL/token", "score", "perplexity"] in [line.split() for line in lines]
     assert lines[-1] == str(out / "compare.html")
     assert (out / "runs" / "static-s3" / "report.html").is_file()  # the page links to it
     document = json.loads((out / "compare.json").read_text())

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.commands.evaluate import EvalRequest, run_eval
-from rlhf_kl.commands.stored import Permissions
+from rlhf_kl.commands.evaluate import run_eval
+from rlhf_kl.commands.stored import EvalRequest, Permissions
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity_of, text_sums
 from rlhf_kl.models.lm import LM

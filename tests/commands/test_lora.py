@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.evaluate import EvalRequest, run_eval
+from rlhf_kl.commands.evaluate import run_eval
+from rlhf_kl.commands.stored import EvalRequest
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.run.log import read_jsonl
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_kl.config.controllers import make_controller
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_plugins, configured_controller, plugin_files
+from rlhf_kl.config.plugins import check_named, configured_controller, plugin_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -64,8 +64,8 @@ PROBLEMS = [
     ("reward: {kind: mine.py:of_trl}", [], ["reward.kind: a reward function takes (prompts, responses, ...)"]),
     ("reward: {kind: mine.py:of_trl, interface: trl}", [], []),
     ("reward: {kind: mine.py:NoCall}", [], ["reward.kind: NoCall has no __call__(prompts, responses)"]),
-    ("reward: {kind: mine.py:NUMBER}", [], ["reward.kind: 'mine.py:NUMBER' is not a class or function"]),
-    ("kl: {controller: {kind: mine.py:blind}}", [], ["kl.controller.kind: 'mine.py:blind' is not a class"]),
+    ("reward: {kind: mine.py:NUMBER}", ["reward.kind: 'mine.py:NUMBER' is a value, not a class or function"], []),
+    ("kl: {controller: {kind: mine.py:blind}}", ["kl.controller.kind: 'mine.py:blind' is a function, not a class"], []),
     (
         "kl: {controller: {kind: mine.py:LinearLK}}\nppo: {gamma: 2}\nreward: {gold: mine.py:Blind}",
         [
@@ -90,7 +90,7 @@ def test_problems_of_plugins(here: Path, text: str, read: list[str], imported: l
     else:
         assert not read
         try:
-            check_plugins(config)
+            check_named(config)
         except InputError as error:
             found = error.problems
     found = [line.replace(f"{here}/mine.py", "mine.py") for line in found]

@@ -75,7 +75,9 @@ RISES = [0.72 * min(1.0, step / 25) ** 2 for step in range(1, 31)]  # a small re
         ([1.0] * 30 + [1.2] * 30, "missed", None),  # a good first half is no late one
         ([1.0] * 56 + [2.0] * 4, "missed", None),
         ([1.0] * 54 + [1.26] * 6, "missed", None),
-        ([0.1] * 51 + [1.0] * 9, "short", None),  # nine updates in band: one is missing
+        ([0.1] * 51 + [1.0] * 9, "short", 52),  # nine updates in band: one is missing
+        ([0.1] * 50 + [1.3, 1.4] + [1.0] * 8, "short", 53),  # it fell into the band, from too fast a rise
+        ([0.1] * 20 + [0.7 - 0.02 * step for step in range(10)], "missed", None),  # it rose and falls again
         ([0.1] * 30 + [1.0, 1.4] * 15, "missed", None),
         ([0.6] * 60, "missed", None),
         ([min(0.7, 0.1 * step) for step in range(60)], "missed", None),  # it has stopped below the band
@@ -91,6 +93,20 @@ RISES = [0.72 * min(1.0, step / 25) ** 2 for step in range(1, 31)]  # a small re
 )
 def test_the_verdict_in_three_words(values: list[float], word: str, since: int | None) -> None:
     assert verdict(values)[:2] == (word, since)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ([1.0] * 14, "under 15 updates"),
+        (RISES, "the KL still rises"),
+        ([0.1] * 51 + [1.0] * 9, "in band only from update 52 on"),
+    ],
+)
+def test_the_reason_of_a_run_that_is_too_short(values: list[float], why: str) -> None:
+    kl = SimpleNamespace(target_value=0.2, unit="token", controller=SimpleNamespace(kind="adaptive"))
+    figures = control_figures([{"kl/token": 0.2 * x, "kl/error": x - 1} for x in values], kl)
+    assert verdict_text(figures) == f"target 0.2: too short to say ({why})"
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "fixed"])

@@ -50,7 +50,7 @@ def test_without_gold_nothing_is_said_of_it(write_run: Callable[..., Path], metr
         "From a target of 0.05 to 0.2 nats per token: score 2.41 -> 3.83, held-out perplexity 3.05 -> 3.20.",
         "All 3 variants with a target held their targets (off by 0%).",
     ]
-    assert figures_table(comparison)[0] == ["variant", "target", "KL", "score", "perplexity"]
+    assert figures_table(comparison)[0] == ["variant", "target", "KL/token", "score", "perplexity"]
 
 
 FINE = {"perplexity": (3.1, 3.2, 3.3), "pairs": (0.3, 0.28, 0.26), "gain": (2.0, 3.0, 4.0), "kl": (0.05, 0.1, 0.2)}
@@ -108,7 +108,8 @@ def test_no_sweep_has_no_recommendation(grid: Grid) -> None:
     [
         ([0.1] * 45 + [0.13] * 10 + [0.1] * 5, "run (1 of 2 seeds) missed it (off by 10%)"),
         ([0.03] * 40 + [0.1] * 20, "run (1 of 2 seeds) reached it late (off by 0% since)"),
-        ([0.1] * 10, "too short to say: run (1 of 2 seeds) (under 15 updates, or the KL still rises)"),
+        ([0.1] * 10, "too short to say: run (1 of 2 seeds) (under 15 updates)"),
+        ([0.01] * 20 + [0.03] * 5 + [0.06] * 5, "too short to say: run (1 of 2 seeds) (the KL still rises)"),
     ],
 )
 def test_seeds_are_counted_by_their_verdict(

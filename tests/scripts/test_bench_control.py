@@ -17,7 +17,11 @@ BENCH: dict[str, Any] = runpy.run_path(str(SCRIPTS / "bench_control.py"))
 
 def test_every_row_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models/TinyStories-656K").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "models/TinyStories-656K" / name).touch()
     (tmp_path / "data/tinystories-1000").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "models/TinyStories-656K" / name).touch()
     (tmp_path / "data/tinystories-1000/stories.jsonl").write_text('{"text": "Once."}\n')
     args = BENCH["parse_arguments"](["--out", str(tmp_path / "out"), "--real", str(tmp_path)])
     rows = read_yaml(SCRIPTS / "bench_control.yaml")
