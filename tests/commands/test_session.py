@@ -157,8 +157,9 @@ def test_copies_that_would_each_run_alone_are_refused(
     variables: str, command: str, launched: Callable[[str], None], rlhf_kl: Any, tmp_path: Path, tiny_folder: Path
 ) -> None:
     launched(variables)
+    (texts := tmp_path / "texts.txt").write_text("ab\n")
     words = {
-        "eval": ["--model", tiny_folder, "--texts", tiny_folder / "config.json"],
+        "eval": ["--model", tiny_folder, "--texts", texts],
         "generate": ["--model", tiny_folder, "--prompt", "a"],
         "train": ["--config", "smoke.yaml", "--output-dir", tmp_path / "run"],
         "sft": ["--config", "sft_reviews.yaml", "--output-dir", tmp_path / "run"],
