@@ -51,7 +51,7 @@ LLAMA = {"intermediate_size": 1408, "tie_word_embeddings": True, "bos_token_id":
 MODELS = ("reviews", *SHAPES)
 DTYPES = ("float32", "bfloat16")
 WARM_UP = 2  # updates that no median counts
-CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits in one chunk: rlhf_kl.models.logits.LOGIT_ELEMENTS
+CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits in one chunk: rlhf_kl.ops.head.LOGIT_ELEMENTS
 CONFIG = """
 extends: ppo_adaptive.yaml
 reward: {normalize: false, clip: null}

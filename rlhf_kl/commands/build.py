@@ -263,7 +263,7 @@ def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
             shard(layers_of(model.value.trunk.base), model.value, device)
         setup.sharded += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
         with torch.no_grad():  # the first pass makes all layers part of this root
-            hidden = policy.states(one, lambda _, hidden: hidden)
+            hidden = policy(one)
             if model.value is not None:
                 model.value(one, hidden)
         with unsharded(*setup.sharded):  # at its end, what the pass gathered is given back

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.models.text import position_ids
+from rlhf_kl.ops.head import Head, in_chunks
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
@@ -34,8 +35,10 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return ids.squeeze(1), logp.gather(1, ids).squeeze(1)
 
 
-def decode(model: Any, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool) -> Sampled:
-    """Responses of an `LM` to prompts; a response ends with its first end-of-text token.
+def decode(
+    model: Any, head: Head, prompts: SharedPrompts, noise: Tensor, sampling: Sampling, *, keep_states: bool
+) -> Sampled:
+    """Responses of a `Trunk` with this head to prompts; a response ends with its first end-of-text token.
 
     `noise` (B, max_new_tokens) decides the tokens. Results are trimmed to the longest response. `keep_states`: the
     hidden states that tokens were drawn from are kept.
@@ -52,8 +55,8 @@ def decode(model: Any, prompts: SharedPrompts, noise: Tensor, sampling: Sampling
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # a step each: rows (b,) in the batch, tokens, log-probs
     states: list[Tensor] = []  # a step each: (b, H)
 
-    def pick(x: Tensor, at: slice) -> tuple[Tensor, Tensor]:
-        return pick_tokens(x, noise[at, column], sampling.temperature)
+    def pick(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        return pick_tokens(logits, uniform, sampling.temperature)
 
     # Of the rows that are still in the batch:
     rows = tokens = torch.arange(len(mask), device=device)
@@ -65,7 +68,7 @@ def decode(model: Any, prompts: SharedPrompts, noise: Tensor, sampling: Sampling
             seen = model.step_mask(mask[:, :end], padded=padded)
             hidden, cache = model.step(tokens.unsqueeze(1), seen, positions[:, end - 1 : end], cache)
             hidden = hidden[:, -1]
-        tokens, logprobs = model.logits(hidden).map(pick)
+        tokens, logprobs = in_chunks(pick, head, hidden, noise[:, column])
         drawn.append((rows, tokens, logprobs))
         if keep_states:
             states.append(hidden)

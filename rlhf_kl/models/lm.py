@@ -2,7 +2,7 @@
 
 Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16; their hidden states
 become float32, and the LM head runs outside of autocast: the logits of a real model are far from 0 (GPT-2's near -70),
-where bfloat16 has steps of 0.5 (see `logits`). Logits are computed one bounded chunk at a time.
+where bfloat16 has steps of 0.5 (see `logits`). Nothing holds all logits of a batch (see `ops.head`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from rlhf_kl.hub import first_line
 from rlhf_kl.models.attention import install
 from rlhf_kl.models.decoding import attends_to_everything, casting_once, decode, keeps_each_token
 from rlhf_kl.models.logits import (
-    Head,
-    Logits,
+    Project,
     RoundedHead,
     can_shift,
     decoding_head,
@@ -30,14 +29,13 @@ from rlhf_kl.models.logits import (
     has_rounding_products,
 )
 from rlhf_kl.models.text import position_ids
-from rlhf_kl.ops.logprobs import chosen_logprobs
+from rlhf_kl.ops.head import Head, token_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
 READY_MASKS = "takes_ready_masks"  # attribute of a model whose steps take a mask of four dimensions, or none
 
-R = TypeVar("R")
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -146,35 +144,20 @@ def cache_name(model: nn.Module) -> str:
 
 
 class LM(Trunk):
-    """A causal language model: the policy, the reference, or the policy with its adapter switched off.
+    """A causal language model: the policy, the reference, or the policy with its adapter switched off."""
 
-    Calling it runs `states`, as FSDP needs.
-    """
-
-    fixed_head: Head | None = None  # while it decodes
     rounded: RoundedHead | None = None
 
-    def forward(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
-        """See `states`."""
-        hidden = self.hidden(rows)
-        return use(self.logits(hidden), hidden)
-
-    def states(self, rows: Packed, use: Callable[[Logits, Tensor], R]) -> R:
-        """One forward pass; `use(logits, hidden)` runs inside of it, with `hidden` (N, H)."""
-        result: R = self(rows, use)
-        return result
-
-    def logits(self, hidden: Tensor) -> Logits:
-        """Logits at stored hidden states (N, H), up to a shift in each row: costs only a pass of the head."""
-        config, head = self.model.config.get_text_config(), self.fixed_head or self.head()
-        return Logits(lambda states: final_logits(head(states), config), hidden, int(config.vocab_size))
+    def forward(self, rows: Packed) -> Tensor:
+        """As `hidden`: a pass that is trained on calls the module itself, as FSDP needs."""
+        return self.hidden(rows)
 
     def head(self) -> Head:
-        """Hidden states (n, H) -> what the head makes of them (n, V), for the weights as they are now."""
+        """What makes logits of its hidden states, for the weights as they are now."""
         layer = self.base.get_output_embeddings()
         if self._rounds(layer) and has_rounding_products(layer.weight.device):
             self.rounded = self.rounded or RoundedHead(layer)
-            return self.rounded.now()
+            return self._finished(self.rounded.now())
 
         def exact(hidden: Tensor) -> Tensor:
             # Switching an adapter takes longer than a head, so only where the head has one.
@@ -183,7 +166,11 @@ class LM(Trunk):
                 logits: Tensor = layer(hidden.float())
             return logits.float()
 
-        return exact
+        return self._finished(exact)
+
+    def _finished(self, project: Project) -> Head:
+        config = self.model.config.get_text_config()
+        return Head(lambda hidden: final_logits(project(hidden), config), int(config.vocab_size))
 
     def _rounds(self, layer: nn.Module) -> bool:
         """Whether products of the head may round."""
@@ -196,12 +183,9 @@ class LM(Trunk):
         layer = self.base.get_output_embeddings()
         # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
         keep = self.dtype == torch.float32
+        head = self._finished(decoding_head(layer)) if self._rounds(layer) else self.head()
         with self.active(), self.precision(), casting_once(self.base.base_model, self.dtype):
-            self.fixed_head = decoding_head(layer) if self._rounds(layer) else self.head()
-            try:
-                return decode(self, share_prompts(rows, self.device), noise, sampling, keep_states=keep)
-            finally:
-                self.fixed_head = None
+            return decode(self, head, share_prompts(rows, self.device), noise, sampling, keep_states=keep)
 
 
 @torch.no_grad()
@@ -216,7 +200,7 @@ def check_head(model: Any) -> None:
     whole = torch.ones_like(ids, dtype=torch.bool)
     states = torch.arange(12, device=device)
     try:
-        ours = lm.states(Packed(ids, states, states, states), lambda logits, _: logits(slice(None)))
+        ours = lm.head().logits(lm(Packed(ids, states, states, states)))
         cache, positions = None, position_ids(whole)
         for start, end in itertools.pairwise((0, 3, 4, 5, 6)):
             last, cache = lm.step(ids[:, start:end], whole[:, :end], positions[:, start:end], cache)
@@ -224,7 +208,7 @@ def check_head(model: Any) -> None:
     except (AttributeError, TypeError) as error:
         raise InputError(f"a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.float()
-    behind, most = lm.logits(last[:, -1])(slice(None)), SAME_LOGITS * max(1.0, float(own.abs().max()))
+    behind, most = lm.head().logits(last[:, -1]), SAME_LOGITS * max(1.0, float(own.abs().max()))
     gap = float((ours.view_as(own) - own).abs().max()) if ours.numel() == own.numel() else float("inf")
     if not gap <= most:
         raise InputError(
@@ -292,8 +276,4 @@ def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Seque
     layout = text_layout(rows, starts, lm.device)
     packed = layout.pack(range(len(rows)))
     ids = layout.response_ids.flatten()[packed.places]
-
-    def nats(logits: Tensor, at: slice) -> tuple[Tensor]:
-        return (-chosen_logprobs(logits, ids[at]),)
-
-    return lm.states(packed, lambda logits, _: logits.map(nats)[0])
+    return -token_logprobs(lm(packed), lm.head(), ids)

@@ -215,8 +215,6 @@ def load_tokenizer(ref: str, access: Access = SAFE) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # some models get an empty tokenizer if they have none
         raise InputError(f"{ref}: its tokenizer cannot be loaded: {NO_TOKENIZER}")
     tokenizer.padding_side = "left"
-    # Long texts are read in windows or left out here, so no warning of transformers is needed.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if tokenizer.pad_token is None:
         stand_in = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
         if stand_in is None:

@@ -1,54 +1,18 @@
-"""From hidden states to logits: the head's precision, and logits that are computed one bounded chunk at a time."""
+"""From hidden states to logits: the precision of an LM head."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
-LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device
 SOFT_CAP = "final_logit_softcapping"
 
-Head = Callable[[Tensor], Tensor]  # hidden states (n, H) -> float32 logits (n, V)
-
-
-class Logits:
-    """The logits (N, V) at some states, computed in float32 when they are used, a bounded chunk at a time."""
-
-    def __init__(self, head: Head, hidden: Tensor, vocabulary: int) -> None:
-        """`hidden`: (N, H)."""
-        self.head, self.hidden = head, hidden
-        elements = LOGIT_ELEMENTS.get(hidden.device.type, LOGIT_ELEMENTS["cpu"])
-        self.rows = max(1, elements // vocabulary)
-
-    def __len__(self) -> int:
-        return len(self.hidden)
-
-    def __call__(self, at: slice) -> Tensor:
-        """Logits (n, V) of a slice of the states."""
-        return self.head(self.hidden[at])
-
-    def map(self, function: Callable[[Tensor, slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """`function(logits (n, V), slice)` for every chunk; its results (n,) come back joined: (N,) each.
-
-        If gradients are enabled and there are several chunks, each is recomputed in the backward pass.
-        """
-        slices = [slice(start, start + self.rows) for start in range(0, len(self), self.rows)] or [slice(0, 0)]
-
-        def piece(at: slice) -> tuple[Tensor, ...]:
-            return function(self(at), at)
-
-        if len(slices) > 1 and torch.is_grad_enabled():
-            parts = [checkpoint(partial(piece, at), use_reentrant=False, preserve_rng_state=False) for at in slices]
-        else:
-            parts = [piece(at) for at in slices]
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+Project = Callable[[Tensor], Tensor]  # hidden states (n, H) -> float32 logits (n, V)
 
 
 def final_logits(logits: Tensor, config: Any) -> Tensor:
@@ -82,7 +46,7 @@ def has_rounding_products(device: torch.device) -> bool:
     return device.type == "cpu" and hasattr(torch.backends.mkldnn, "matmul") and has_units
 
 
-def decoding_head(layer: nn.Linear) -> Head:
+def decoding_head(layer: nn.Linear) -> Project:
     """Logits by products in bfloat16, their results included, for steps that are only sampled from.
 
     The weights are those of now, and the mean state is that of the first call. Errors of about 0.01 nats.
@@ -110,7 +74,7 @@ class RoundedHead:
         self.layer = layer
         self.frozen: Tensor | None = None  # the centred weight, while it is not trained
 
-    def now(self) -> Head:
+    def now(self) -> Project:
         """For the weights as they are; the mean state is that of the first call."""
         weight, mean, shift = self.layer.weight, None, None
         centred = None if weight.requires_grad else self.frozen

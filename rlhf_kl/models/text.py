@@ -29,6 +29,8 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, bos: bool | None = None)
     """
     if not texts:
         return []
+    # Long texts are read in windows or left out, so no warning of transformers is needed.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     start = tokenizer.bos_token_id if bos or (bos is None and adds_bos(tokenizer)) else None
     return [row if start is None or row[:1] == [start] else [start, *row] for row in rows]

@@ -13,11 +13,10 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks, unsharded
 from rlhf_kl.memory import PassSize
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.ops.logprobs import compare_distributions, exact_kl
-from rlhf_kl.ops.packing import Layout, Packed
+from rlhf_kl.ops.head import token_kl, token_stats
+from rlhf_kl.ops.packing import Layout
 from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.rollout.states import LESS_TO_READ, ReferenceStates, StateFeatures
@@ -203,7 +202,11 @@ def measure(
     chosen = layout.response_ids
     stats = torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device)
     for rows in reference.passes(layout):
-        columns = _compare(model, reference, rows, chosen.flatten()[rows.places], temperature, states)
+        hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
+        ids, ref = chosen.flatten()[rows.places], reference.at(rows.numbers)
+        columns = [*token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)]
+        if model.value is not None:
+            columns.append(model.value(rows, hidden))
         for row, column in zip(stats.flatten(1), columns, strict=False):
             row[rows.places] = column
     if features is not None:
@@ -211,29 +214,6 @@ def measure(
         mask = torch.arange(chosen.shape[1]) < layout.responses.unsqueeze(1)
         stats[-1][mask.to(chosen.device)] = features.values()
     return TokenStats(*stats.unbind())
-
-
-def _compare(
-    model: ActorCritic,
-    reference: ReferenceStates,
-    rows: Packed,
-    ids: Tensor,
-    temperature: float,
-    states: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The columns of `TokenStats` in one pass, (N,) each; values only if the model has a value function."""
-
-    def compare(logits: Tensor, at: slice) -> tuple[Tensor, ...]:
-        return compare_distributions(logits, reference.logits(rows.numbers[at]), ids[at], temperature)
-
-    def use(logits: Logits, hidden: Tensor) -> tuple[Tensor, ...]:
-        values = () if model.value is None else (model.value(rows, hidden),)
-        return (*logits.map(compare), *values)
-
-    if states is None:
-        return model.policy.states(rows, use)
-    hidden = states.index_select(0, rows.numbers)
-    return use(model.policy.logits(hidden), hidden)
 
 
 @torch.no_grad()
@@ -246,15 +226,9 @@ def exact_kl_now(
 ) -> Tensor:
     """Exact KL (B, T) of the current policy at the states of an earlier rollout, or of the rows `mine`, elsewhere 0."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.device)
+    ids = rollout.response_ids.flatten().to(rollout.device)
     for rows in reference.passes(rollout.layout, mine):
-        kl.view(-1)[rows.places] = exact_kl_of(policy, reference, rows, temperature)
+        ref, chosen = reference.at(rows.numbers), ids[rows.places]
+        _, found = token_kl(policy(rows), policy.head(), chosen, ref, reference.head(), temperature)
+        kl.view(-1)[rows.places] = found
     return kl
-
-
-def exact_kl_of(policy: LM, reference: ReferenceStates, rows: Packed, temperature: float) -> Tensor:
-    """Exact KL (N,) at the states of one pass, with gradients if they are enabled."""
-
-    def compare(logits: Tensor, at: slice) -> tuple[Tensor]:
-        return (exact_kl(logits, reference.logits(rows.numbers[at]), temperature),)
-
-    return policy.states(rows, lambda logits, _: logits.map(compare)[0])

@@ -10,8 +10,8 @@ from torch.nn.functional import layer_norm
 
 from rlhf_kl.memory import PassSize
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import FeatureCritic
+from rlhf_kl.ops.head import Head
 from rlhf_kl.ops.packing import Layout, Packed
 from rlhf_kl.rewards.model import RewardModel
 
@@ -21,17 +21,17 @@ LESS_TO_READ = "a lower rollout.max_new_tokens, or an adapter (policy.lora={}) n
 
 
 class ReferenceStates:
-    """The reference's last hidden states at a rollout's states, computed once.
+    """The reference at a rollout's states, read once.
 
-    From them the logits cost only one pass of the head, for each use: the exact KL of a rollout, the KL in the
-    loss, and the ceiling.
+    From its hidden states the logits cost only a pass of the head, for each use: the exact KL of a rollout, the KL in
+    the loss, and the ceiling. Where the logits of all tokens fit into one chunk, they are kept in place of that.
     """
 
     def __init__(self, lm: LM, share: bool = True) -> None:
         """`share`: a pass may read a prompt once for several rows, as the sampler does."""
         self.lm, self.share = lm, share
         self.hidden = torch.empty(0)  # (tokens, H)
-        self.stored: Tensor | None = None  # (tokens, V) logits, where they fit into one chunk and memory has room
+        self.kept = self.hidden  # (tokens, H), or logits (tokens, V)
         self.size = PassSize(PASS_ROWS, "reading a rollout", LESS_TO_READ)  # of all passes over a rollout
 
     def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
@@ -43,23 +43,24 @@ class ReferenceStates:
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
         """Start a new rollout; drops the last one."""
-        self.hidden, self.stored = torch.empty(0), None
+        self.hidden = self.kept = torch.empty(0)
         for rows in self.passes(layout):
             hidden = self.lm.hidden(rows)
             if not len(self.hidden):
                 self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
             self.hidden[rows.numbers] = hidden
-        logits: Logits = self.lm.logits(self.hidden)
-        if len(logits) <= logits.rows and not self.size.halved:
-            self.stored = logits(slice(None))
+        head = self.lm.head()
+        fits = len(self.hidden) <= head.chunk(self.hidden.device) and not self.size.halved
+        self.kept = head.logits(self.hidden) if fits else self.hidden
 
-    @torch.no_grad()
-    def logits(self, numbers: Tensor) -> Tensor:
-        """Logits (n, V) of some of the rollout's response tokens, by number (n,): as many as one chunk holds."""
-        if self.stored is not None:
-            return self.stored.index_select(0, numbers)
-        logits: Logits = self.lm.logits(self.hidden.index_select(0, numbers))
-        return logits(slice(None))
+    def at(self, numbers: Tensor) -> Tensor:
+        """What `head` makes logits of, for response tokens of the rollout by number (n,): (n, H) or (n, V)."""
+        return self.kept.index_select(0, numbers)
+
+    def head(self) -> Head:
+        """From what `at` gives to the logits."""
+        head = self.lm.head()
+        return head if self.kept is self.hidden else Head(lambda logits: logits, head.vocabulary)
 
 
 class StateFeatures:

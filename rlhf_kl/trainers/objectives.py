@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.schema import KLSection, TrainConfig
-from rlhf_kl.models.logits import Logits
+from rlhf_kl.config.schema import KLSection, PPOSection, TrainConfig
 from rlhf_kl.ops.advantages import ADVANTAGES, gae
 from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
-from rlhf_kl.ops.logprobs import chosen_logprobs, logprobs_and_kl
 from rlhf_kl.ops.losses import policy_loss, value_loss
-from rlhf_kl.ops.masked import masked_variance, whiten
-from rlhf_kl.ops.packing import Packed
+from rlhf_kl.ops.masked import float64, masked_variance, whiten
 from rlhf_kl.types import RolloutBatch
 
 
@@ -77,9 +74,9 @@ def kl_in_reward(rollout: RolloutBatch, kl: KLSection, gamma: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the losses read of the tokens of a rollout; tensors (N,) on the device of the training passes."""
+    """What the losses read of response tokens; tensors (N,) on the device of the training passes."""
 
-    kl_weight: float
+    kl_weight: float  # of `Targets`
     ids: Tensor  # long
     logprobs: Tensor  # of the policy that sampled
     ref_logprobs: Tensor
@@ -91,59 +88,62 @@ class Tokens:
     @classmethod
     def of(cls, rollout: RolloutBatch, targets: Targets) -> Tokens:
         """All places (B * T,) of a batch, padding included."""
+        columns = {
+            "logprobs": rollout.logprobs,
+            "ref_logprobs": rollout.ref_logprobs,
+            "values": rollout.values,
+            "advantages": targets.advantages,
+            "returns": targets.returns,
+            "weights": targets.weights,
+        }
+        figures = torch.stack([x.flatten() for x in columns.values()]).to(rollout.device)  # one transfer
         ids = rollout.response_ids.flatten().to(rollout.device)
-        columns = [rollout.logprobs, rollout.ref_logprobs, rollout.values]
-        columns += [targets.advantages, targets.returns, targets.weights]
-        figures = torch.stack([x.flatten() for x in columns]).to(rollout.device)  # one transfer
-        return cls(targets.kl_weight, ids, *figures)
+        return cls(targets.kl_weight, ids, **dict(zip(columns, figures, strict=True)))
 
     def at(self, places: Tensor) -> Tokens:
         """Some of them, by place (N,): no padding, so no mask."""
-        return Tokens(self.kl_weight, *(x[places] for x in vars(self).values() if isinstance(x, Tensor)))
+        tensors = {name: value[places] for name, value in vars(self).items() if name != "kl_weight"}
+        return replace(self, **tensors)
 
 
-class Losses(NamedTuple):
-    """Weighted sums over the N tokens of a microbatch; scalars, the first two with gradients."""
+@dataclass(frozen=True)
+class Loss:
+    """Weighted sums over the tokens of a pass (scalars, the first two with gradients), or of a minibatch (numbers)."""
 
-    policy: Tensor  # clipped surrogate, plus the KL if it is in the loss
-    value: Tensor
-    approx_kl: Tensor  # of the policy to the one that sampled, nats
-    clipped: Tensor  # tokens on whose ratio the clip was binding
-    max_logratio: Tensor  # largest |log pi - log pi_old|
+    policy: Any  # clipped surrogate, plus the KL if it is in the loss
+    value: Any
+    approx_kl: Any  # of the policy to the one that sampled, nats
+    clipped: Any  # tokens on whose ratio the clip was binding
+    max_logratio: Any  # largest |log pi - log pi_old|
+
+    def detached(self) -> Tensor:
+        """Its five figures without gradients, in float64: (5,) in their order."""
+        return torch.stack([float64(getattr(self, column.name).detach()) for column in fields(self)])
+
+    @classmethod
+    def of_passes(cls, passes: Sequence[Tensor]) -> Loss:
+        """That of all passes, in numbers, from what `detached` gives; read from the device at once."""
+        policy, value, approx_kl, clipped, _ = sum(passes, torch.zeros_like(passes[0])).tolist()
+        return cls(policy, value, approx_kl, clipped, float(torch.stack(list(passes))[:, -1].max()))
+
+    @classmethod
+    def total(cls, parts: Sequence[Loss]) -> Loss:
+        """That of several, each in numbers."""
+        columns = {column.name: [getattr(part, column.name) for part in parts] for column in fields(cls)}
+        return cls(**{name: max(x) if name == "max_logratio" else sum(x) for name, x in columns.items()})
 
 
-def ppo_losses(
-    tokens: Tokens,
-    rows: Packed,
-    logits: Logits,
-    values: Tensor | None,
-    config: TrainConfig,
-    ref_logits: Callable[[Tensor], Tensor],
-) -> Losses:
-    """Losses at the tokens of a microbatch, from the policy's `logits` there and `values` (N,), if there are any.
+def ppo_loss(x: Tokens, logprobs: Tensor, penalty: Tensor, values: Tensor | None, cfg: PPOSection) -> Loss:
+    """Sums over the tokens of a pass, from the policy's log-probs, their KL penalties and values, if any: (N,) each.
 
-    `ref_logits(numbers (n,)) -> (n, V)` returns the reference's logits, for the exact KL in the loss.
     Source: Schulman et al. 2017 (1707.06347); Ziegler et al. 2019 (1909.08593).
     """
-    cfg, kl, temperature = config.ppo, config.kl, config.rollout.temperature
-    x = tokens.at(rows.places)
-    in_loss = x.kl_weight != 0.0
-
-    def per_token(at_states: Tensor, at: slice) -> tuple[Tensor, Tensor]:
-        if in_loss and kl.estimator == "exact":
-            return logprobs_and_kl(at_states, ref_logits(rows.numbers[at]), x.ids[at], temperature)
-        logprobs = chosen_logprobs(at_states, x.ids[at], temperature)
-        if not in_loss:
-            return logprobs, torch.zeros_like(logprobs)
-        return logprobs, ESTIMATORS[kl.estimator](logprobs, x.ref_logprobs[at])
-
-    logprobs, penalty = logits.map(per_token)
     surrogate, clipped = policy_loss(logprobs, x.logprobs, x.advantages, cfg.cliprange)
     value = torch.zeros((), device=x.ids.device)
     if values is not None:
         value = value_loss(values, x.values, x.returns, cfg.cliprange_value)
     log_ratio = (logprobs - x.logprobs).detach()
-    return Losses(
+    return Loss(
         policy=(x.weights * surrogate).sum() + x.kl_weight * (x.weights * penalty).sum(),
         value=(x.weights * value).sum(),
         approx_kl=(x.weights * (torch.expm1(log_ratio) - log_ratio)).sum(),
@@ -152,21 +152,13 @@ def ppo_losses(
     )
 
 
-class StepLosses(NamedTuple):
-    """The sums of `Losses` over one minibatch of all processes."""
+@dataclass(frozen=True)
+class Taken:
+    """One optimizer step, or one that was left out since its gradient is not finite."""
 
-    policy: float
-    value: float
-    approx_kl: float
-    clipped: float
-    max_logratio: float
-    weight: float  # of all its tokens
-
-    @classmethod
-    def sum(cls, parts: Sequence[StepLosses]) -> StepLosses:
-        """Those of all processes."""
-        policy, value, approx_kl, clipped, logratios, weights = zip(*parts, strict=True)
-        return cls(sum(policy), sum(value), sum(approx_kl), sum(clipped), max(logratios), weights[0])
+    loss: Loss
+    weight: float  # of all tokens of its minibatch
+    norm: float  # of the gradient
 
 
 # What the steps of an update did, by the keys of the row of metrics; NaN for what was not done.
@@ -180,7 +172,7 @@ class Stats:
     """What the steps of one update did; `row` has their means, by their keys in the row of metrics."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[StepLosses, float]] = []  # of each minibatch, and its gradient's norm
+        self.steps: list[Taken] = []  # of each minibatch
         self.kl_at_stop = 0.0  # KL to the policy that sampled, where the update ended before a step that is too far
         self.skipped: str | None = None  # the figure that was not finite, so that steps were left out
         self.row: dict[str, Any] = dict.fromkeys(STEP_FIGURES, math.nan)
@@ -199,16 +191,16 @@ class Stats:
         critic: tuple[float, bool] | None,
     ) -> None:
         """Fill the row. `critic`: its loss before the fit, and whether all was finite."""
-        row, taken = self.row, [(losses, norm) for losses, norm in self.steps if math.isfinite(norm)]
+        row, taken = self.row, [step for step in self.steps if math.isfinite(step.norm)]
         row["policy/learning_rate"] = rate
         row["policy/epochs"] = len(self.steps) * config.minibatch_size / config.rollout.batch_size
         if self.steps:
-            row["policy/logratio_first_max"] = self.steps[0][0].max_logratio
+            row["policy/logratio_first_max"] = self.steps[0].loss.max_logratio
         if taken:
-            policy, value, approx_kl, clipped, _, weight = map(sum, zip(*(losses for losses, _ in taken), strict=True))
-            row["policy/loss"], row["value/loss"] = policy / weight, value / weight
-            row["policy/approx_kl"], row["policy/clip_fraction"] = approx_kl / weight, clipped / weight
-            row["policy/grad_norm"] = sum(norm for _, norm in taken) / len(taken)
+            loss, weight = Loss.total([step.loss for step in taken]), sum(step.weight for step in taken)
+            row["policy/loss"], row["value/loss"] = loss.policy / weight, loss.value / weight
+            row["policy/approx_kl"], row["policy/clip_fraction"] = loss.approx_kl / weight, loss.clipped / weight
+            row["policy/grad_norm"] = sum(step.norm for step in taken) / len(taken)
         if len(taken) < len(self.steps):
             self.skipped = "a gradient"
         if critic is not None:

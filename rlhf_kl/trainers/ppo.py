@@ -14,15 +14,16 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import is_sharded, local, unsharded
 from rlhf_kl.kl_controllers import GuardedController
 from rlhf_kl.memory import PassSize, tokens_of_a_pass
-from rlhf_kl.models.logits import Logits
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
-from rlhf_kl.ops.masked import Mean, float64
+from rlhf_kl.ops.head import token_kl, token_logprobs
+from rlhf_kl.ops.kl import ESTIMATORS
+from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ops.packing import Layout, Packed, split_groups
 from rlhf_kl.rollout.collect import Rollouts, exact_kl_now
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
-from rlhf_kl.trainers.objectives import Losses, Stats, StepLosses, Targets, Tokens, ppo_losses, ppo_targets
+from rlhf_kl.trainers.objectives import Loss, Stats, Taken, Targets, Tokens, ppo_loss, ppo_targets
 from rlhf_kl.trainers.optim import fit_critic, set_learning_rate
 from rlhf_kl.trainers.rate import LearningRate
 from rlhf_kl.types import RolloutBatch
@@ -106,43 +107,44 @@ class PPOTrainer:
                 weight = float(targets.weights[rows].sum())
                 if not weight:
                     continue  # nothing to learn from
-                losses = self.backward(rollout.layout, tokens, rows, weight)
-                if cfg.max_update_kl is not None and losses.approx_kl > cfg.max_update_kl * weight:
-                    stats.kl_at_stop = losses.approx_kl / weight
+                loss = self.backward(rollout.layout, tokens, rows, weight)
+                if cfg.max_update_kl is not None and loss.approx_kl > cfg.max_update_kl * weight:
+                    stats.kl_at_stop = loss.approx_kl / weight
                     self.optimizer.zero_grad()
                     break
                 norm = self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm)
-                stats.steps.append((losses, float(norm)))
+                stats.steps.append(Taken(loss, weight, float(norm)))
         critic = None if self.features is None else self.fit_critic(self.features, rollout, targets, step)
         stats.finish(rollout, targets, self.config, self.rate(step), critic)
         return stats
 
-    def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> StepLosses:
+    def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
         """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
 
-        def accumulate(size: int) -> StepLosses:
+        def accumulate(size: int) -> Loss:
             """In passes of at most `size` rows."""
-            total, largest = float64(torch.zeros(4, device=layout.device)), torch.zeros((), device=layout.device)
+            passes = []
             for packed in self.passes(layout, self.ranks.mine(rows).tolist(), size):
-                losses = self.losses(tokens, packed)
+                loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
-                ((self.config.ppo.vf_coef * losses.value + losses.policy) / weight).backward()
-                total += torch.stack([float64(x.detach()) for x in losses[:4]])
-                largest = torch.maximum(largest, losses.max_logratio)
-            policy, value, approx_kl, clipped = total.tolist()
-            return StepLosses(policy, value, approx_kl, clipped, float(largest), weight)
+                ((self.config.ppo.vf_coef * loss.value + loss.policy) / weight).backward()
+                passes.append(loss.detached())
+            return Loss.of_passes(passes)
 
         return self.in_memory(accumulate)
 
-    def losses(self, tokens: Tokens, packed: Packed) -> Losses:
-        """Losses of one microbatch, summed over its tokens: one forward pass of the policy."""
-        model, reference = self.model, self.reference
-
-        def use(logits: Logits, hidden: Tensor) -> Losses:
-            values = None if model.value is None else model.value(packed, hidden)
-            return ppo_losses(tokens, packed, logits, values, self.config, reference.logits)
-
-        return model.policy.states(packed, use)
+    def loss(self, x: Tokens, rows: Packed) -> Loss:
+        """One forward pass: the loss summed over its tokens."""
+        model, kl, temperature = self.model, self.config.kl, self.config.rollout.temperature
+        hidden, head = model.policy(rows), model.policy.head()
+        if x.kl_weight and kl.estimator == "exact":
+            ref = self.reference.at(rows.numbers)
+            logprobs, penalty = token_kl(hidden, head, x.ids, ref, self.reference.head(), temperature)
+        else:
+            logprobs = token_logprobs(hidden, head, x.ids, temperature)
+            penalty = ESTIMATORS[kl.estimator](logprobs, x.ref_logprobs) if x.kl_weight else torch.zeros_like(logprobs)
+        values = None if model.value is None else model.value(rows, hidden)
+        return ppo_loss(x, logprobs, penalty, values, self.config.ppo)
 
     def minibatches(self, step: int) -> Iterator[Tensor]:
         """The rows of every minibatch of an update, epoch after epoch, each in an order of its own.
@@ -198,7 +200,7 @@ class PPOTrainer:
             self.microbatch.tries(len(packed.ids))
             yield packed
 
-    def in_memory(self, accumulate: Callable[[int], StepLosses]) -> StepLosses:
+    def in_memory(self, accumulate: Callable[[int], Loss]) -> Loss:
         """`accumulate(rows in a pass)`, with fewer rows if memory is full; the losses of all ranks.
 
         Sharded weights fail at once: the other ranks would wait for a pass that is not made.
@@ -209,7 +211,7 @@ class PPOTrainer:
             losses = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
         every, sizes = zip(*self.ranks.all((losses, self.microbatch.rows)), strict=True)
         self.microbatch.halve_to(min(sizes))
-        return StepLosses.sum(every)
+        return Loss.total(every)
 
     # ---- the critic on features
 

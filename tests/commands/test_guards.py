@@ -144,14 +144,14 @@ def test_weights_that_are_lost_turn_the_run_back_at_once(
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds three rows of a training pass."""
-    losses = PPOTrainer.losses
+    losses = PPOTrainer.loss
 
     def limited(self: PPOTrainer, tokens: Any, rows: Any) -> Any:
         if len(rows.ids) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return losses(self, tokens, rows)
 
-    monkeypatch.setattr(PPOTrainer, "losses", limited)
+    monkeypatch.setattr(PPOTrainer, "loss", limited)
 
 
 @pytest.mark.usefixtures("small_device")

@@ -104,7 +104,7 @@ def read(lm: LM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
     """Logits at all states of a text but the last."""
     with torch.no_grad():
         rows = text_layout([row], [1], torch.device("cpu")).pack([0])
-        result: torch.Tensor = lm.states(rows, lambda logits, _: logits(slice(None)))
+        result: torch.Tensor = lm.head().logits(lm(rows))
     return result
 
 
@@ -128,7 +128,7 @@ def test_sampling_and_passes_agree_with_its_own_float64_logits(
     assert lengths.min() < lengths.max()
     layout = Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), lengths)
     with torch.no_grad():
-        passed = lm.states(layout.pack(range(6)), lambda logits, _: logits(slice(None))).split(lengths.tolist())
+        passed = lm.head().logits(lm(layout.pack(range(6)))).split(lengths.tolist())
     for i, length in enumerate(lengths.tolist()):
         row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :length]])
         own = own_logits(lm.model, row)[-length - 1 : -1]
@@ -168,7 +168,8 @@ def test_layers_that_are_recomputed_have_the_same_gradients(folder: Path) -> Non
         attention = next(module for name, module in model.named_modules() if name.endswith(("attn", "attention")))
         count = [0]
         attention.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        LM(model).states(rows, lambda logits, _: logits(slice(None))).square().sum().backward()
+        lm = LM(model)
+        lm.head().logits(lm(rows)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         calls.append(count[0])
         assert not model.training
@@ -403,9 +404,7 @@ def test_bfloat16_with_fewer_casts_gives_the_same_bits(
                 assert (torch.bfloat16 in {p.dtype for p in model.parameters()}) == (kind != "trained")
             lm = LM(model, torch.bfloat16)
             drawn = lm.sample(batch_of(letters, TEXTS * 2), noise, sampling)
-            logits = lm.states(
-                text_layout([(1, 3, 4, 5, 6)], [1], torch.device("cpu")).pack([0]), lambda x, _: x(slice(None))
-            )
+            logits = lm.head().logits(lm(text_layout([(1, 3, 4, 5, 6)], [1], torch.device("cpu")).pack([0])))
             if kind != "frozen":
                 logits.square().mean().backward()
                 drawn = (*drawn[:4], *(p.grad for p in model.parameters() if p.requires_grad))

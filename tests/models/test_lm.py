@@ -27,7 +27,8 @@ def test_logits_are_those_of_the_models_own_pass_over_each_text_alone(new_model:
     """At the states before the tokens, whatever stands beside and behind them."""
     model = new_model()
     with torch.no_grad():
-        logits, hidden = LM(model).states(packed(), lambda logits, hidden: (logits(slice(None)), hidden))
+        hidden = LM(model)(packed())
+        logits = LM(model).head().logits(hidden)
     own = [own_logits(model, row)[start - 1 : -1] for row, start in zip(TEXTS, STARTS, strict=True)]
     torch.testing.assert_close(logits.double(), torch.cat(own), rtol=1e-4, atol=1e-4)
     assert logits.shape == (TOKENS, 7)
@@ -37,19 +38,20 @@ def test_logits_are_those_of_the_models_own_pass_over_each_text_alone(new_model:
 def test_hidden_states_that_were_kept_give_the_same_logits(new_model: Make) -> None:
     lm = LM(new_model())
     with torch.no_grad():
-        inside = lm.states(packed(), lambda logits, _: logits(slice(None)))
-        assert torch.equal(lm.logits(lm.hidden(packed()))(slice(2, 5)), inside[2:5])
+        logits, kept = lm.head().logits(lm(packed())), lm.hidden(packed())
+        assert torch.equal(lm.head().logits(kept), logits)
         assert torch.equal(Trunk(lm.model).hidden(packed()), lm.hidden(packed()))
 
 
-def test_the_use_runs_inside_of_one_pass_through_the_root_module(new_model: Make) -> None:
+def test_a_pass_makes_no_logits(new_model: Make) -> None:
+    """Only the head does, for the states that it is asked for."""
     lm, events = LM(new_model()), []
-    lm.register_forward_pre_hook(lambda *_: events.append("in"))
-    lm.model.base_model.register_forward_hook(lambda *_: events.append("layers"))
+    lm.register_forward_hook(lambda *_: events.append("pass"))
     lm.model.lm_head.register_forward_hook(lambda _, __, output: events.append(len(output)))
-    lm.register_forward_hook(lambda *_: events.append("out"))
-    lm.states(packed(), lambda logits, _: (logits(slice(0, 2)), events.append("use")))
-    assert events == ["in", "layers", 2, "use", "out"]  # logits nowhere else
+    hidden = lm(packed())
+    assert events == ["pass"]
+    lm.head().logits(hidden[:2])
+    assert events == ["pass", 2]
 
 
 def test_gradients_are_those_of_the_models_own_pass(new_model: Make) -> None:
@@ -59,7 +61,7 @@ def test_gradients_are_those_of_the_models_own_pass(new_model: Make) -> None:
         if own:
             logits = model(input_ids=torch.tensor([TEXTS[0]])).logits[0, 3:-1]
         else:
-            logits = LM(model).states(packed(0), lambda logits, _: logits(slice(None)))
+            logits = LM(model).head().logits(LM(model)(packed(0)))
         logits.log_softmax(-1)[:, 3].sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert float(gradients[0].norm()) > 0.1

@@ -49,7 +49,7 @@ def test_switched_off_it_is_the_start_bit_for_bit(
         hidden = start.hidden(rows)
         assert float((hidden - before).abs().max()) > 1e-2
         assert torch.equal(reference.hidden(rows), hidden)
-        assert torch.equal(reference.logits(hidden)(slice(None)), start.logits(hidden)(slice(None)))
+        assert torch.equal(reference.head().logits(hidden), start.head().logits(hidden))
         one, other = (lm.sample(prompts, noise, SAMPLING) for lm in (reference, start))
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b)
@@ -63,16 +63,14 @@ def test_it_may_be_read_in_the_middle_of_a_pass_of_the_policy(
     policy, reference, _ = pair
     rows = pack_last([[1, 3, 4, 5], [1, 6]], torch.device("cpu"))
 
-    def read(logits: Any, hidden: torch.Tensor, beside: bool) -> torch.Tensor:
-        if beside:
-            with torch.no_grad():
-                reference.logits(reference.hidden(rows))(slice(None))
-        return logits.map(lambda x, _: (x.logsumexp(-1),))[0].sum()
-
     gradients = []
     for beside in (False, True):
         policy.zero_grad()
-        policy.states(rows, lambda x, h, beside=beside: read(x, h, beside)).backward()
+        hidden = policy(rows)
+        if beside:
+            with torch.no_grad():
+                reference.head().logits(reference.hidden(rows))
+        policy.head().logits(hidden).logsumexp(-1).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
     assert float(gradients[0].norm()) > 0.1
     assert torch.equal(*gradients)

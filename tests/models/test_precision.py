@@ -15,6 +15,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import RoundedHead, decoding_head, has_rounding_products
 from rlhf_kl.models.value import ActorCritic, frozen_lm
+from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
@@ -23,7 +24,7 @@ from rlhf_kl.rollout.collect import Assessor, exact_kl_now, measure, respond, re
 from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.trainers.checks import check_start, padding_gap
-from rlhf_kl.trainers.objectives import Losses, Targets, Tokens, ppo_losses
+from rlhf_kl.trainers.objectives import Targets, Tokens, ppo_loss
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
 
 Make = Callable[..., Any]
@@ -82,7 +83,7 @@ def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
     exact = Categorical(logits=in_float64(lm, rollout) / 0.8).log_prob(ids)
     coarse = Categorical(logits=in_float64(lm, rollout, BF16) / 0.8).log_prob(ids)
     assert float((coarse - exact).abs().max()) > 0.1  # what a head under autocast gives
-    training = lm.states(rows, lambda logits, _: logits.map(lambda x, at: (chosen_logprobs(x, ids[at], 0.8),))[0])
+    training = token_logprobs(lm(rows), lm.head(), ids, 0.8)
     for result in (training.detach(), rollout.logprobs[rollout.mask], rollout.ref_logprobs[rollout.mask]):
         assert result.dtype == torch.float32
         assert float((result - exact).abs().max()) < 1e-3
@@ -115,17 +116,16 @@ def test_sampler_scoring_and_training_agree_in_float32(
 ) -> None:
     lm = LM(shifted(shift))
     reference = frozen_lm(copy.deepcopy(lm.model), torch.float32, CPU)
-    sampled, rollout, states = assessed(lm, reference, prompts_of(*TEXTS), letters)
+    sampled, rollout, _ = assessed(lm, reference, prompts_of(*TEXTS), letters)
     torch.testing.assert_close(sampled.logprobs, rollout.logprobs, rtol=0, atol=1e-4)
     rows = rollout.layout.pack(range(len(rollout)))
     zeros, config = torch.zeros(rollout.mask.shape), TrainConfig.model_validate({"rollout": {"temperature": 0.8}})
 
     tokens = Tokens.of(rollout, Targets(zeros, torch.ones_like(zeros), zeros, 0.0))
 
-    def first(logits: Any, _: Tensor) -> Losses:
-        return ppo_losses(tokens, rows, logits, None, config, states.logits)
-
-    losses = lm.states(rows, first)
+    x = tokens.at(rows.places)
+    logprobs = token_logprobs(lm(rows), lm.head(), x.ids, 0.8)
+    losses = ppo_loss(x, logprobs, torch.zeros_like(logprobs), None, config.ppo)
     assert float(losses.max_logratio) < 1e-3
     assert int(losses.clipped) == 0
 

@@ -39,7 +39,7 @@ def separate(trunk: Any) -> SeparateValue:
 
 def values(model: ActorCritic, rows: Packed) -> torch.Tensor:
     assert model.value is not None
-    result: torch.Tensor = model.policy.states(rows, lambda _, hidden: model.value(rows, hidden))  # type: ignore[misc]
+    result: torch.Tensor = model.value(rows, model.policy(rows))  # type: ignore[misc]
     return result
 
 

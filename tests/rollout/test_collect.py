@@ -10,8 +10,8 @@ from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.logits import LOGIT_ELEMENTS
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
+from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
@@ -186,8 +186,8 @@ def test_its_logits_are_those_of_its_own_pass(
             for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
         ]
         expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
-        result = setup.reference.logits(order)
-        assert (setup.reference.stored is not None) == (elements > 1)
+        result = setup.reference.head().logits(setup.reference.at(order))
+        assert (setup.reference.kept is not setup.reference.hidden) == (elements > 1)
         torch.testing.assert_close(result.double(), expected[order], rtol=1e-4, atol=1e-4)
         assert not result.requires_grad
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.models.logits import Logits
-from rlhf_kl.trainers.objectives import Losses, Targets, Tokens, ppo_losses, ppo_targets
+from rlhf_kl.ops.head import Head
+from rlhf_kl.trainers.objectives import Loss, Targets, Tokens, ppo_targets
+from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.types import RolloutBatch
 
 BETA = 0.5
@@ -122,13 +123,25 @@ QUARTERS = torch.tensor([0.25, 0.75]).log()
 
 def losses(
     advantages: list[float], values: Tensor | None = None, weight: float = 0.0, logits: Tensor = HALVES, **config: Any
-) -> Losses:
+) -> Loss:
     made = Targets(torch.tensor(advantages).unsqueeze(1), torch.ones(2, 1), torch.full((2, 1), 2.0), weight)
-    rows = PAIR.layout.pack([0, 1])
-    settings = TrainConfig.model_validate(config)
-    lazy = Logits(lambda x: x, logits, 2)
-    tokens = Tokens.of(PAIR, made)
-    return ppo_losses(tokens, rows, lazy, values, settings, lambda numbers: QUARTERS.expand(len(numbers), 2))
+    return loss_of_pass(Tokens.of(PAIR, made), logits, QUARTERS.expand(2, 2), values, **config)
+
+
+def loss_of_pass(x: Tokens, logits: Tensor, ref_logits: Tensor, values: Tensor | None = None, **config: Any) -> Loss:
+    """That of the trainer, for a policy and a reference with these logits (N, V)."""
+    identity = Head(lambda hidden: hidden, 2)
+
+    class Policy:
+        head = staticmethod(lambda: identity)
+
+        def __call__(self, rows: Any) -> Tensor:
+            return logits
+
+    model = SimpleNamespace(policy=Policy(), value=None if values is None else lambda *_: values)
+    reference = SimpleNamespace(at=lambda numbers: ref_logits, head=lambda: identity)
+    trainer = SimpleNamespace(model=model, reference=reference, config=TrainConfig.model_validate(config))
+    return PPOTrainer.loss(trainer, x, SimpleNamespace(numbers=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -179,13 +192,10 @@ def test_the_value_loss_is_clipped_around_the_rollouts_values() -> None:
 
 
 def test_a_token_without_weight_has_no_kl_in_the_loss() -> None:
-    config = TrainConfig.model_validate({"kl": {"placement": "loss", "estimator": "k2"}})
     zeros = torch.zeros(2)
-    logits = torch.zeros(2, 2)
     ref = torch.tensor([math.log(0.25)] * 2)
     old = torch.tensor([math.log(0.5)] * 2)
     weights = torch.tensor([1.0, 0.0])
     tokens = Tokens(3.0, torch.zeros(2, dtype=torch.long), old, ref, zeros, zeros, zeros, weights)
-    rows: Any = SimpleNamespace(places=torch.arange(2), numbers=torch.arange(2))
-    made = ppo_losses(tokens, rows, Logits(lambda h: h, logits, 2), None, config, lambda n: logits[n])
+    made = loss_of_pass(tokens, torch.zeros(2, 2), torch.zeros(2, 2), kl={"placement": "loss", "estimator": "k2"})
     assert float(made.policy) == pytest.approx(3.0 * math.log(2) ** 2 / 2, rel=1e-5)

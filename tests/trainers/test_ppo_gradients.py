@@ -88,7 +88,8 @@ class Case:
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
         targets = ppo_targets(self.rollout, BETA, self.trainer.config)
         layout, tokens = self.rollout.layout, Tokens.of(self.rollout, targets)
-        losses = [self.trainer.losses(tokens, layout.pack([row])).policy for row in range(len(p))]
+        passes = [layout.pack([row]) for row in range(len(p))]
+        losses = [self.trainer.loss(tokens.at(rows.places), rows).policy for rows in passes]
         return self.gradient((p * torch.stack(losses)).sum())
 
     def true(self, beta: float = BETA, scores: float = 1.0) -> Tensor:

@@ -133,7 +133,7 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
     kl = {"placement": "loss", "estimator": "exact", "target": 0.01, "ceiling": {"value": 0.02}}
     rows = []
     for elements in (1 << 24, 7 * 20):
-        monkeypatch.setattr("rlhf_kl.models.logits.LOGIT_ELEMENTS", {"cpu": elements})
+        monkeypatch.setattr("rlhf_kl.ops.head.LOGIT_ELEMENTS", {"cpu": elements})
         trainer = make_trainer(kl=kl, ppo={"learning_rate": 1e-2})
         sizes: list[int] = []
         for model in (trainer.model.policy.module, trainer.reference.lm.module):

@@ -1,0 +1,79 @@
+"""From hidden states to figures of tokens: logits exist for one bounded chunk of tokens at a time.
+
+A chunk's logits become log-probs and KLs at once. With gradients and several chunks, they are computed again in the
+backward pass, as in fused linear cross-entropies (Hsu et al. 2024, Liger Kernel, 2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_kl.ops.logprobs import TokenDistributions, chosen_logprobs, compare_distributions, logprobs_and_kl
+
+LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states: (n, H) -> (n, V) float32, up to a shift in each row."""
+
+    logits: Callable[[Tensor], Tensor]
+    vocabulary: int
+
+    def chunk(self, device: torch.device) -> int:
+        """Tokens whose logits may exist at once."""
+        return max(1, LOGIT_ELEMENTS.get(device.type, LOGIT_ELEMENTS["cpu"]) // self.vocabulary)
+
+
+def in_chunks(
+    function: Callable[..., tuple[Tensor, ...]], head: Head, hidden: Tensor, *columns: Tensor
+) -> tuple[Tensor, ...]:
+    """`function(logits (n, V), *columns (n, ...))` for every chunk of the N tokens; its results joined: (N,) each."""
+
+    def piece(hidden: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+        return function(head.logits(hidden), *columns)
+
+    size = head.chunk(hidden.device)
+    if len(hidden) <= size:
+        return piece(hidden, *columns)
+    pieces = zip(*(x.split(size) for x in (hidden, *columns)), strict=True)
+    if torch.is_grad_enabled():
+        parts = [checkpoint(piece, *rows, use_reentrant=False, preserve_rng_state=False) for rows in pieces]
+    else:
+        parts = [piece(*rows) for rows in pieces]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def token_logprobs(hidden: Tensor, head: Head, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """log pi(id) (N,) at hidden states (N, H), sampling temperature included, with gradients."""
+    return in_chunks(lambda logits, ids: (chosen_logprobs(logits, ids, temperature),), head, hidden, ids)[0]
+
+
+def token_kl(
+    hidden: Tensor, head: Head, ids: Tensor, ref: Tensor, ref_head: Head, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs`, and the exact KL to the reference (N,) in nats; `ref` (N, H): its hidden states there."""
+
+    def both(logits: Tensor, ids: Tensor, ref: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            ref_logits = ref_head.logits(ref)
+        return logprobs_and_kl(logits, ref_logits, ids, temperature)
+
+    logprobs, kl = in_chunks(both, head, hidden, ids, ref)
+    return logprobs, kl
+
+
+@torch.no_grad()
+def token_stats(
+    hidden: Tensor, head: Head, ids: Tensor, ref: Tensor, ref_head: Head, temperature: float
+) -> TokenDistributions:
+    """What `compare_distributions` tells of N tokens, without gradients."""
+
+    def compare(logits: Tensor, ids: Tensor, ref: Tensor) -> TokenDistributions:
+        return compare_distributions(logits, ref_head.logits(ref), ids, temperature)
+
+    return TokenDistributions(*in_chunks(compare, head, hidden, ids, ref))
