@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
@@ -140,7 +141,8 @@ class Trunk(nn.Module):
 
 def cache_name(model: nn.Module) -> str:
     """What a model calls its cache, as an argument and in its output: `cache` from transformers 5.24 on."""
-    return "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache"
+    named, known = inspect.signature(model.forward).parameters, BaseModelOutputWithPast.__dataclass_fields__
+    return next(name for names in (named, known) for name in ("past_key_values", "cache") if name in names)
 
 
 class LM(Trunk):

@@ -94,7 +94,12 @@ def test_train_takes_it_as_its_reward_model(run: Path, tiny_settings: dict[str, 
     file.write_text(yaml.safe_dump(tiny_settings | {"reward": reward, "policy": value}))
     outcome = rlhf_kl("train", "--config", file, "--output-dir", run.parent / "ppo", "--quiet")
     assert outcome.code == 0, outcome.err
-    assert rows(run.parent / "ppo")[-2]["objective/scores"] > rows(run.parent / "ppo")[0]["objective/scores"]
+    found = rows(run.parent / "ppo")
+    samples = list(read_jsonl(run.parent / "ppo" / "samples.jsonl"))[:8]
+    again = Loader().reward_model(str(run / "final"), "reward", ScorerSection())
+    expected = again([row["prompt"] for row in samples], [row["response"] for row in samples])
+    assert [row["score"] for row in samples] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert found[-2]["kl/token"] > 1e-4
 
 
 def test_an_adapter_on_an_adapter_is_found_down_to_the_base(
