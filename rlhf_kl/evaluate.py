@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.memory import fitting_batches
+from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
-from rlhf_kl.rollout.collect import Responses, TokenStats, measure, respond, response_layout
+from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
 from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampling
@@ -81,7 +81,7 @@ def text_sums(
     """Sums over some documents: with a bos in front if the tokenizer has one; eos is not scored.
 
     Without a bos a document's first token has no context: neither its nats nor its bytes count.
-    `rows` in one pass, fewer where memory is full; `advance(n)` is called after every n windows. Errors: MemoryFull.
+    `rows` in one pass; `advance(n)` is called after every n windows.
     """
     limit = context_length(lm.model) or DEFAULT_WINDOW
     encoded = encode_all(tokenizer, texts, bos=True)
@@ -89,19 +89,16 @@ def text_sums(
     pieces.sort(key=lambda piece: len(piece[1]))
     nats = [0.0] * len(texts)
 
-    def read(start: int, stop: int) -> float:
-        places, rows, firsts = zip(*pieces[start:stop], strict=True)
-        losses = negative_log_likelihood(lm, rows, firsts)
-        parts = losses.cpu().split([len(row) - first for row, first in zip(rows, firsts, strict=True)])
+    total, most = 0.0, sized(rows)
+    for start in range(0, len(pieces), most):
+        places, windowed, firsts = zip(*pieces[start : start + most], strict=True)
+        losses = negative_log_likelihood(lm, windowed, firsts)
+        parts = losses.cpu().split([len(row) - first for row, first in zip(windowed, firsts, strict=True)])
         for place, part in zip(places, parts, strict=True):
             nats[place] += float(part.sum())
+        total += float(losses.sum())
         if advance:
-            advance(len(rows))
-        return float(losses.sum())
-
-    total = 0.0
-    for loss in fitting_batches(len(pieces), rows, read, "use shorter texts to evaluate on"):
-        total += loss
+            advance(len(windowed))
     size = sum(len(text.encode()) - first_token_bytes(tokenizer, text) for text in texts)
     return TextSums(total, size, [(loss, max(0, len(ids) - 1)) for loss, ids in zip(nats, encoded, strict=True)])
 
@@ -195,18 +192,16 @@ def policy_samples(
         """Batches of responses of `one`, with its exact KL at their tokens."""
         model, states = ActorCritic(one), None if to is None else ReferenceStates(to)
 
-        def respond_and_measure(start: int, stop: int) -> tuple[Responses, TokenStats | None]:
+        for start in range(0, len(prompts), batch_size):
+            stop = min(start + batch_size, len(prompts))
             batch = prompts.part(start, stop)
             if (start, stop) not in before:
                 new = respond(one, batch, noise[start:stop], sampling, tokenizer)
                 before[start, stop] = new._replace(sampled=new.sampled._replace(states=None))  # large, and not read
             responses = before[start, stop]
-            layout = response_layout(batch, responses.sampled)
-            return responses, None if states is None else measure(model, states, layout, sampling.temperature)
-
-        change = "use fewer new tokens or shorter prompts"
-        for responses, stats in fitting_batches(len(prompts), batch_size, respond_and_measure, change):
             _, sampled, texts = responses
+            layout = response_layout(batch, sampled)
+            stats = None if states is None else measure(model, states, layout, sampling.temperature)
             made.lengths += sampled.mask.sum(1).tolist()
             made.ended += sampled.ended.tolist()
             made.texts += texts

@@ -1,20 +1,17 @@
-"""Memory: what a training pass keeps; full memory, detected on each device; batches and passes halved to fit."""
+"""Memory: what a training pass keeps, full memory on each device, and the size of passes."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.errors import MemoryFull
 
 if TYPE_CHECKING:
     import torch
-
-Result = TypeVar("Result")
 
 # torch raises plain RuntimeErrors on a CPU and from libraries of the GPU.
 _WORDS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED", "Storage size calculation overflowed")
@@ -42,13 +39,6 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(M_TRIM_THRESHOLD, -1)
         library.mallopt(M_MMAP_MAX, 0)
-
-
-def free_cached_memory() -> None:
-    """Free the cache of the GPU's allocator; call it outside of the handler, which holds the failed tensors."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -79,68 +69,22 @@ def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: in
     """
     weights = int(sum(parameter.numel() for parameter in model.parameters()))
     room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * models * weights)
-    return max(1, room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))
+    return sized(room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))
 
 
-SMALLER_PASS = "shorter rows, an adapter (policy.lora={}) or policy.gradient_checkpointing=true need less"
+# ---- the size of passes
+
+SMALLER_PASS = "lower microbatch_size, or use policy.gradient_checkpointing=true or an adapter (policy.lora={})"
+_share = 1.0  # of the usual rows and tokens in every pass
 
 
-class PassSize:
-    """Rows in one pass: halved, for the rest of the run, if they do not fit into memory."""
-
-    def __init__(self, rows: int, work: str = "a training pass", change: str = SMALLER_PASS) -> None:
-        """`work` and `change`: what does not fit, and advice, for the error."""
-        self.rows, self.work, self.change = rows, work, change
-        self.halved: int | None = None  # rows after halving; None = never halved
-        self.largest: int | None = None  # rows in the largest pass of the attempt, if it reports them
-
-    def tries(self, rows: int) -> None:
-        """A pass of the attempt has `rows` rows."""
-        self.largest = max(rows, self.largest or 0)
-
-    def halve_to(self, rows: int | None) -> None:
-        """Take over the `halved` of an earlier part of the run."""
-        if rows is not None and rows < self.rows:
-            self.rows = self.halved = rows
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run."""
-        return {"halved": self.halved}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
-        self.halve_to(state["halved"])
-
-    def fit(self, attempt: Callable[[int], Result], undo: Callable[[], None] = lambda: None) -> Result:
-        """`attempt(rows)`, again with half the rows after `undo()` as long as memory is full.
-
-        Errors: MemoryFull where a single row does not fit.
-        """
-        while True:
-            self.largest = None
-            try:
-                return attempt(self.rows)
-            except Exception as error:
-                if not memory_is_full(error):
-                    raise
-                tried = min(self.rows, self.largest or self.rows)
-                if tried == 1:
-                    raise MemoryFull(f"memory is full: {self.work} of one row does not fit", self.change) from error
-            # Out of the handler, which holds the failed pass's tensors.
-            undo()
-            free_cached_memory()
-            self.halve_to(tried // 2)
+def sized(count: int) -> int:
+    """Rows, or tokens, of a pass that usually has `count`: less where --resume goes on after a full memory."""
+    return max(1, int(count * _share))
 
 
-def fitting_batches(total: int, rows: int, work: Callable[[int, int], Result], change: str) -> Iterator[Result]:
-    """`work(start, stop)` for independent rows 0 to `total`, `rows` at a time. Errors: as of `PassSize.fit`."""
-    size, start = PassSize(rows, "a batch", change), 0
-
-    def attempt(count: int) -> tuple[int, Result]:
-        stop = min(start + count, total)
-        size.tries(stop - start)
-        return stop, work(start, stop)
-
-    while start < total:
-        start, result = size.fit(attempt)
-        yield result
+def pass_share(share: float | None = None) -> float:
+    """The share of their usual size that passes have in this process, after setting it to `share`."""
+    global _share
+    _share = _share if share is None else share
+    return _share

@@ -533,7 +533,6 @@ ALARMS = (
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
     Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
     Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
-    Alarm("out-of-memory", "memory was full: microbatches now have {rows} rows (set ppo.microbatch_size)"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
     Alarm("gold-failed", "{failure}: left out", lambda m: m.facts.get("gold-failed", {}),

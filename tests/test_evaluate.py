@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from torch.distributions import Categorical, kl_divergence
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_kl.errors import InputError, MemoryFull
+from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import (
     Perplexity,
     Samples,
@@ -152,8 +152,8 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
     assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
 
 
-def test_less_memory_changes_no_figure(
-    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], small_device: Callable[..., list[int]]
+def test_smaller_passes_change_no_figure(
+    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], smaller_passes: Callable[[], list[int]]
 ) -> None:
     policy, reference = (LM(new_model(seed)) for seed in (0, 1))
     prompts = prompts_of(*(x + y for x in "abcd" for y in "abcd"))
@@ -164,20 +164,11 @@ def test_less_memory_changes_no_figure(
         return perplexity(policy, letters, TEXTS * 4), on_prompts
 
     before = figures()
-    passes = small_device(3)
+    passes = smaller_passes()
     after = figures()
-    assert max(passes) == 16
+    assert max(passes) < 16
     for one, other in zip(before, after, strict=True):
         assert vars(one) == pytest.approx(vars(other), rel=1e-5)
-
-
-def test_a_text_that_does_not_fit_by_itself(
-    new_model: Make, letters: Any, small_device: Callable[..., list[int]]
-) -> None:
-    model = LM(new_model())
-    small_device(32, length=8)
-    with pytest.raises(MemoryFull, match="shorter texts"):
-        perplexity(model, letters, TEXTS)
 
 
 def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_kl import memory
 from rlhf_kl.errors import MemoryFull
-from rlhf_kl.memory import PassSize, fitting_batches, kept_per_token, memory_for, memory_is_full, tokens_of_a_pass
+from rlhf_kl.memory import kept_per_token, memory_for, memory_is_full, pass_share, sized, tokens_of_a_pass
 from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.masked import all_finite
@@ -58,28 +58,11 @@ def test_what_is_raised_elsewhere(error: Exception, full: bool) -> None:
     assert ("a pass: smaller" in str(caught.value)) == full
 
 
-@pytest.mark.parametrize("fits", [1, 2, 3, 5, 100])
-@pytest.mark.parametrize("total", [0, 1, 7, 16])
-def test_every_row_comes_once_in_batches_that_fit(total: int, fits: int) -> None:
-    tried = []
-
-    def work(start: int, stop: int) -> list[int]:
-        tried.append(stop - start)
-        if stop - start > fits:
-            torch.empty(1 << 60)
-        return list(range(start, stop))
-
-    batches = list(fitting_batches(total, 8, work, "less"))
-    assert [row for batch in batches for row in batch] == list(range(total))
-    assert sum(size > fits for size in tried) <= 3  # 8, 4, 2: what did not fit is not tried again
-
-
-def test_a_row_that_does_not_fit_says_what_to_change() -> None:
-    with pytest.raises(MemoryFull, match="a batch of one row does not fit: shorter texts") as caught:
-        list(fitting_batches(5, 4, lambda *_: torch.empty(1 << 60), "shorter texts"))
-    assert caught.value.exit_code == 1
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        list(fitting_batches(5, 4, lambda *_: torch.ones(2) + torch.ones(3), "shorter texts"))
+def test_passes_have_a_share_of_their_usual_size_and_at_least_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_share", 1.0)
+    assert (sized(5), sized(0), pass_share()) == (5, 1, 1.0)
+    assert pass_share(0.25) == pass_share() == 0.25
+    assert (sized(16), sized(7), sized(2)) == (4, 1, 1)
 
 
 ROWS, LENGTH = 4, 32
@@ -132,32 +115,6 @@ def test_a_pass_has_the_tokens_that_fit(model: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "parameters", lambda: [torch.zeros(5 * each)])
     assert tokens_of_a_pass(model, cpu, "float32") == 20
     assert tokens_of_a_pass(model, cpu, "float32", models=2) == 20
-
-
-def device_of(rows: int, calls: list[int]) -> Callable[[int], str]:
-    """A pass that fits into memory with at most `rows` rows."""
-
-    def attempt(size: int) -> str:
-        calls.append(size)
-        if size > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return "done"
-
-    return attempt
-
-
-def test_a_microbatch_is_halved_until_it_fits_and_stays_so() -> None:
-    microbatch, calls, undone = PassSize(16), [], []
-    assert microbatch.fit(device_of(5, calls), lambda: undone.append(1)) == "done"
-    assert calls == [16, 8, 4]
-    assert len(undone) == 2
-    assert microbatch.fit(device_of(5, calls), lambda: None) == "done"
-    assert calls[3:] == [4]
-    assert microbatch.halved == 4
-    calls.clear()
-    with pytest.raises(MemoryFull, match="one row does not fit"):
-        PassSize(3).fit(device_of(0, calls), lambda: None)
-    assert calls == [3, 1]
 
 
 def rollout() -> RolloutBatch:

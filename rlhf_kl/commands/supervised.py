@@ -29,7 +29,7 @@ def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str,
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
     trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks)
     run.check(device, {task.data: task.fingerprint})
-    run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer, microbatch=trainer.microbatch)
+    run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer)
     for note in task.notes:
         log.info(note)
     log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, require_chat_template
 from rlhf_kl.errors import InputError
-from rlhf_kl.memory import PassSize
+from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk
 from rlhf_kl.models.load import context_length, save_model
 from rlhf_kl.models.lora import has_adapter
@@ -24,7 +24,6 @@ from rlhf_kl.ops.packing import group_lengths, pack_last, pass_overhead, same_to
 
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
 SCORING_TOKENS = 1 << 16
-SHORTER = "shorter texts for the reward model need less"
 SAME_SCORE = 1e-3  # largest difference to the classifier's own forward pass, over the score
 
 FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
@@ -122,7 +121,7 @@ class RewardModel:
             return torch.zeros(0)
         rows = self.encode(prompts, responses)
         read = self._encoded if self.encoder else partial(self._behind_prompts, self._starts(prompts, rows))
-        scores = PassSize(self.rows, "scoring a text", SHORTER).fit(lambda most: read(rows, most)).cpu()
+        scores = read(rows, sized(self.rows)).cpu()
         return torch.where(scores.isfinite(), scores, math.inf)
 
     def _encoded(self, rows: Sequence[Sequence[int]], most_rows: int) -> Tensor:

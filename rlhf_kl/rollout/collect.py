@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks, unsharded
-from rlhf_kl.memory import PassSize
+from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic
@@ -19,7 +19,7 @@ from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
-from rlhf_kl.rollout.states import LESS_TO_READ, ReferenceStates, StateFeatures
+from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
 
@@ -59,27 +59,20 @@ class Sampler:
         """`rows`: this process's rows of the global batch; None = all."""
         self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
         self.rows = rows or range(prompts.batch_size)
-        self.size = PassSize(len(self.rows), "decoding", LESS_TO_READ)
 
     def __call__(self, step: int) -> Responses:
-        """Responses of update `step` (from 1); decoded in parts if memory is full."""
+        """Responses of update `step` (from 1)."""
         prompts = self.prompts.batch(step, self.rows.start, len(self.rows))
         noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)
-        noise = noise[self.rows.start : self.rows.stop]
-
-        def decode(size: int) -> list[Sampled]:
-            places = [slice(start, start + size) for start in range(0, len(prompts), size)]
-            return [self.policy.sample(prompts.part(at.start, at.stop), noise[at], self.sampling) for at in places]
-
-        sampled = Sampled.concat(self.size.fit(decode), self.sampling.pad_id)
-        return Responses(
-            prompts, sampled, decode_responses(self.tokenizer, sampled.ids, sampled.mask, self.sampling.eos_ids)
-        )
+        return respond(self.policy, prompts, noise[self.rows.start : self.rows.stop], self.sampling, self.tokenizer)
 
 
 def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
-    sampled = policy.sample(prompts, noise, sampling)
+    size = sized(len(prompts))
+    places = [slice(start, start + size) for start in range(0, len(prompts), size)]
+    parts = [policy.sample(prompts.part(at.start, at.stop), noise[at], sampling) for at in places]
+    sampled = Sampled.concat(parts, sampling.pad_id)
     return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask, sampling.eos_ids))
 
 
@@ -109,9 +102,7 @@ class Assessor:
         # A clip would make an infinite score finite.
         shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
         layout = response_layout(prompts, sampled)
-        stats = self.reference.size.fit(
-            lambda _: measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
-        )
+        stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
         return RolloutBatch(
             prompt_ids=prompts.ids.to(device),
             prompt_mask=prompts.mask.to(device),

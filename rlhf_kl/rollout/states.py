@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from rlhf_kl.memory import PassSize
+from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.head import Head
@@ -17,7 +17,6 @@ from rlhf_kl.rewards.model import RewardModel
 
 PASS_ROWS = 64  # in one pass without gradients
 PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
-LESS_TO_READ = "a lower rollout.max_new_tokens, or an adapter (policy.lora={}) needs less"
 
 
 class ReferenceStates:
@@ -32,13 +31,12 @@ class ReferenceStates:
         self.lm, self.share = lm, share
         self.hidden = torch.empty(0)  # (tokens, H)
         self.kept = self.hidden  # (tokens, H), or logits (tokens, V)
-        self.size = PassSize(PASS_ROWS, "reading a rollout", LESS_TO_READ)  # of all passes over a rollout
 
     def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
-        """Rows of a batch (default: all) in passes without gradients, as large as fit."""
-        tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
+        """Rows of a batch (default: all) in passes without gradients."""
+        tokens = sized(PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"]))
         chosen = range(len(layout.lengths)) if rows is None else rows
-        return layout.passes(chosen, most_rows=self.size.rows, most_tokens=tokens, share=self.share)
+        return layout.passes(chosen, most_rows=sized(PASS_ROWS), most_tokens=tokens, share=self.share)
 
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
@@ -50,7 +48,7 @@ class ReferenceStates:
                 self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
             self.hidden[rows.numbers] = hidden
         head = self.lm.head()
-        fits = len(self.hidden) <= head.chunk(self.hidden.device) and not self.size.halved
+        fits = len(self.hidden) <= sized(head.chunk(self.hidden.device))
         self.kept = head.logits(self.hidden) if fits else self.hidden
 
     def at(self, numbers: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.picture = self.path / "report.png"
         self.trackers = self.path / "trackers.json"
-        self.files = (self.config, self.metrics, self.samples, self.summary, self.report, self.picture, self.trackers)
+        self.passes = self.path / "passes.json"  # the size of passes, where memory was full
+        records = (self.config, self.metrics, self.samples, self.summary, self.passes)
+        self.files = (*records, self.report, self.picture, self.trackers)
         self.final = self.path / "final"
         self.merged = self.path / "merged"
         self.folders = (self.final, self.merged, self.path / "wandb")  # all in them belongs to the program

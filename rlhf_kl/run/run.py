@@ -19,7 +19,7 @@ from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import NamedTensors, Ranks, slots_of, tensors_of
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
-from rlhf_kl.memory import memory_for
+from rlhf_kl.memory import memory_for, pass_share
 from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune, save_checkpoint, usual_interval
 from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, remove_folder, write_atomic
@@ -84,6 +84,9 @@ class Run:
 
         self._overwrites = overwrite
         self.ranks.run(first if self.ranks.writes else lambda: None)
+        kept = self.folder.passes.read_text(encoding="utf-8") if resume and self.folder.passes.exists() else "1"
+        if pass_share(float(self.ranks.first(kept))) < 1.0:
+            log.info(f"memory was full before: passes have {pass_share():g} of their usual rows")
         self.finished, self.checkpoint = self.ranks.first((self.finished, self.checkpoint))
         if self.checkpoint is not None and self.finished is None:
             self._state = self.checkpoint.state()
@@ -357,7 +360,9 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
             log.warning(f"{run.way_on()}, once the error is fixed")
         raise
     except MemoryFull as error:
-        raise RunFailed(f"{error}; {run.way_on()}") from error
+        with contextlib.suppress(OSError):
+            write_atomic(run.folder.passes, f"{pass_share() / 2}\n")
+        raise RunFailed(f"{error}; {run.way_on()}, with half the rows in a pass") from error
     except OSError as error:
         message = disk_message(run.folder, error)
         if message is None:

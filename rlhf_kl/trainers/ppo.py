@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import is_sharded, local, unsharded
 from rlhf_kl.kl_controllers import GuardedController
-from rlhf_kl.memory import PassSize, tokens_of_a_pass
+from rlhf_kl.memory import SMALLER_PASS, memory_for, sized, tokens_of_a_pass
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
 from rlhf_kl.ops.head import token_kl, token_logprobs
 from rlhf_kl.ops.kl import ESTIMATORS
@@ -66,7 +66,7 @@ class PPOTrainer:
         self.policy = [p for p in model.policy.parameters() if p.requires_grad]
         self.trained = model.trained  # the policy, and a value function that learns in its loss
         self.sharded = any(map(is_sharded, self.trained))
-        self.microbatch = PassSize(config.ppo.microbatch_size or config.minibatch_size)
+        self.rows = sized(config.ppo.microbatch_size or config.minibatch_size)  # of a pass, at most
         self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
         section = config.kl.ceiling
         self.ceiling = Ceiling(
@@ -82,7 +82,7 @@ class PPOTrainer:
         rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
         coef, kl = self.controller.coef, rollout.kl(self.config.kl.unit)
         targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
-        before, most = self.ceiling.snapshot(), self.microbatch.rows
+        before = self.ceiling.snapshot()
         stats = self.optimize(rollout, targets, step)  # 4. epochs of clipped steps
         move, facts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), {}
         if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
@@ -94,8 +94,6 @@ class PPOTrainer:
             facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the learning rate
         if stats.skipped is not None:
             facts["update-skipped"] = {"reason": f"{stats.skipped} was not finite", "broken": True}
-        if self.microbatch.rows < most:
-            facts["out-of-memory"] = {"rows": self.microbatch.rows}
         return Update(rollout, coef, self.controller.coef, stats, move, facts)
 
     def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> Stats:
@@ -121,17 +119,14 @@ class PPOTrainer:
     def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
         """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
 
-        def accumulate(size: int) -> Loss:
-            """In passes of at most `size` rows."""
-            passes = []
-            for packed in self.passes(layout, self.ranks.mine(rows).tolist(), size):
+        passes = []
+        for packed in self.passes(layout, self.ranks.mine(rows).tolist()):
+            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", SMALLER_PASS):
                 loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
                 ((self.config.ppo.vf_coef * loss.value + loss.policy) / weight).backward()
-                passes.append(loss.detached())
-            return Loss.of_passes(passes)
-
-        return self.in_memory(accumulate)
+            passes.append(loss.detached())
+        return Loss.total(self.ranks.all(Loss.of_passes(passes)))
 
     def loss(self, x: Tokens, rows: Packed) -> Loss:
         """One forward pass: the loss summed over its tokens."""
@@ -174,44 +169,23 @@ class PPOTrainer:
         rows = range(len(rollout)) if whole or len(half) < ENOUGH else half
         read = [row for row in rows if row in mine]
         with unsharded(*self.rollouts.sharded):
-            kl = self.reference.size.fit(
-                lambda _: exact_kl_now(
-                    self.model.policy, self.reference, rollout, self.config.rollout.temperature, read
-                )
-            )
+            kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature, read)
         before, change = rollout.kl(unit), rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
         after = before.mean + change.mean  # can be below 0, by its error
         return Mean(0.0 if after < 0.0 else after, math.hypot(before.stderr, change.stderr))
 
-    # ---- passes and memory
-
-    def passes(self, layout: Layout, rows: list[int], size: int) -> Iterator[Packed]:
-        """These rows in microbatches of at most `size` rows and near-equal length."""
+    def passes(self, layout: Layout, rows: list[int]) -> Iterator[Packed]:
+        """These rows in microbatches of near-equal length."""
         most, models = 1 << 40, 2 if self.config.critic == "separate" else 1  # the value function is about as large
         if self.config.ppo.microbatch_size is None:
             most = tokens_of_a_pass(self.model.policy.module, layout.device, self.config.run.dtype, models=models)
         if self.sharded:  # the ranks gather each layer together, so all make equally many passes
-            groups = layout.groups(rows, most_rows=size, most_tokens=most)
+            groups = layout.groups(rows, most_rows=self.rows, most_tokens=most)
             yield from map(layout.pack, split_groups(groups, max(self.ranks.all(len(groups)))))
             return
         # Layers that recompute their activations keep no keys and values that rows could share.
         share = self.model.policy.shares_prompts and not self.config.policy.gradient_checkpointing
-        for packed in layout.passes(rows, most_rows=size, most_tokens=most, share=share):
-            self.microbatch.tries(len(packed.ids))
-            yield packed
-
-    def in_memory(self, accumulate: Callable[[int], Loss]) -> Loss:
-        """`accumulate(rows in a pass)`, with fewer rows if memory is full; the losses of all ranks.
-
-        Sharded weights fail at once: the other ranks would wait for a pass that is not made.
-        """
-        if self.sharded:
-            losses = accumulate(self.microbatch.rows)
-        else:
-            losses = self.microbatch.fit(accumulate, self.optimizer.zero_grad)
-        every, sizes = zip(*self.ranks.all((losses, self.microbatch.rows)), strict=True)
-        self.microbatch.halve_to(min(sizes))
-        return Loss.total(every)
+        yield from layout.passes(rows, most_rows=self.rows, most_tokens=most, share=share)
 
     # ---- the critic on features
 
@@ -242,7 +216,6 @@ class PPOTrainer:
             "rate": self.rate.state_dict(),
             "controller": self.controller.state_dict(),
             "ceiling": self.ceiling.state_dict(),
-            "microbatch": self.microbatch.halved,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -250,4 +223,3 @@ class PPOTrainer:
         self.rate.load_state_dict(state["rate"])
         self.controller.load_state_dict(state["controller"])
         self.ceiling.load_state_dict(state["ceiling"])
-        self.microbatch.halve_to(state["microbatch"])

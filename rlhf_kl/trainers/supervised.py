@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import EpochsSection
 from rlhf_kl.distributed import Ranks
-from rlhf_kl.memory import PassSize
+from rlhf_kl.memory import SMALLER_PASS, memory_for, sized
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.trainers.optim import adamw, lr_factor, set_learning_rate
@@ -63,7 +63,7 @@ class SupervisedTrainer:
         self.optimizer = adamw(self.model, settings.learning_rate, settings.weight_decay)
         self.per_epoch = math.ceil(len(task) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
-        self.microbatch = PassSize(settings.microbatch_size)
+        self.rows = sized(settings.microbatch_size)  # of a pass, at most
         self.skipped = 0  # steps in a row
         self.facts: dict[str, Any] = {}  # of the last step: names of alarms with their figures
 
@@ -81,7 +81,7 @@ class SupervisedTrainer:
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step."""
-        settings, ranks, most = self.settings, self.ranks, self.microbatch.rows
+        settings, ranks = self.settings, self.ranks
         batch = self.batch(step)
         # In the middle of the step, so that the first step of a warm-up does not have rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
@@ -91,8 +91,6 @@ class SupervisedTrainer:
         norm = float(ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm))
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         self.facts = {"step-skipped": {}} if self.skipped else {}
-        if self.microbatch.rows < most:
-            self.facts["out-of-memory"] = {"rows": self.microbatch.rows}
         return {name: value / weight for name, value in sums.items()} | {
             "train/grad_norm": norm,
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -103,17 +101,18 @@ class SupervisedTrainer:
         lengths = [self.task.lengths[row] for row in rows]
         overhead = pass_overhead(next(self.model.parameters()).device)
 
-        def accumulate(size: int) -> dict[str, float]:
+        most = self.rows * max(lengths, default=0)
+
+        def accumulate() -> dict[str, float]:
             totals: dict[str, float] = {}
-            most = size * max(lengths, default=0)
-            for group in group_lengths(lengths, most_rows=size, most_tokens=most, overhead=overhead):
-                loss, sums = self.task.loss([rows[i] for i in group])
-                (loss / weight).backward()
+            for group in group_lengths(lengths, most_rows=self.rows, most_tokens=most, overhead=overhead):
+                with memory_for(f"a training pass of {len(group)} rows does not fit", SMALLER_PASS):
+                    loss, sums = self.task.loss([rows[i] for i in group])
+                    (loss / weight).backward()
                 _add(totals, {"train/loss": float(loss.detach()), **sums})
             return totals
 
-        sums = self.ranks.run(lambda: self.microbatch.fit(accumulate, self.optimizer.zero_grad))
-        self.microbatch.halve_to(min(self.ranks.all(self.microbatch.rows)))
+        sums = self.ranks.run(accumulate)
         totals: dict[str, float] = {}
         for each in self.ranks.all(sums):
             _add(totals, each)

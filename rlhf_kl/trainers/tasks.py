@@ -17,7 +17,7 @@ from rlhf_kl.data.texts import Example, Labelled, Pair
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.evaluate import perplexity_of, text_sums
-from rlhf_kl.memory import fitting_batches
+from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, save_model, texts_fingerprint
 from rlhf_kl.models.text import encode_all
@@ -157,12 +157,12 @@ class ResponseTask(LanguageTask):
     def _summed_loss(self, part: slice) -> float:
         order = sorted(range(part.start, part.stop), key=lambda i: len(self.heldout[i]))
 
-        def read(start: int, stop: int) -> float:
-            rows = order[start:stop]
+        size, total = sized(self.rows_of_a_pass), 0.0
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
             texts, starts = [self.heldout[i] for i in rows], [self.heldout_starts[i] for i in rows]
-            return float(negative_log_likelihood(self.lm, texts, starts).sum())
-
-        return sum(fitting_batches(len(order), self.rows_of_a_pass, read, "use shorter texts to evaluate on"))
+            total += float(negative_log_likelihood(self.lm, texts, starts).sum())
+        return total
 
 
 class RewardTask(Task):

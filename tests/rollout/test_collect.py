@@ -5,14 +5,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
-from rlhf_kl.ops.packing import Packed
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -203,39 +201,18 @@ def test_a_rollout_costs_one_reading_of_its_rows(setup: Setup, letters: Any) -> 
     assert sum(rows) == 2 * len(TEXTS)
 
 
-def test_a_batch_that_does_not_fit_is_decoded_in_parts(
-    sampler: Callable[..., Sampler], monkeypatch: pytest.MonkeyPatch
+def test_smaller_passes_draw_the_same_texts(
+    sampler: Callable[..., Sampler], smaller_passes: Callable[[], list[int]]
 ) -> None:
-    """The same texts, and later batches begin with the size that fitted."""
-    whole = [drawn(sampler()(step)) for step in (1, 2)]
-    sizes: list[int] = []
-    sample = LM.sample
-
-    def small(self: LM, prompts: PromptBatch, *rest: Any) -> Any:
-        sizes.append(len(prompts))
-        if len(prompts) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return sample(self, prompts, *rest)
-
-    monkeypatch.setattr(LM, "sample", small)
-    short = sampler()
-    assert [drawn(short(step)) for step in (1, 2)] == whole
-    assert sizes == [6, 3, 1, 1, 1, 1, 1, 1] + [1] * 6
+    whole = drawn(sampler()(1))
+    passes = smaller_passes()
+    assert drawn(sampler()(1)) == whole
+    assert max(passes) == 1
 
 
-def test_a_rollout_that_does_not_fit_is_read_in_parts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = setup.assess(lengths)
-    sizes: list[int] = []
-    hidden = LM.hidden
-
-    def small(self: LM, rows: Packed) -> Tensor:
-        sizes.append(len(rows.ids))
-        if len(rows.ids) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return hidden(self, rows)
-
-    monkeypatch.setattr(LM, "hidden", small)
+def test_smaller_passes_read_the_same_rollout(setup: Setup, smaller_passes: Callable[[], list[int]]) -> None:
+    whole, passes = setup.assess(lengths), smaller_passes()
     again = setup.assess(lengths)
-    assert max(sizes) > 1
+    assert max(passes) <= 8
     for name in ("logprobs", "ref_logprobs", "exact_kl"):
         torch.testing.assert_close(getattr(again, name), getattr(whole, name), rtol=1e-4, atol=1e-5)

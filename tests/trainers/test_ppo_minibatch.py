@@ -86,7 +86,7 @@ def test_passes_of_their_own_size_have_room_and_change_nothing(rolled: Make, mon
         monkeypatch.setattr("rlhf_kl.memory.ROOM", {"cpu": room})
         monkeypatch.setattr("rlhf_kl.memory.kept_per_token", lambda _model: 1000)
         trainer, rollout, targets = rolled(microbatch_size=None)
-        sizes = [packed.ids.numel() for packed in trainer.passes(rollout.layout, rows.tolist(), 16)]
+        sizes = [packed.ids.numel() for packed in trainer.passes(rollout.layout, rows.tolist())]
         passes += [sizes, step_taken(trainer, rollout, targets, rows)]
     sizes, narrow_sizes = whole[0], narrow[0]
     assert max(narrow_sizes) <= 60 < sum(sizes)
