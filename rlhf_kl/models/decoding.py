@@ -47,7 +47,7 @@ def decode(
     hidden, cache, mask = model.read_prompts(prompts)
     width = mask.shape[1]
     reserve(cache, width + limit, model.dtype)
-    padded = not bool(mask.all())
+    padded, ready = not bool(mask.all()), model.ready_masks
     stops = torch.tensor(sampling.eos_ids, device=device)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
     mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
@@ -65,7 +65,7 @@ def decode(
     for column in range(limit):
         if column:
             end = width + column
-            seen = model.step_mask(mask[:, :end], padded=padded)
+            seen = mask[:, :end] if not ready else mask[:, None, None, :end] if padded else None
             hidden, cache = model.step(tokens.unsqueeze(1), seen, positions[:, end - 1 : end], cache)
             hidden = hidden[:, -1]
         tokens, logprobs = in_chunks(pick, head, hidden, noise[:, column])
@@ -195,11 +195,12 @@ def reserve(cache: Any, most: int, dtype: torch.dtype) -> None:
 
     Layers of another kind (running states) are not changed.
     """
-    for layer in cache.layers if type(cache) is DynamicCache else ():
+    for i, layer in enumerate(cache.layers if type(cache) is DynamicCache else ()):
         if type(layer) in RESERVED and layer.is_initialized:
-            layer.__class__ = RESERVED[type(layer)]
-            layer.most, layer.end = most, layer.keys.shape[2]
-            layer.keys, layer.values = layer.room = [x.to(dtype) for x in (layer.keys, layer.values)]
+            grows = cache.layers[i] = RESERVED[type(layer)].__new__(RESERVED[type(layer)])
+            grows.__dict__.update(layer.__dict__)
+            grows.most, grows.end = most, layer.keys.shape[2]
+            grows.keys, grows.values = grows.room = [x.to(dtype) for x in (layer.keys, layer.values)]
 
 
 def attends_to_everything(config: Any) -> bool:

@@ -35,7 +35,7 @@ from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layou
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
-READY_MASKS = "takes_ready_masks"  # attribute of a model whose steps take a mask of four dimensions, or none
+READY_MASKS: set[type] = set()  # kinds of models whose steps take a mask of four dimensions, or none
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -132,11 +132,10 @@ class Trunk(nn.Module):
         output = self.base.base_model(input_ids=ids, attention_mask=mask, use_cache=True, **given)
         return output.last_hidden_state, getattr(output, self.cache_name)
 
-    def step_mask(self, mask: Tensor, *, padded: bool) -> Tensor | None:
-        """The mask of a step of one token from `mask` (B, L), in the form that transformers need not look through."""
-        if not getattr(self.base, READY_MASKS, False):
-            return mask
-        return mask[:, None, None] if padded else None
+    @property
+    def ready_masks(self) -> bool:
+        """Whether a step takes its mask in the form that transformers need not look through; see `check_head`."""
+        return type(self.base) in READY_MASKS and attends_to_everything(self.base.config)
 
 
 def cache_name(model: nn.Module) -> str:
@@ -206,7 +205,8 @@ def check_head(model: Any) -> None:
         cache, positions = None, position_ids(whole)
         for start, end in itertools.pairwise((0, 3, 4, 5, 6)):
             last, cache = lm.step(ids[:, start:end], whole[:, :end], positions[:, start:end], cache)
-        setattr(model, READY_MASKS, takes_ready_masks(lm, ids))
+        if takes_ready_masks(lm, ids):
+            READY_MASKS.add(type(model))
     except (AttributeError, TypeError) as error:
         raise InputError(f"a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.float()
@@ -227,7 +227,7 @@ def check_head(model: Any) -> None:
 
 def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
     """Whether a step is right with a mask of four dimensions, and without one where no row of `ids` is padded."""
-    mask, ready = torch.ones_like(ids, dtype=torch.bool), attends_to_everything(lm.base.config)
+    mask = torch.ones_like(ids, dtype=torch.bool)
     for padding in (0, 2):
         mask[0, :padding] = False
         last = ids[:, -1:], position_ids(mask)[:, -1:]
@@ -235,10 +235,11 @@ def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
         expected, _ = lm.step(last[0], mask, last[1], usual)
         try:
             found, _ = lm.step(last[0], mask[:, None, None] if padding else None, last[1], short)
-            ready &= torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+            if not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+                return False
         except (ValueError, RuntimeError, IndexError):
             return False
-    return ready
+    return attends_to_everything(lm.base.config)
 
 
 def enable_recompute(model: Any) -> None:

@@ -92,6 +92,8 @@ class IgnoresPositions(LM):
 class IgnoresItsCache(LM):
     """A model that begins anew with every token."""
 
+    ready_masks = False
+
     def step(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
         hidden, new = super().step(ids, mask if cache is None else mask[:, -1:], positions, None)
         return hidden, new if cache is None else cache
