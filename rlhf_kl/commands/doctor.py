@@ -336,9 +336,9 @@ def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     for warning in warnings:
         yield judged("beta", False, warning)
     if not warnings:
-        low, high = control.reach(config.controlled_updates, batch)
+        low, high = control.beta_range(config.controlled_updates, batch)
         course = "stays there" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"
-        yield judged("beta", True, f"starts at {control.coef:.4g} and {course}")
+        yield judged("beta", True, f"starts at {control.beta:.4g} and {course}")
 
 
 def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:

@@ -129,7 +129,7 @@ class TrainLoop:
             with clock.timed("time/update_s"):
                 update = trainer.update(step)
         except NonFiniteRollout as failure:
-            rollout, row = failure.rollout, failed_row(failure, trainer.controller.coef, config)
+            rollout, row = failure.rollout, failed_row(failure, trainer.controller.beta, config)
             facts: dict[str, Any] = {"update-skipped": {"reason": str(failure), "broken": failure.broken}}
         else:
             rollout, row, facts = update.rollout, update_row(update, config), update.facts
@@ -174,10 +174,10 @@ class TrainLoop:
             return f"{reason} in update {row['step']}, with no checkpoint to go back to"
         raised = control.raised
         self.go_back(good[-1])
-        if ceiling and not control.raise_coef(ROLLBACK_RAISE * raised / control.raised):
-            return f"{reason}, and beta {control.coef:.4g} cannot be raised"
-        row["kl/coef_next"] = control.coef
-        row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.coef))
+        if ceiling and not control.raise_beta(ROLLBACK_RAISE * raised / control.raised):
+            return f"{reason}, and beta {control.beta:.4g} cannot be raised"
+        row["kl/coef_next"] = control.beta
+        row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.beta))
         return None
 
     def go_back(self, checkpoint: Checkpoint) -> None:
@@ -219,12 +219,12 @@ class TrainLoop:
             f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
             f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
         )
-        low, high = control.reach(config.controlled_updates, batch)
+        low, high = control.beta_range(config.controlled_updates, batch)
         log.info(
             f"KL target {kl.target_value:g} nats per {kl.unit}"
             + ("" if control.adjusts else " (only reported)")
             + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
-            + f"; {kl.controller.kind} controller: beta {'starts' if low != high else 'stays'} at {control.coef:.4g}"
+            + f"; {kl.controller.kind} controller: beta {'starts' if low != high else 'stays'} at {control.beta:.4g}"
             + (f" and can move between {low:.3g} and {high:.3g}" if low != high else "")
         )
         facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)

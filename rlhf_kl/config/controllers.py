@@ -11,7 +11,7 @@ from rlhf_kl.kl_controllers import (
     CONTROLLER_PROVIDED,
     CONTROLLERS,
     SYNONYMS,
-    GuardedController,
+    KLController,
     build_controller,
     stored_name,
 )
@@ -49,11 +49,11 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
     return law, dict(options) | arguments
 
 
-def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> GuardedController:
+def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLController:
     """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
     law, arguments = load_controller(kind, options)
     try:
-        return build_controller(law, arguments, explain=explain, **sizes)
+        return build_controller(law, arguments, **sizes)
     except Exception as error:  # values that do not fit together, or an error in the user's code
         raised = f"{law.__name__} cannot be created: raised {explain(error)}" if users_line(error) else error
         raise InputError(f"kl.controller: {raised}") from error

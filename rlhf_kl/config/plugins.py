@@ -23,7 +23,7 @@ from rlhf_kl.config.schema import (
 from rlhf_kl.config.schema.base import inner, refuse
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.hub import model_folder, model_on_hub
-from rlhf_kl.kl_controllers import COEF_WITHOUT_SCORES, GuardedController
+from rlhf_kl.kl_controllers import COEF_WITHOUT_SCORES, KLController
 from rlhf_kl.plugins import (
     checked_options,
     is_reference,
@@ -140,7 +140,7 @@ def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
 
 def configured_controller(
     kl: KLSection, ppo: PPOSection, rollout: RolloutSection, coef: float = COEF_WITHOUT_SCORES
-) -> GuardedController:
+) -> KLController:
     """The controller of a config; `coef` is the value of `auto`. Errors: InputError."""
     # The controller does not move during the warm-up of the value function.
     episodes = max(1, ppo.total_episodes - ppo.value_warmup * rollout.batch_size)

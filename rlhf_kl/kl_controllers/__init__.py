@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
-from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, clip
-from rlhf_kl.kl_controllers.guarded import GuardedController, one_line
+from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, as_controller, clip
 from rlhf_kl.kl_controllers.laws import PIDKL, DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
 
 CONTROLLERS: dict[str, type[KLController]] = {
@@ -44,16 +43,14 @@ def build_controller(
     coef: float = COEF_WITHOUT_SCORES,
     total_episodes: int | None = None,
     batch_size: int | None = None,
-    explain: Callable[[BaseException], str] = one_line,
-) -> GuardedController:
-    """The controller `kind(**options)`, guarded.
+) -> KLController:
+    """The controller `kind(**options)`, ready for a run.
 
     kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
     options: those of the user. A `coef` among them is the starting beta and must lie inside the bounds,
     `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
     The other arguments are passed on if the class takes them and the options do not set them; None = not known.
-    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit. `explain`: see
-    `GuardedController`.
+    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit.
     Raises ValueError and TypeError: no such kind, or values that the class refuses.
     """
     if isinstance(kind, str) and stored_name(kind) not in CONTROLLERS:
@@ -74,7 +71,7 @@ def build_controller(
             provided[name] = factor * options.get("coef", coef)
     filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
     taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
-    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted, explain)
+    return as_controller(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted)
 
 
 def stored_name(kind: str) -> str:
@@ -89,11 +86,11 @@ __all__ = [
     "DualKL",
     "ExponentialKL",
     "FixedKL",
-    "GuardedController",
     "KLController",
     "ScheduledKL",
     "ThresholdKL",
     "ZieglerKL",
     "adjusts",
+    "as_controller",
     "build_controller",
 ]

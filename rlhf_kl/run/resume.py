@@ -82,7 +82,7 @@ def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
     kind = before.kl.controller.kind
     if kind not in CONTROLLERS:  # a plugin
         return not takes(controller_class(kind), "total_episodes")
-    short, grown = (configured_controller(each.kl, each.ppo, each.rollout).controller for each in (before, now))
+    short, grown = (configured_controller(each.kl, each.ppo, each.rollout) for each in (before, now))
     return bool(vars(short) == vars(grown))
 
 
