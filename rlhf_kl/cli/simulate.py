@@ -92,8 +92,8 @@ def _setup(
     usual_updates: int,
 ) -> _Setup:
     """The controller with the sizes of the command line, of the config, or the defaults."""
-    from rlhf_kl.config.controllers import controller_class, make_controller
     from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import controller_class, make_controller
     from rlhf_kl.kl_controllers import stored_name
     from rlhf_kl.plugins import takes
 

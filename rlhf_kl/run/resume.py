@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.config.controllers import controller_class
 from rlhf_kl.config.load import config_diff, flat, load_config
-from rlhf_kl.config.plugins import configured_controller
+from rlhf_kl.config.plugins import configured_controller, controller_class
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS

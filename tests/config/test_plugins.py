@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_kl.config.controllers import make_controller
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_named, configured_controller, plugin_files
+from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, plugin_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
