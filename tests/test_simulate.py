@@ -7,8 +7,7 @@ import typer
 
 from rlhf_kl.cli.simulate import simulate
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, as_controller, build_controller
-from rlhf_kl.report import control
+from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, as_controller, build_controller, held
 from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
 
 TARGET, LENGTH = 0.1, 20.0
@@ -34,7 +33,7 @@ def ideal_coef(law, kl):
 
 
 def tail_error(rows, target):
-    return control.tail_error([row.kl / target for row in rows])
+    return held.tail_error([row.kl / target for row in rows])
 
 
 def peak(rows, target):
