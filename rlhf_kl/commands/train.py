@@ -163,7 +163,7 @@ class TrainLoop:
             return reason
         # Regular steps only: a checkpoint that a signal made in between would make a resumed run differ.
         found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
-        good = [c for c in found if c.step % self.run.every == 0 and c.damage() is None]
+        good = [c for c in found if c.step % self.run.every == 0]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
             rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]

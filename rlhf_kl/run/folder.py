@@ -118,8 +118,7 @@ def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[s
     """Make a run's folder and lock it for this process, until the returned file is closed.
 
     A run in it stays with either option. Errors: InputError if the folder holds a run and neither option is set, if
-    it holds files that are not a run, if a file of the run is a link, if another run is using the folder, and if it
-    cannot be written. The folder itself may be a link.
+    it holds files that are not a run, if another run is using the folder, and if it cannot be written.
     """
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: choose one")
@@ -151,11 +150,6 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
         records = folder.metrics.exists() or checkpoint_folders(folder.checkpoints)
         if not (path / LOCK).exists() and not (folder.config.exists() and records):
             raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
-    names = (path / LOCK, *folder.files, *folder.folders, folder.checkpoints, folder.tensorboard)
-    links = [p for p in (*names, *checkpoint_folders(folder.checkpoints), *folder.event_files()) if p.is_symlink()]
-    if links:  # writing would change a file elsewhere
-        message = "is a link: the program writes only inside its folder (the folder itself may be a link)"
-        raise InputError(*(f"{link} {message}" for link in links))
 
 
 def _take(lock: IO[str], path: Path) -> None:
@@ -178,8 +172,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = _temporary(path)
     try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link of that name
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -259,7 +252,7 @@ def sweep(folder: Path, name: str = "*") -> None:
     No process may be writing there.
     """
     for path in [*folder.glob(f".{name}.[0-9]*.tmp"), *folder.glob(f".{name}.removed")]:
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
