@@ -24,7 +24,7 @@ from rlhf_kl.commands.session import SLOWER, bfloat16_slowdown, on_this_machine,
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.train import evaluate_policy
 from rlhf_kl.commands.world import with_files
-from rlhf_kl.config.notes import gradient_notes, unused_notes
+from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull

@@ -14,7 +14,7 @@ from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
-from rlhf_kl.config.notes import gradient_notes, unused_notes
+from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
 from rlhf_kl.evaluate import Samples, TextSums, distinct_2, figures_of, perplexity_of, policy_samples, text_sums

