@@ -64,14 +64,19 @@ def build_controller(
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
     low, high = bound("min_coef"), bound("max_coef")
-    wanted, coef = coef, clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
-    provided = {"target": target, "coef": coef, "total_episodes": total_episodes, "batch_size": batch_size}
-    for name, factor in zip(("min_coef", "max_coef"), COEF_SPAN, strict=True):  # a class's own default stays
-        if name in parameters and parameters[name].default in (None, inspect.Parameter.empty):
-            provided[name] = factor * options.get("coef", coef)
-    filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
-    taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
-    return as_controller(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted)
+    start = clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
+    lowest, highest = (factor * options.get("coef", start) for factor in COEF_SPAN)
+    known = {
+        "target": target, "coef": start, "total_episodes": total_episodes, "batch_size": batch_size,
+        "min_coef": lowest if low is None else low, "max_coef": highest if high is None else high,
+    }  # fmt: skip
+
+    def takes(name: str) -> bool:
+        return name in parameters or (takes_any and name not in BOUNDS)
+
+    arguments = {name: value for name, value in known.items() if value is not None and takes(name)}
+    arguments |= {name: value for name, value in options.items() if name not in BOUNDS or takes(name)}
+    return as_controller(cls(**arguments), low, high, None if "coef" in options else coef)
 
 
 def stored_name(kind: str) -> str:
@@ -80,17 +85,6 @@ def stored_name(kind: str) -> str:
 
 
 __all__ = [
-    "CONTROLLERS",
-    "PIDKL",
-    "AdaptiveKL",
-    "DualKL",
-    "ExponentialKL",
-    "FixedKL",
-    "KLController",
-    "ScheduledKL",
-    "ThresholdKL",
-    "ZieglerKL",
-    "adjusts",
-    "as_controller",
-    "build_controller",
-]
+    "CONTROLLERS", "PIDKL", "AdaptiveKL", "DualKL", "ExponentialKL", "FixedKL", "KLController", "ScheduledKL",
+    "ThresholdKL", "ZieglerKL", "adjusts", "as_controller", "build_controller",
+]  # fmt: skip

@@ -114,6 +114,32 @@ def test_a_subclass_needs_only_update():
     assert guarded.beta == guarded.save()["law"]["coef"] == 0.4
 
 
+class Watches:
+    """Keeps what it is shown of an update; nobody may write its coef."""
+
+    def __init__(self):
+        self.seen, self.price = [], 0.2
+
+    @property
+    def coef(self):
+        return self.price
+
+    def observe_update(self, *kls):
+        self.seen.append(kls)
+
+    def update(self, kl, episodes):
+        self.price *= 100.0
+
+
+def test_a_law_is_shown_an_update_that_was_measured_and_may_keep_its_coef_to_itself():
+    law = Watches()
+    control = as_controller(law)
+    for move in (None, (0.1, math.nan, 0.2), (0.1, 0.2, 0.3)):
+        assert not control.step(0.1, 64, move)
+    assert law.seen == [(0.1, 0.2, 0.3)]
+    assert (control.beta, law.coef) == (200.0, pytest.approx(200000.0))
+
+
 def test_a_rollback_raises_a_schedule_for_good():
     """Linear from 0.1 to 0.3 over 640 episodes; doubled after the first of ten updates."""
     guarded, plain = built("schedule"), built("schedule")
