@@ -120,10 +120,16 @@ def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[s
         folder.path.mkdir(parents=True, exist_ok=True)
         lock = (folder.path / LOCK).open("a+", encoding="utf-8")
         try:
-            _take(lock, folder.path)
-        except BaseException:
-            lock.close()
-            raise
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no flock: a forked child would keep it
+        except (BlockingIOError, PermissionError):
+            with lock:
+                lock.seek(0)
+                owner = lock.read(200).strip() or "another process"
+            hint = "wait for it, stop it, or choose another --output-dir"
+            raise InputError(f"{folder.path} is in use by {owner}: {hint}") from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
         folder.sweep()
     except OSError as error:
         raise InputError(f"cannot write the run folder {folder.path}: {error.strerror or error}") from error
@@ -145,18 +151,6 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
             raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
 
 
-def _take(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no flock: a forked child would keep it
-    except (BlockingIOError, PermissionError):
-        lock.seek(0)
-        owner = lock.read(200).strip() or "another process"
-        raise InputError(f"{path} is in use by {owner}: wait for it, stop it, or choose another --output-dir") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-
-
 # ---- files ----
 
 
@@ -170,10 +164,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
