@@ -74,6 +74,8 @@ class KLController:
     min_coef: float | None = None
     max_coef: float | None = None
 
+    kind: str = field(default="", init=False)
+    """The name of the law's class."""
     raised: float = field(default=1.0, init=False)
     """What rollbacks multiply `coef` by: a law that computes it anew at each update would overwrite a raised one."""
     wanted: float | None = field(default=None, init=False)
@@ -137,11 +139,6 @@ class KLController:
         self._set_coef(self.coef * math.exp(clip(log_step, -50.0, 50.0)))
 
     # ---- what a run calls
-
-    @property
-    def kind(self) -> str:
-        """The name of the class."""
-        return type(self).__name__
 
     @property
     def beta(self) -> float:
@@ -246,10 +243,6 @@ class ForeignKL(KLController):
                 setattr(self, name, getattr(law, name))
 
     @property
-    def kind(self) -> str:
-        return type(self.law).__name__
-
-    @property
     def coef(self) -> float:
         return self.law.coef  # type: ignore[no-any-return]
 
@@ -278,7 +271,8 @@ def as_controller(
     Raises ValueError for one without `coef` or `update`, and for bounds that make no sense.
     """
     control = law if isinstance(law, KLController) else ForeignKL(law)
-    control.wanted, control._beta = wanted, require_number("coef", float(control.coef))
+    control.kind, control.wanted = type(law).__name__, wanted
+    control._beta = require_number("coef", float(control.coef))
     if control._beta < 0.0:
         raise ValueError(f"coef must not be negative, got {control._beta:g}")
     low, high = (
