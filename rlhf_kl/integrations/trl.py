@@ -94,10 +94,10 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         """
         if found := problems(trainer, target, unit, stop_at):
             raise InputError(*found)
-        guarded = _build(controller, options, trainer, float(target)) if trainer.beta else None
+        control = _build(controller, options, trainer, float(target)) if trainer.beta else None
         if not (trainer.beta or is_adapter(trainer)):
             trainer.ref_model = frozen_copy(trainer, ref_model)
-        budget = cls(trainer, guarded, float(target), unit, log_only, stop_at)
+        budget = cls(trainer, control, float(target), unit, log_only, stop_at)
         trainer.add_callback(budget)
         budget._use_coef()
         if trainer.accelerator.is_main_process:

@@ -42,15 +42,15 @@ kl_values = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(kl_values, kl_values, kl_values), max_size=40))
 def test_coef_never_leaves_its_bounds(kind, steps):
-    guarded = built(kind)
+    control = built(kind)
     for kl, after, uncut in steps:
-        before = guarded.beta
+        before = control.beta
         move = None if kl is None or after is None or uncut is None else (kl, after, uncut)
-        facts = guarded.step(kl, 64, move)
-        assert 0.0 < guarded.min_coef <= guarded.beta <= guarded.max_coef
-        assert guarded.coef == guarded.beta
+        facts = control.step(kl, 64, move)
+        assert 0.0 < control.min_coef <= control.beta <= control.max_coef
+        assert control.coef == control.beta
         if kl is None or not math.isfinite(kl):
-            assert guarded.beta == before
+            assert control.beta == before
             assert facts.keys() == {"kl-not-finite"}
         else:
             assert not facts
@@ -89,11 +89,11 @@ class Scripted:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -0.1])
 def test_a_plugin_that_breaks_its_coef_is_put_back(bad):
-    guarded = as_controller(Scripted(0.2, bad, 0.3))
-    assert not guarded.step(0.1, 64)
-    assert guarded.step(0.7, 64).keys() == {"coef-not-finite"}
-    assert guarded.beta == guarded.law.coef == 0.2
-    assert 0.7 not in guarded.law.recent  # all of its state, not only beta
+    control = as_controller(Scripted(0.2, bad, 0.3))
+    assert not control.step(0.1, 64)
+    assert control.step(0.7, 64).keys() == {"coef-not-finite"}
+    assert control.beta == control.law.coef == 0.2
+    assert 0.7 not in control.law.recent  # all of its state, not only beta
 
 
 def test_state_that_cannot_be_saved_is_named_at_the_start():
@@ -108,10 +108,10 @@ def test_a_subclass_needs_only_update():
         def update(self, kl, episodes):
             self.coef *= 2.0
 
-    guarded = build_controller(Doubling, {}, coef=0.2, target=0.1)
-    assert not guarded.needs_update_kl
-    guarded.step(0.1, 64, (0.1, 0.2, 0.2))
-    assert guarded.beta == guarded.save()["law"]["coef"] == 0.4
+    control = build_controller(Doubling, {}, coef=0.2, target=0.1)
+    assert not control.needs_update_kl
+    control.step(0.1, 64, (0.1, 0.2, 0.2))
+    assert control.beta == control.save()["law"]["coef"] == 0.4
 
 
 class Watches:
@@ -142,34 +142,34 @@ def test_a_law_is_shown_an_update_that_was_measured_and_may_keep_its_coef_to_its
 
 def test_a_rollback_raises_a_schedule_for_good():
     """Linear from 0.1 to 0.3 over 640 episodes; doubled after the first of ten updates."""
-    guarded, plain = built("schedule"), built("schedule")
-    for law in (guarded, plain):
+    control, plain = built("schedule"), built("schedule")
+    for law in (control, plain):
         law.step(0.1, 64)
-    assert guarded.raise_beta(2.0)
+    assert control.raise_beta(2.0)
     resumed = built("schedule")
-    resumed.restore(json.loads(json.dumps(guarded.save())))
+    resumed.restore(json.loads(json.dumps(control.save())))
     for updates in range(2, 11):
-        for law in (guarded, plain, resumed):
+        for law in (control, plain, resumed):
             law.step(0.1, 64)
-        assert guarded.beta == resumed.beta == pytest.approx(2.0 * (0.1 + 0.02 * updates))
+        assert control.beta == resumed.beta == pytest.approx(2.0 * (0.1 + 0.02 * updates))
         assert plain.beta == pytest.approx(0.1 + 0.02 * updates)
 
 
 def test_a_rollback_raises_within_the_bounds():
-    guarded = built("adaptive")
-    assert all(guarded.raise_beta(2.0) for _ in range(10))
-    assert not guarded.raise_beta(2.0)
-    assert guarded.beta == guarded.max_coef == pytest.approx(100.0)
-    guarded.step(0.1, 64)
-    assert guarded.beta <= guarded.max_coef
+    control = built("adaptive")
+    assert all(control.raise_beta(2.0) for _ in range(10))
+    assert not control.raise_beta(2.0)
+    assert control.beta == control.max_coef == pytest.approx(100.0)
+    control.step(0.1, 64)
+    assert control.beta <= control.max_coef
 
 
 def test_beta_zero_is_for_constant_controllers():
-    guarded = as_controller(FixedKL(coef=0.0))
-    assert not guarded.step(5.0, 64)
-    assert guarded.beta == 0.0
-    assert not guarded.adjusts
-    assert not guarded.start_facts(60, 64)
+    control = as_controller(FixedKL(coef=0.0))
+    assert not control.step(5.0, 64)
+    assert control.beta == 0.0
+    assert not control.adjusts
+    assert not control.start_facts(60, 64)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_an_object_without_update_is_refused():
     ],
 )
 def test_a_law_that_cannot_move_beta_in_this_run_is_named_at_the_start(kind, options, slow):
-    guarded = built(kind, **options)
-    facts = guarded.start_facts(60, 64)
+    control = built(kind, **options)
+    facts = control.start_facts(60, 64)
     assert ("controller-too-slow" in facts) == slow
     assert len(worded(facts)) == len(facts)
 
@@ -275,10 +275,10 @@ def test_a_written_coef_outside_of_the_bounds_is_refused():
 def test_bounds_are_relative_to_the_start_unless_they_are_written(kind, start):
     """Scores a hundred times larger take a beta a hundred times larger."""
     start = 0.1 if kind is CountsEpisodes else start
-    guarded = build_controller(kind, {}, **RUN | {"coef": start})
-    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 1e3 * start))
-    guarded = build_controller(kind, {"max_coef": 2 * start}, **RUN | {"coef": start})
-    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 2 * start))
+    control = build_controller(kind, {}, **RUN | {"coef": start})
+    assert (control.min_coef, control.max_coef) == pytest.approx((1e-3 * start, 1e3 * start))
+    control = build_controller(kind, {"max_coef": 2 * start}, **RUN | {"coef": start})
+    assert (control.min_coef, control.max_coef) == pytest.approx((1e-3 * start, 2 * start))
 
 
 def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
