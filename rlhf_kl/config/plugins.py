@@ -91,8 +91,9 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 
 def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Plugins in a mapping of `train` that do not exist or cannot be one, without running their code; and what its
-    built-in controller refuses.
+    """Plugins in a mapping of `train` that do not exist or cannot be one, and what its built-in controller refuses.
+
+    Runs none of the user's code.
     """
     problems = list[str]()
     for plugin in _named(raw):
