@@ -15,8 +15,9 @@ from itertools import pairwise
 from statistics import correlation, fmean, linear_regression, median, median_low, stdev
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from rlhf_kl.kl_controllers.held import near_target
 from rlhf_kl.kl_controllers.tilt import least_kl
-from rlhf_kl.report.control import is_update, near_target, worth
+from rlhf_kl.report.control import is_update, worth
 from rlhf_kl.text import read_number
 
 if TYPE_CHECKING:  # what shows a run needs no torch

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers.guarded import GuardedController
+from rlhf_kl.kl_controllers import KLController
+from rlhf_kl.kl_controllers.held import BAND, tail_error, verdict
 from rlhf_kl.kl_controllers.tilt import tilted
 from rlhf_kl.monitors import worded
-from rlhf_kl.report.control import BAND, tail_error, verdict
 
 # The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
 LEAST_COEF = math.exp(-7.0)
@@ -85,7 +85,7 @@ class Plant:
 
 
 def simulate_sequence(
-    controller: GuardedController, kls: Sequence[float], episodes: int, alerts: list[str]
+    controller: KLController, kls: Sequence[float], episodes: int, alerts: list[str]
 ) -> list[SimulatedUpdate]:
     """Update the controller with `kls` (nats, the target's unit), one per update of `episodes` responses.
 
@@ -93,25 +93,24 @@ def simulate_sequence(
     """
     rows = []
     for step, kl in enumerate(kls, start=1):
-        coef = controller.coef
-        alerts += [f"step {step}: {alert}" for alert in worded(controller.update(kl, episodes))]
-        rows.append(SimulatedUpdate(step, kl, coef, controller.coef))
+        coef = controller.beta
+        alerts += [f"step {step}: {alert}" for alert in worded(controller.step(kl, episodes))]
+        rows.append(SimulatedUpdate(step, kl, coef, controller.beta))
     return rows
 
 
 def simulate_plant(
-    controller: GuardedController, plant: Plant, updates: int = 60, episodes: int = 64
+    controller: KLController, plant: Plant, updates: int = 60, episodes: int = 64
 ) -> list[SimulatedUpdate]:
     """Close the loop in the trainer's order: measure, update the policy at coef, then update coef."""
     rows = []
     for step in range(1, updates + 1):
-        kl, before, coef = plant.measure(), plant.root_kl, controller.coef
+        kl, before, coef = plant.measure(), plant.root_kl, controller.beta
         plant.advance(coef)
         # Measured at the same states: both values have the same noise factor as `kl`.
         after = (kl / before**2 if before else 1.0 / plant.length) * plant.root_kl**2
-        controller.observe_update(kl, after, after)
-        controller.update(kl, episodes)
-        rows.append(SimulatedUpdate(step, kl, coef, controller.coef))
+        controller.step(kl, episodes, (kl, after, after))
+        rows.append(SimulatedUpdate(step, kl, coef, controller.beta))
     return rows
 
 

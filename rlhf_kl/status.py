@@ -10,12 +10,12 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_kl.kl_controllers.held import BAND
 from rlhf_kl.text import format_number, read_number
 
 Unit = Literal["token", "sequence"]
 Pieces = list[tuple[str, str]]  # text and its style
 
-IN_BAND = 0.25
 COMPARED = ("objective/scores", "objective/gold", "eval/perplexity")  # with their first value
 WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of a log line's columns
 
@@ -138,7 +138,7 @@ class RunStatus:
         if kl is None or ratio is None:
             return []
         above = (f"{ratio:.1f}x target", "red" if ratio > 2 else "yellow")
-        inside = abs(ratio - 1) <= IN_BAND
+        inside = abs(ratio - 1) <= BAND
         label, style = ("in band", "green") if inside else ("below", "yellow") if ratio < 1 else above
         # A bar from 0 to twice the target, with a mark at the target.
         half = 8

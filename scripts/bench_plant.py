@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.kl_controllers import build_controller
 from rlhf_kl.kl_controllers.base import KLController, clip
-from rlhf_kl.report.control import tail_error, time_in_band
+from rlhf_kl.kl_controllers.held import tail_error, time_in_band
 from rlhf_kl.simulate import LEAST_COEF, Plant, example_scores, simulate_plant, tilt_law
 
 TARGET, LENGTH, UPDATES, EPISODES = 0.1, 20.0, 60, 64

@@ -81,7 +81,7 @@ def error(run: Run, model: StepModel) -> float:
     for number, (update, last) in enumerate(zip(run, [run[0], *run], strict=False)):
         controller.observe_rate(update.rate / last.rate)
         controller.coef = update.coef
-        guess, predicted = controller.step, controller.predict(update.kl)
+        guess, predicted = controller.last_step, controller.predict(update.kl)
         made = math.sqrt(max(0.0, update.kl_after)) - math.sqrt(max(0.0, update.kl))
         if number >= WARMUP and update.whole:
             misses.append((made - predicted) ** 2)

@@ -35,11 +35,6 @@ TESTS = {  # row -> its tests
         "tests/commands/test_failures.py::test_a_full_disk_leaves_the_last_checkpoint_and_names_what_to_free",
         "tests/processes/test_failures.py::test_a_disk_that_is_full_while_shards_are_gathered_ends_both",
     ),
-    "damaged checkpoint": (
-        "tests/run/test_checkpoint.py::test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_taken",
-        "tests/run/test_checkpoint.py::test_a_file_that_was_put_there_later_is_noticed",
-        "tests/run/test_run.py::test_a_damaged_checkpoint_costs_its_updates_and_nothing_else",
-    ),
     "NaN or infinity": (
         "tests/commands/test_guards.py::test_scores_that_are_not_finite_turn_the_run_back_and_then_end_it",
         "tests/commands/test_guards.py::test_a_policy_that_overflows_ends_the_run_and_spares_the_checkpoints",

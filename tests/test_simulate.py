@@ -7,8 +7,7 @@ import typer
 
 from rlhf_kl.cli.simulate import simulate
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, GuardedController, build_controller
-from rlhf_kl.report import control
+from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, as_controller, build_controller, held
 from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
 
 TARGET, LENGTH = 0.1, 20.0
@@ -34,7 +33,7 @@ def ideal_coef(law, kl):
 
 
 def tail_error(rows, target):
-    return control.tail_error([row.kl / target for row in rows])
+    return held.tail_error([row.kl / target for row in rows])
 
 
 def peak(rows, target):
@@ -42,7 +41,7 @@ def peak(rows, target):
 
 
 def adaptive(coef):
-    return GuardedController(AdaptiveKL(coef=coef, target=TARGET, min_coef=1e-5, max_coef=1e3))
+    return as_controller(AdaptiveKL(coef=coef, target=TARGET, min_coef=1e-5, max_coef=1e3))
 
 
 def gaussian_law(sigma):
@@ -55,7 +54,7 @@ def laws(name, sigma):
 
 def test_first_order_approach_in_the_root():
     plant = Plant(gaussian_law(math.sqrt(2.0)), speed=0.5, noise=0.0)
-    rows = simulate_plant(GuardedController(FixedKL(coef=1.0)), plant, updates=3)
+    rows = simulate_plant(as_controller(FixedKL(coef=1.0)), plant, updates=3)
     assert [math.sqrt(row.kl) for row in rows] == pytest.approx([0.0, 0.5, 0.75])
 
 
@@ -70,7 +69,7 @@ def test_without_a_penalty_the_kl_goes_where_the_least_beta_leads():
     scores = example_scores()
     law, limit = SATURATING, math.log(1024 / scores.count(max(scores)))  # the best
     assert law(0.0) == law(1e-300) == pytest.approx(limit, rel=1e-3)
-    rows = simulate_plant(GuardedController(FixedKL(coef=0.0)), Plant(law, noise=0.0), updates=80)
+    rows = simulate_plant(as_controller(FixedKL(coef=0.0)), Plant(law, noise=0.0), updates=80)
     assert all(a.kl < b.kl for a, b in pairwise(rows[:30]))
     assert rows[-1].kl == pytest.approx(limit, rel=1e-3)
 

@@ -15,7 +15,7 @@ from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import TrainConfig
-    from rlhf_kl.kl_controllers import GuardedController
+    from rlhf_kl.kl_controllers import KLController
     from rlhf_kl.simulate import SimulatedUpdate
 
 MOST_ROWS = 20  # of the table
@@ -73,7 +73,7 @@ def simulate(
 
 
 class _Setup(NamedTuple):
-    controller: GuardedController
+    controller: KLController
     kind: str
     target: float
     length: float  # tokens per response of a plant
@@ -92,8 +92,8 @@ def _setup(
     usual_updates: int,
 ) -> _Setup:
     """The controller with the sizes of the command line, of the config, or the defaults."""
-    from rlhf_kl.config.controllers import controller_class, make_controller
     from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import controller_class, make_controller
     from rlhf_kl.kl_controllers import stored_name
     from rlhf_kl.plugins import takes
 
@@ -115,9 +115,9 @@ def _setup(
     if coef is not None and takes(controller_class(kind), "coef"):
         options["coef"] = coef
     sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
-    guarded = make_controller(kind, options, **sizes)
-    target = float(target or getattr(guarded.controller, "target", None) or 0.1)
-    return _Setup(guarded, kind, target, length or PLANT_NATS / target, episodes, updates)
+    law = make_controller(kind, options, **sizes)
+    target = float(target or getattr(law, "target", None) or 0.1)
+    return _Setup(law, kind, target, length or PLANT_NATS / target, episodes, updates)
 
 
 def _kls(text: str) -> list[float]:

@@ -49,7 +49,7 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
 from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import derive_seed
@@ -185,8 +185,7 @@ def load_policy(
     if folder is not None:
         checkpoint, holder = _checkpoint(folder, step), nn.Module()
         holder.policy = loaded.model  # as in a checkpoint, beside the value function
-        with blame(str(checkpoint.path)):
-            checkpoint.load_model(checkpointed(holder))
+        checkpoint.load_model(checkpointed(holder))
     return loaded.model, loaded.tokenizer
 
 
@@ -197,13 +196,10 @@ def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = 
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if checkpoint.step == step]
-    chosen = newest_whole(folder.checkpoints)[0] if step is None else found[0]
-    if chosen is None:
+    found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if step in (None, checkpoint.step)]
+    if not found:
         raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
-    if step is not None and (problem := chosen.damage()):
-        raise InputError(f"--checkpoint {step}: {chosen.path}: {problem}")
-    return chosen
+    return found[-1]
 
 
 def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:

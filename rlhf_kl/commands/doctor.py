@@ -24,7 +24,7 @@ from rlhf_kl.commands.session import SLOWER, bfloat16_slowdown, on_this_machine,
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.train import evaluate_policy
 from rlhf_kl.commands.world import with_files
-from rlhf_kl.config.notes import gradient_notes, unused_notes
+from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
@@ -336,9 +336,9 @@ def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     for warning in warnings:
         yield judged("beta", False, warning)
     if not warnings:
-        low, high = control.reach(config.controlled_updates, batch)
+        low, high = control.beta_range(config.controlled_updates, batch)
         course = "stays there" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"
-        yield judged("beta", True, f"starts at {control.coef:.4g} and {course}")
+        yield judged("beta", True, f"starts at {control.beta:.4g} and {course}")
 
 
 def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:

@@ -14,7 +14,7 @@ from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows
 from rlhf_kl.commands.session import run_device
 from rlhf_kl.commands.start import Training, check_sizes, prepare_training
-from rlhf_kl.config.notes import gradient_notes, unused_notes
+from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
 from rlhf_kl.evaluate import Samples, TextSums, distinct_2, figures_of, perplexity_of, policy_samples, text_sums
@@ -129,7 +129,7 @@ class TrainLoop:
             with clock.timed("time/update_s"):
                 update = trainer.update(step)
         except NonFiniteRollout as failure:
-            rollout, row = failure.rollout, failed_row(failure, trainer.controller.coef, config)
+            rollout, row = failure.rollout, failed_row(failure, trainer.controller.beta, config)
             facts: dict[str, Any] = {"update-skipped": {"reason": str(failure), "broken": failure.broken}}
         else:
             rollout, row, facts = update.rollout, update_row(update, config), update.facts
@@ -163,7 +163,7 @@ class TrainLoop:
             return reason
         # Regular steps only: a checkpoint that a signal made in between would make a resumed run differ.
         found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
-        good = [c for c in found if c.step % self.run.every == 0 and c.damage() is None]
+        good = [c for c in found if c.step % self.run.every == 0]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
             rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
@@ -174,10 +174,10 @@ class TrainLoop:
             return f"{reason} in update {row['step']}, with no checkpoint to go back to"
         raised = control.raised
         self.go_back(good[-1])
-        if ceiling and not control.raise_coef(ROLLBACK_RAISE * raised / control.raised):
-            return f"{reason}, and beta {control.coef:.4g} cannot be raised"
-        row["kl/coef_next"] = control.coef
-        row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.coef))
+        if ceiling and not control.raise_beta(ROLLBACK_RAISE * raised / control.raised):
+            return f"{reason}, and beta {control.beta:.4g} cannot be raised"
+        row["kl/coef_next"] = control.beta
+        row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.beta))
         return None
 
     def go_back(self, checkpoint: Checkpoint) -> None:
@@ -219,12 +219,12 @@ class TrainLoop:
             f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
             f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
         )
-        low, high = control.reach(config.controlled_updates, batch)
+        low, high = control.beta_range(config.controlled_updates, batch)
         log.info(
             f"KL target {kl.target_value:g} nats per {kl.unit}"
             + ("" if control.adjusts else " (only reported)")
             + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
-            + f"; {kl.controller.kind} controller: beta {'starts' if low != high else 'stays'} at {control.coef:.4g}"
+            + f"; {kl.controller.kind} controller: beta {'starts' if low != high else 'stays'} at {control.beta:.4g}"
             + (f" and can move between {low:.3g} and {high:.3g}" if low != high else "")
         )
         facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)

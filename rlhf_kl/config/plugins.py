@@ -1,14 +1,14 @@
-"""What a config names: its models, and plugins (a controller, if that is a user's class, and reward functions)."""
+"""What a config names: its models, its controller, and plugins (a controller of the user's, and reward functions)."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.config.controllers import load_controller, make_controller
 from rlhf_kl.config.paths import located_values
 from rlhf_kl.config.schema import (
     AnyConfig,
@@ -21,17 +21,28 @@ from rlhf_kl.config.schema import (
     TrainConfig,
 )
 from rlhf_kl.config.schema.base import inner, refuse
-from rlhf_kl.errors import InputError, blame, collected
+from rlhf_kl.errors import InputError, blame, collected, suggestion
 from rlhf_kl.hub import model_folder, model_on_hub
-from rlhf_kl.kl_controllers import COEF_WITHOUT_SCORES, GuardedController
+from rlhf_kl.kl_controllers import (
+    BOUNDS,
+    COEF_WITHOUT_SCORES,
+    CONTROLLER_PROVIDED,
+    CONTROLLERS,
+    SYNONYMS,
+    KLController,
+    build_controller,
+    stored_name,
+)
 from rlhf_kl.plugins import (
     checked_options,
+    explain,
     is_reference,
     load_attribute,
     look_up,
     missing_variables,
     reference_file,
     takes,
+    users_line,
 )
 
 REWARD_PROVIDED = {"prompts", "responses"}
@@ -80,13 +91,24 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 
 def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Plugins in a mapping of `train` that do not exist or cannot be one. Runs none of their code."""
+    """Plugins in a mapping of `train` that do not exist or cannot be one, and what its built-in controller refuses.
+
+    Runs none of the user's code.
+    """
     problems = list[str]()
     for plugin in _named(raw):
         with collected(problems), blame(plugin.key):
             made, law = look_up(plugin.ref), plugin.key == "kl.controller.kind"
             if made == "value" or (made == "function" and law):
                 raise InputError(f"{plugin.ref!r} is a {made}, not a class" + " or function" * (not law))
+    options = dict(inner(raw, "kl", "controller"))
+    kind = options.pop("kind", "adaptive")
+    if isinstance(kind, str) and kind and not is_reference(kind) and "target" not in options:
+        for name in {"coef", *BOUNDS} & options.keys():  # of these the schema tells which are wrong
+            if not (type(options[name]) in (int, float) and 0 < options[name] < math.inf):
+                del options[name]
+        with collected(problems):  # only a law itself knows which values it refuses; any sizes of a run will do
+            make_controller(kind, options, target=1.0, total_episodes=1, batch_size=1)
     return problems
 
 
@@ -138,9 +160,53 @@ def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
     return target, arguments
 
 
+# ---- the controller
+
+
+def controller_class(kind: str) -> type:
+    """The class of a controller kind. Errors: InputError if there is none."""
+    key, name = "kl.controller.kind", stored_name(kind)
+    if name in CONTROLLERS:
+        return CONTROLLERS[name]
+    if not is_reference(kind):
+        hint = suggestion(kind, [*CONTROLLERS, *SYNONYMS])
+        raise InputError(f"{key}: unknown name {kind!r}{hint} (or write file.py:Class or module:Class)")
+    with blame(key):
+        law = load_attribute(kind)
+    if not inspect.isclass(law):
+        raise InputError(f"{key}: {kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
+    return law
+
+
+def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """The class of a controller, and its arguments. Errors: InputError with every problem."""
+    law = controller_class(kind)
+    written = {key: value for key, value in options.items() if takes(law, key) or key not in BOUNDS}
+    arguments, problems = checked_options(law, written, "kl.controller", provided=CONTROLLER_PROVIDED)
+    try:
+        inspect.signature(getattr(law, "update", None)).bind(None, 0.1, 64)  # type: ignore[arg-type]
+    except TypeError:
+        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a law needs that and coef")
+    except ValueError:  # written in C
+        pass
+    if problems:
+        raise InputError(*problems)
+    return law, dict(options) | arguments
+
+
+def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLController:
+    """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
+    law, arguments = load_controller(kind, options)
+    try:
+        return build_controller(law, arguments, **sizes)
+    except Exception as error:  # values that do not fit together, or an error in the user's code
+        raised = f"{law.__name__} cannot be created: raised {explain(error)}" if users_line(error) else error
+        raise InputError(f"kl.controller: {raised}") from error
+
+
 def configured_controller(
     kl: KLSection, ppo: PPOSection, rollout: RolloutSection, coef: float = COEF_WITHOUT_SCORES
-) -> GuardedController:
+) -> KLController:
     """The controller of a config; `coef` is the value of `auto`. Errors: InputError."""
     # The controller does not move during the warm-up of the value function.
     episodes = max(1, ppo.total_episodes - ppo.value_warmup * rollout.batch_size)

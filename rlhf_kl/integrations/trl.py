@@ -14,7 +14,7 @@ import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.kl_controllers import GuardedController, build_controller
+from rlhf_kl.kl_controllers import KLController, as_controller, build_controller
 from rlhf_kl.monitors import worded
 from rlhf_kl.ops.kl import k3
 from rlhf_kl.plugins import is_reference, load_attribute
@@ -54,7 +54,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
     def __init__(
         self,
         trainer: Any,
-        controller: GuardedController | None,
+        controller: KLController | None,
         target: float,
         unit: str = "token",
         log_only: bool = False,
@@ -94,10 +94,10 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         """
         if found := problems(trainer, target, unit, stop_at):
             raise InputError(*found)
-        guarded = _build(controller, options, trainer, float(target)) if trainer.beta else None
+        control = _build(controller, options, trainer, float(target)) if trainer.beta else None
         if not (trainer.beta or is_adapter(trainer)):
             trainer.ref_model = frozen_copy(trainer, ref_model)
-        budget = cls(trainer, guarded, float(target), unit, log_only, stop_at)
+        budget = cls(trainer, control, float(target), unit, log_only, stop_at)
         trainer.add_callback(budget)
         budget._use_coef()
         if trainer.accelerator.is_main_process:
@@ -115,7 +115,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         )
         if self.controller:
             low, high = self.controller.min_coef, self.controller.max_coef
-            line += f"; beta {self.controller.coef:g}, between {low:g} and {high:g}"
+            line += f"; beta {self.controller.beta:g}, between {low:g} and {high:g}"
         elif is_adapter(self.trainer):
             line += "; beta 0; the reference is the model with its adapter switched off: a pass more for each rollout"
         else:
@@ -129,7 +129,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
             if state.global_step and self.controller:
-                self._warn(f"no-state: the checkpoint holds no KL budget; beta starts at {self.controller.coef:g}")
+                self._warn(f"no-state: the checkpoint holds no KL budget; beta starts at {self.controller.beta:g}")
             return
         saved = saved["attributes"]
         if (saved["target"], saved["unit"]) != (self.target, self.unit):
@@ -140,7 +140,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.rate = saved["rate"]
         if self.controller and saved["controller"]:
             try:
-                self.controller.load_state_dict(saved["controller"])
+                self.controller.restore(saved["controller"])
             except ValueError as error:
                 raise InputError(f"kl-budget: {error}") from None
         self._use_coef()
@@ -158,7 +158,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint."""
         kept = {"target": self.target, "unit": self.unit, "rate": self.rate}
-        return {"args": {}, "attributes": kept | {"controller": self.controller and self.controller.state_dict()}}
+        return {"args": {}, "attributes": kept | {"controller": self.controller and self.controller.save()}}
 
     def _record(self, kl: dict[str, float]) -> None:
         """Log a rollout's KL in both units, and keep that of a training rollout for the next update."""
@@ -180,22 +180,23 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._warn(f"stop: the KL is {kl:.4g} nats per {self.unit}, above stop_at={self.stop_at:g}: training ends")
             control.should_training_stop = True
         if self.controller:
-            if self.controller.needs_update_kl:
-                after = self.rollouts.after_update()[self.unit]
-                self.controller.observe_update(kls[-1], after, after)
-            self._move(self.controller, kl)
+            self._move(self.controller, kl, kls[-1])
 
-    def _move(self, controller: GuardedController, kl: float) -> None:
+    def _move(self, controller: KLController, kl: float, last: float) -> None:
         beta = self.trainer.beta
         if self.log_only:  # each proposal starts from the beta that was used
-            controller.load_state_dict(controller.state_dict() | {"coef": beta})
-        for alert in worded(controller.update(kl, self.trainer.args.generation_batch_size)):
+            controller.restore(controller.save() | {"beta": beta})
+        move = None
+        if controller.needs_update_kl:
+            after = self.rollouts.after_update()[self.unit]
+            move = last, after, after
+        for alert in worded(controller.step(kl, self.trainer.args.generation_batch_size, move)):
             self._warn(alert)
         rate = float(self.trainer.lr_scheduler.get_last_lr()[0])
         if self.rate:
-            controller.observe_rate(rate / self.rate)
+            controller.change_rate(rate / self.rate)
         self.rate = rate
-        after = controller.coef
+        after = controller.beta
         if controller.adjusts and after in (controller.min_coef, controller.max_coef):
             self._warn(f"beta-at-bound: beta {after:g} is at its bound, at a KL of {kl:.4g}")
         self._log({"beta": beta, "beta_next": after})
@@ -203,7 +204,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def _use_coef(self) -> None:
         if self.controller and not self.log_only:
-            self.trainer.beta = self.controller.coef
+            self.trainer.beta = self.controller.beta
 
     def _warn(self, message: str) -> None:
         """Warn once per name (the word before the colon)."""
@@ -213,15 +214,15 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.warned.add(name)
 
 
-def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float) -> GuardedController:
-    """The controller, guarded. Raises InputError."""
+def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float) -> KLController:
+    """The controller. Raises InputError."""
     args = trainer.args
     steps = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps  # of a rollout
     try:
         if not isinstance(controller, str | type):
             if options:
                 raise ValueError(f"options ({', '.join(options)}) go to a controller's name or class, not to an object")
-            return GuardedController(controller)
+            return as_controller(controller)
         kind = controller
         if isinstance(controller, str) and is_reference(controller):
             kind = load_attribute(controller)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
-from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, clip
-from rlhf_kl.kl_controllers.guarded import GuardedController, one_line
+from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, as_controller, clip
 from rlhf_kl.kl_controllers.laws import PIDKL, DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
 
 CONTROLLERS: dict[str, type[KLController]] = {
@@ -44,16 +43,14 @@ def build_controller(
     coef: float = COEF_WITHOUT_SCORES,
     total_episodes: int | None = None,
     batch_size: int | None = None,
-    explain: Callable[[BaseException], str] = one_line,
-) -> GuardedController:
-    """The controller `kind(**options)`, guarded.
+) -> KLController:
+    """The controller `kind(**options)`, ready for a run.
 
     kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
     options: those of the user. A `coef` among them is the starting beta and must lie inside the bounds,
     `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
     The other arguments are passed on if the class takes them and the options do not set them; None = not known.
-    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit. `explain`: see
-    `GuardedController`.
+    `coef` is then the value of `auto`: it is moved inside the bounds. Nats are in the target's unit.
     Raises ValueError and TypeError: no such kind, or values that the class refuses.
     """
     if isinstance(kind, str) and stored_name(kind) not in CONTROLLERS:
@@ -67,14 +64,19 @@ def build_controller(
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
     low, high = bound("min_coef"), bound("max_coef")
-    wanted, coef = coef, clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
-    provided = {"target": target, "coef": coef, "total_episodes": total_episodes, "batch_size": batch_size}
-    for name, factor in zip(("min_coef", "max_coef"), COEF_SPAN, strict=True):  # a class's own default stays
-        if name in parameters and parameters[name].default in (None, inspect.Parameter.empty):
-            provided[name] = factor * options.get("coef", coef)
-    filled = {name: v for name, v in provided.items() if v is not None and (takes_any or name in parameters)}
-    taken = {name: v for name, v in options.items() if takes_any or name in parameters or name not in BOUNDS}
-    return GuardedController(cls(**{**filled, **taken}), low, high, None if "coef" in options else wanted, explain)
+    start = clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
+    lowest, highest = (factor * options.get("coef", start) for factor in COEF_SPAN)
+    known = {
+        "target": target, "coef": start, "total_episodes": total_episodes, "batch_size": batch_size,
+        "min_coef": lowest if low is None else low, "max_coef": highest if high is None else high,
+    }  # fmt: skip
+
+    def takes(name: str) -> bool:
+        return name in parameters or (takes_any and name not in BOUNDS)
+
+    arguments = {name: value for name, value in known.items() if value is not None and takes(name)}
+    arguments |= {name: value for name, value in options.items() if name not in BOUNDS or takes(name)}
+    return as_controller(cls(**arguments), low, high, None if "coef" in options else coef)
 
 
 def stored_name(kind: str) -> str:
@@ -83,17 +85,6 @@ def stored_name(kind: str) -> str:
 
 
 __all__ = [
-    "CONTROLLERS",
-    "PIDKL",
-    "AdaptiveKL",
-    "DualKL",
-    "ExponentialKL",
-    "FixedKL",
-    "GuardedController",
-    "KLController",
-    "ScheduledKL",
-    "ThresholdKL",
-    "ZieglerKL",
-    "adjusts",
-    "build_controller",
-]
+    "CONTROLLERS", "PIDKL", "AdaptiveKL", "DualKL", "ExponentialKL", "FixedKL", "KLController", "ScheduledKL",
+    "ThresholdKL", "ZieglerKL", "adjusts", "as_controller", "build_controller",
+]  # fmt: skip

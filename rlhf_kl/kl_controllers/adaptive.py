@@ -86,7 +86,7 @@ class AdaptiveKL(KLController):
     down: float = 1.2
     up: float = 1.8
 
-    state_names = ("coef", "distance", "variance", "noise", "step", "observed", "unobserved", "updates")
+    state_names = ("coef", "distance", "variance", "noise", "last_step", "observed", "unobserved", "updates")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,7 @@ class AdaptiveKL(KLController):
         self.distance: float | None = None  # x of the policy that samples next, as predicted
         self.variance = 0.0  # of that prediction
         self.noise: float | None = None  # variance of a measured x
-        self.step = 0.0  # the last change of x, before any cut
+        self.last_step = 0.0  # the last change of x, before any cut
         self.observed: tuple[float, float] | None = None  # this update's step: without and with a cut
         self.unobserved: tuple[float, float, float, float] | None = None  # the start of a step that was not measured
         self.updates = 0
@@ -112,15 +112,15 @@ class AdaptiveKL(KLController):
 
     def observe_rate(self, factor: float) -> None:
         self._belief.pace = clip(self._belief.pace * factor, *PACE_BOUNDS)
-        self.step *= factor
+        self.last_step *= factor
 
     def predict(self, kl: float) -> float:
         """The step of x that the next update is expected to make, from a policy with this measured KL."""
-        return self._belief.mean_step(Situation(self._distance_of(kl), self.step, math.log(self.coef)))
+        return self._belief.mean_step(Situation(self._distance_of(kl), self.last_step, math.log(self.coef)))
 
     def update(self, kl: float, episodes: int) -> None:
         distance = self._locate(self._distance_of(kl), episodes)
-        here = Situation(distance, self.step, math.log(self.coef))
+        here = Situation(distance, self.last_step, math.log(self.coef))
         self.updates += 1
         model_error = (self.model.noise * self._belief.mean_pace) ** 2
         if self.observed is not None:
@@ -131,14 +131,14 @@ class AdaptiveKL(KLController):
             model_error += self._belief.expected_miss(uncut, here)
             self.unobserved = (*here, self.variance)
         self.observed = None
-        self.distance, self.step = max(0.0, distance + kept), uncut
+        self.distance, self.last_step = max(0.0, distance + kept), uncut
         self.variance += model_error
         if self.updates > 1:
-            self._move(self._best_move(Situation(self.distance, self.step, math.log(self.coef))))
+            self._move(self._best_move(Situation(self.distance, self.last_step, math.log(self.coef))))
 
     @property
     def spent(self) -> bool:
-        at = Situation(self.distance or 0.0, self.step, math.log(self.coef))
+        at = Situation(self.distance or 0.0, self.last_step, math.log(self.coef))
         return self._belief.drive_share(at) > SPENT or super().spent
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
@@ -178,7 +178,7 @@ class AdaptiveKL(KLController):
             self.noise = max(0.1 * noise, noise + NOISE_RATE * (error * error - expected))
         if self.unobserved is not None:
             *past, variance = self.unobserved
-            self.step += gain * error
+            self.last_step += gain * error
             self._learn(measured - past[0], Situation(*past), variance + noise)
             self.unobserved = None
         return located

@@ -1,4 +1,4 @@
-"""Shared by all KL controllers: checked options, bounds, and saved state, also of a plugin that has none."""
+"""The base of all KL controllers: checked options, bounds, guards and saved state, also for a class of the user's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from rlhf_kl.plugins import users_code
 
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
 
@@ -64,11 +66,22 @@ class KLController:
     A subclass writes `update`; any other class with `coef` and `update(kl, episodes)` is a controller too.
     Options are keyword arguments; `CONTROLLER_PROVIDED` names those that the run sets. `min_coef` and `max_coef` bound
     beta; None = COEF_SPAN times the starting `coef`. The KL is in nats, in the unit of the target.
+
+    A run calls `step` and takes `beta`, which protects it against invalid measurements and faulty laws.
     """
 
     coef: float = 0.1
     min_coef: float | None = None
     max_coef: float | None = None
+
+    kind: str = field(default="", init=False)
+    """The name of the law's class."""
+    raised: float = field(default=1.0, init=False)
+    """What rollbacks multiply `coef` by: a law that computes it anew at each update would overwrite a raised one."""
+    wanted: float | None = field(default=None, init=False)
+    """The computed start, if the bounds have changed it."""
+    bounds: tuple[float, float] = field(default=(0.0, math.inf), init=False)
+    _beta: float = field(default=math.nan, init=False)
 
     state_names: ClassVar[tuple[str, ...] | None] = None  # None: every attribute that JSON can hold
     adjusts: ClassVar[bool] = True  # False: beta does not depend on the KL, so it cannot be too slow
@@ -81,6 +94,8 @@ class KLController:
         """Make options the floats that `check` returns. Errors: its ValueError."""
         for name in names:
             setattr(self, name, check(name, getattr(self, name)))
+
+    # ---- the law: what a subclass may write
 
     def update(self, kl: float, episodes: int) -> None:
         """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats."""
@@ -123,6 +138,152 @@ class KLController:
         """coef *= exp(log_step), inside the bounds and without overflow."""
         self._set_coef(self.coef * math.exp(clip(log_step, -50.0, 50.0)))
 
+    # ---- what a run calls
+
+    @property
+    def beta(self) -> float:
+        """The coefficient of the next update: finite, inside the bounds, above 0 (0 only where it started there)."""
+        return self._beta
+
+    @property
+    def needs_update_kl(self) -> bool:
+        """Whether the law uses `observe_update`, which needs a measurement."""
+        return getattr(self.observe_update, "__func__", None) is not KLController.observe_update
+
+    def step(self, kl: float | None, episodes: int, move: tuple[float, float, float] | None = None) -> dict[str, Any]:
+        """Move beta after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
+
+        move: the arguments of `observe_update`, if it was measured. A missing or non-finite figure changes nothing. If
+        the law makes coef non-finite, zero or negative, coef and the law's state are restored.
+        Returns facts for the monitors: where beta had to stay. Errors: InputError if the law's own code fails.
+        """
+        if move is not None and self.needs_update_kl and all(map(math.isfinite, move)):
+            with users_code(f"kl.controller: {self.kind}.observe_update raised"):
+                self.observe_update(*map(float, move))
+        if kl is None or not math.isfinite(kl):
+            return {"kl-not-finite": {"kl": kl, "coef": self._beta}}
+        before = copy.deepcopy(self.state_dict())
+        with users_code(f"kl.controller: {self.kind}.update raised"):
+            self.update(float(kl), int(episodes))
+            beta = self.raised * float(self.coef)
+        if not math.isfinite(beta) or beta < 0.0 or (beta == 0.0 and self.bounds[0] > 0.0):
+            self.load_state_dict(before)
+            self.coef = self._beta / self.raised
+            return {"coef-not-finite": {"reason": f"the controller set it to {beta}", "kl": kl, "coef": self._beta}}
+        self._beta = clip(beta, *self.bounds)
+        if self._beta != beta:
+            self.coef = self._beta / self.raised
+        return {}
+
+    def change_rate(self, factor: float) -> None:
+        """Tell the law by what factor the learning rate changes; not for one of 0 or 1."""
+        if factor > 0.0 and factor != 1.0:
+            with users_code(f"kl.controller: {self.kind}.observe_rate raised"):
+                self.observe_rate(float(factor))
+
+    def raise_beta(self, factor: float) -> bool:
+        """Multiply beta by `factor` (a rollback) for the rest of the run, inside the bounds; returns if it changed."""
+        before, self._beta = self._beta, min(self._beta * factor, self.bounds[1])
+        if self._beta > before:
+            self.raised *= self._beta / before
+        return self._beta > before
+
+    def beta_range(self, updates: int, batch_size: int) -> tuple[float, float]:
+        """Lowest and highest beta that this run can reach, as far as the law knows."""
+        low, high = (clip(self.raised * coef, *self.bounds) for coef in self.reach(updates, batch_size))
+        return low, high
+
+    def start_facts(self, updates: int, batch_size: int) -> dict[str, Any]:
+        """Facts before the run: a horizon or gain that cannot move beta in it, state that is not saved."""
+        facts: dict[str, Any] = {}
+        low, high = self.beta_range(updates, batch_size)
+        if self.wanted is not None and self.wanted != clip(self.wanted, *self.bounds):
+            facts["coef-moved"] = {
+                "wanted": self.wanted, "min_coef": self.bounds[0], "max_coef": self.bounds[1], "coef": self._beta,
+            }  # fmt: skip
+        if self.adjusts and low * 2 > self._beta and high < 2 * self._beta:
+            facts["controller-too-slow"] = {
+                "updates": updates, "batch_size": batch_size, "kind": self.kind, "coef": self._beta,
+                "low": low, "high": high,
+            }  # fmt: skip
+        if unsaved := self._unsaved():
+            facts["controller-state"] = {"names": ", ".join(unsaved)}
+        return facts
+
+    def _unsaved(self) -> list[str]:
+        """Attributes that a checkpoint would lose."""
+        own = self.state_names is not None or type(self).state_dict is not KLController.state_dict
+        return [] if own else sorted(vars(self).keys() - self.state_dict().keys())
+
+    def save(self) -> dict[str, Any]:
+        """The state for a checkpoint: that of the law, and beta."""
+        return {
+            "kind": self.kind, "beta": self._beta, "raised": self.raised, "law": copy.deepcopy(self.state_dict()),
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `save`. Raises ValueError when the state belongs to another controller."""
+        if state.get("kind") != self.kind:
+            raise ValueError(f"the saved controller is {state.get('kind')}, the config's is {self.kind}")
+        self.load_state_dict(state["law"])
+        self._beta, self.raised = float(state["beta"]), float(state["raised"])
+        self.coef = self._beta / self.raised
+
+
+class ForeignKL(KLController):
+    """A controller around an object that is none: its `coef` and `update`, and what else of the law it has."""
+
+    def __init__(self, law: Any) -> None:
+        if not hasattr(law, "coef") or not callable(getattr(law, "update", None)):
+            raise ValueError(f"{type(law).__name__} needs `coef` and `update(kl, episodes)`")
+        self.law = law
+        parts = ("update", "observe_update", "observe_rate", "state_dict", "load_state_dict")
+        for name in (*parts, "adjusts", "target", "min_coef", "max_coef"):
+            if hasattr(law, name):
+                setattr(self, name, getattr(law, name))
+
+    @property
+    def coef(self) -> float:
+        return self.law.coef  # type: ignore[no-any-return]
+
+    @coef.setter
+    def coef(self, coef: float) -> None:
+        with contextlib.suppress(AttributeError):  # it may be a read-only property
+            self.law.coef = coef
+
+    def state_dict(self) -> dict[str, Any]:
+        return saved_attributes(self.law)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restore_attributes(self.law, state)
+
+    def _unsaved(self) -> list[str]:
+        own = "state_dict" in vars(self)
+        return [] if own else sorted(getattr(self.law, "__dict__", {}).keys() - self.state_dict().keys())
+
+
+def as_controller(
+    law: Any, min_coef: float | None = None, max_coef: float | None = None, wanted: float | None = None
+) -> KLController:
+    """A law, the user's or one of ours, ready for a run.
+
+    Bounds: those given, else the law's own, else relative to its starting coef (COEF_SPAN). wanted: see `KLController`.
+    Raises ValueError for one without `coef` or `update`, and for bounds that make no sense.
+    """
+    control = law if isinstance(law, KLController) else ForeignKL(law)
+    control.kind, control.wanted = type(law).__name__, wanted
+    control._beta = require_number("coef", float(control.coef))
+    if control._beta < 0.0:
+        raise ValueError(f"coef must not be negative, got {control._beta:g}")
+    low, high = (
+        own if given is None else given for given, own in ((min_coef, control.min_coef), (max_coef, control.max_coef))
+    )
+    low, high = (None if bound is None or math.isinf(bound) else bound for bound in (low, high))
+    control.min_coef, control.max_coef = control.bounds = resolve_bounds(control._beta, low, high)
+    if control._beta == 0.0:
+        vars(control)["adjusts"] = False  # it stays there
+    return control
+
 
 def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Attributes of `obj` that survive JSON (tuples and deques as lists); all of them unless named."""
@@ -133,14 +294,6 @@ def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str
             if (names is None or name in names) and json.loads(json.dumps(plain, allow_nan=False)) == plain:
                 saved[name] = plain
     return saved
-
-
-def restore(obj: Any, state: dict[str, Any]) -> None:
-    """Give `obj` a saved state: by its own `load_state_dict`, else attribute by attribute."""
-    if hasattr(obj, "load_state_dict"):
-        obj.load_state_dict(copy.deepcopy(state))
-    else:
-        restore_attributes(obj, state)
 
 
 def restore_attributes(obj: Any, state: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from rlhf_kl.kl_controllers.held import BAND
 from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.drawing import ORDERED, Axes, Chart, Line, colour, log_if_wide, marks, with_values
 from rlhf_kl.report.run import RunResult
@@ -64,7 +65,7 @@ def _kl(run: RunResult) -> Chart:
         Line(f"largest of a {run.unit}", "kl", *largest, dash=DASHES[2]),
         marks("alert", "alert", *_columns(alerts), "^"),
     ]
-    caption = "The band is the target ± 25 %."
+    caption = f"The band is the target ± {100 * BAND:g} %."
     return Chart(
         "kl",
         f"KL to the reference, per {run.unit}",

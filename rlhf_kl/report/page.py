@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlhf_kl.config.load import dump_config
+from rlhf_kl.kl_controllers import held
 from rlhf_kl.report import control
 from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, target_charts, variant_styles
 from rlhf_kl.report.compare import Comparison
@@ -29,9 +30,9 @@ HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 BADGES = {"held": "good", "late": "late", "missed": "bad"}  # verdict -> class of the badge
 TABLE_NOTE = (
-    f"KL, score and gold: mean of the last {control.END} updates; perplexity: of held-out texts at the end; means over "
-    f"seeds ± one standard deviation. Held: off by at most {control.HELD_ERROR:.1%} on average in the second half, and "
-    f"within {control.BAND:.0%} in {control.HELD_SHARE:.0%} of the updates from {control.BAND_FROM} on. Scores at "
+    f"KL, score and gold: mean of the last {held.END} updates; perplexity: of held-out texts at the end; means over "
+    f"seeds ± one standard deviation. Held: off by at most {held.HELD_ERROR:.1%} on average in the second half, and "
+    f"within {held.BAND:.0%} in {held.HELD_SHARE:.0%} of the updates from {held.BAND_FROM} on. Scores at "
     "equal KL: by seed, read from a curve over √KL through the reference and the ends of a family's runs; the interval "
     "covers the spread over seeds and the gaps of the curve."
 )
@@ -152,7 +153,7 @@ def _figures(run: RunResult) -> list[tuple[str, str, str]]:
     cards = [
         ("Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
         ("Time in band", format_percent(figures["time_in_band"]),
-         f"within ±{control.BAND:.0%}, from update {control.BAND_FROM}"),
+         f"within ±{held.BAND:.0%}, from update {held.BAND_FROM}"),
         ("Peak KL over target", format_number(figures["peak"]), ""),
         ("Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
         ("Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),

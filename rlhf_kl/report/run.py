@@ -16,6 +16,7 @@ from rlhf_kl.config.load import detect_kind
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers import held
 from rlhf_kl.report import control
 from rlhf_kl.report.texts import HELD_OUT, held_out_texts
 from rlhf_kl.run.folder import RunFolder
@@ -93,7 +94,7 @@ class RunResult:
     @cached_property
     def ratios(self) -> list[float]:
         """KL / target of each update."""
-        return control.ratios(self.updates)
+        return held.ratios(self.updates)
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
         """Updates and values of a key, missing ones left out; `eval/*` with the closing evaluation."""
@@ -103,7 +104,7 @@ class RunResult:
 
     def end(self, key: str) -> float | None:
         """Mean over the last ten updates."""
-        return _mean(row.get(key) for row in control.end(self.updates))
+        return _mean(row.get(key) for row in held.end(self.updates))
 
     def reference(self, key: str) -> float | None:
         """A figure of the reference: from its own samples if the summary has them, else from the first row.

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_kl.distributed import NamedTensors, load_slots, load_tensors
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
 
-FORMAT = 8  # of the state; raised when older checkpoints cannot be resumed any more
-CONTENTS = "checksums.json"  # sizes of the files, and checksums of small ones
-HASHED = 1 << 20  # bytes; a larger file has no checksum
+FORMAT = 9  # of the state; raised when older checkpoints cannot be resumed any more
 SHARD = 1 << 30  # bytes of tensors in a file; a larger tensor has a file of its own
 
 
@@ -37,8 +35,9 @@ class Checkpoint:
         return int(self.path.name.removeprefix("step-"))
 
     def state(self) -> dict[str, Any]:
-        """The JSON part. Errors: InputError if another version of this program wrote it."""
-        state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+        """The JSON part. Errors: InputError if it cannot be read or another version of this program wrote it."""
+        with self._reading():
+            state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
         if state.get("format") != FORMAT:
             raise InputError(
                 f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
@@ -48,30 +47,28 @@ class Checkpoint:
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights into a module of the same shape, with tied tensors."""
-        load_tensors(model, self._mapped("model"))
+        tensors = self._mapped("model")
+        with blame(str(self.path)):
+            load_tensors(model, tensors)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the optimizer's state; its parameter groups stay unchanged."""
         load_slots(optimizer, self._mapped("optimizer"))
 
     def _mapped(self, stem: str) -> dict[str, Tensor]:
-        """Tensors that stay on the disk until they are read."""
-        paths = sorted(self.path.glob(f"{stem}*.safetensors"))
-        return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+        """Tensors that stay on the disk until they are read. Errors: InputError."""
+        paths = sorted(self.path.glob(f"{stem}-*.safetensors"))
+        with self._reading():
+            return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
-    def damage(self) -> str | None:
-        """What has changed in its files; None if their sizes, the checksums of small ones, and headers are right."""
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            written, there = json.loads((self.path / CONTENTS).read_text(encoding="utf-8")), _contents(self.path)
-            for name in sorted({*written, *there}):
-                if written.get(name) != there.get(name):
-                    return f"{name} has changed since it was written"
-                if name.endswith(".safetensors"):
-                    with safe_open(self.path / name, framework="pt"):  # reads its header
-                        pass
+            yield
         except (OSError, ValueError, SafetensorError) as error:
-            return f"cannot be read: {error}"
-        return None
+            raise InputError(
+                f"{self.path}: cannot be read: {error}; without it the checkpoint before is used"
+            ) from None
 
 
 def save_checkpoint(
@@ -86,7 +83,6 @@ def save_checkpoint(
         _write_shards(place / "model", model)
         _write_shards(place / "optimizer", optimizer)
         (place / "state.json").write_text(json.dumps({"format": FORMAT, **state}), encoding="utf-8")
-        (place / CONTENTS).write_text(json.dumps(_contents(place)), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"
     write_folder(target, write)
@@ -128,25 +124,3 @@ def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = 
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints in `folder`, oldest first."""
     return sorted(map(Checkpoint, checkpoint_folders(folder)), key=lambda checkpoint: checkpoint.step)
-
-
-def newest_whole(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint, and the damage of newer ones. Errors: InputError if all are damaged."""
-    problems: list[str] = []
-    for checkpoint in reversed(checkpoints(folder)):
-        problem = checkpoint.damage()
-        if problem is None:
-            return checkpoint, problems
-        problems.append(f"{checkpoint.path.name}: {problem}")
-    if problems:
-        raise InputError(*(f"{folder}: every checkpoint is damaged: {problem}" for problem in problems))
-    return None, []
-
-
-def _contents(folder: Path) -> dict[str, list[Any]]:
-    """The size of each file, and the SHA-256 of small ones."""
-    sizes = {path: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != CONTENTS}
-    return {
-        path.name: [size, hashlib.sha256(path.read_bytes()).hexdigest() if size < HASHED else None]
-        for path, size in sizes.items()
-    }

@@ -40,9 +40,9 @@ class RunFolder:
         self.files = (*records, self.report, self.picture, self.trackers)
         self.final = self.path / "final"
         self.merged = self.path / "merged"
-        self.folders = (self.final, self.merged, self.path / "wandb")  # all in them belongs to the program
-        self.checkpoints = self.path / "checkpoints"  # a user's files in this and the next one stay
+        self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.folders = (self.checkpoints, self.tensorboard, self.final, self.merged, self.path / "wandb")
 
     @property
     def holds_run(self) -> bool:
@@ -62,10 +62,6 @@ class RunFolder:
             hint = f"; it is a model: did you mean --model {self.path}?"
         raise InputError(f"{self.path}: holds no run (no config.yaml){hint}")
 
-    def event_files(self) -> list[Path]:
-        """The files that TensorBoard reads."""
-        return sorted(self.tensorboard.glob("events.out.tfevents.*"))
-
     def finished_summary(self) -> dict[str, Any] | None:
         """The summary of a finished run, else None."""
         if not self.summary.is_file() or not self.final.is_dir():
@@ -76,13 +72,10 @@ class RunFolder:
     def remove_run(self) -> None:
         """Remove the program's files; the config last, so that after a crash the folder still is a run."""
         self.sweep()
-        for folder in (*checkpoint_folders(self.checkpoints), *self.folders):
+        for folder in self.folders:
             remove_folder(folder)
-        for file in (*self.event_files(), *reversed(self.files)):
+        for file in reversed(self.files):
             file.unlink(missing_ok=True)
-        for container in (self.tensorboard, self.checkpoints):
-            with contextlib.suppress(OSError):  # absent, or something of the user's is left in it
-                container.rmdir()
 
     def sweep(self) -> None:
         """Remove what killed processes left under temporary names."""
@@ -120,8 +113,7 @@ def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[s
     """Make a run's folder and lock it for this process, until the returned file is closed.
 
     A run in it stays with either option. Errors: InputError if the folder holds a run and neither option is set, if
-    it holds files that are not a run, if a file of the run is a link, if another run is using the folder, and if it
-    cannot be written. The folder itself may be a link.
+    it holds files that are not a run, if another run is using the folder, and if it cannot be written.
     """
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: choose one")
@@ -130,10 +122,16 @@ def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[s
         folder.path.mkdir(parents=True, exist_ok=True)
         lock = (folder.path / LOCK).open("a+", encoding="utf-8")
         try:
-            _take(lock, folder.path)
-        except BaseException:
-            lock.close()
-            raise
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no flock: a forked child would keep it
+        except (BlockingIOError, PermissionError):
+            with lock:
+                lock.seek(0)
+                owner = lock.read(200).strip() or "another process"
+            hint = "wait for it, stop it, or choose another --output-dir"
+            raise InputError(f"{folder.path} is in use by {owner}: {hint}") from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
         folder.sweep()
     except OSError as error:
         raise InputError(f"cannot write the run folder {folder.path}: {error.strerror or error}") from error
@@ -153,23 +151,6 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
         records = folder.metrics.exists() or checkpoint_folders(folder.checkpoints)
         if not (path / LOCK).exists() and not (folder.config.exists() and records):
             raise InputError(f"{path} is not empty and not a run of this program: choose another --output-dir")
-    names = (path / LOCK, *folder.files, *folder.folders, folder.checkpoints, folder.tensorboard)
-    links = [p for p in (*names, *checkpoint_folders(folder.checkpoints), *folder.event_files()) if p.is_symlink()]
-    if links:  # writing would change a file elsewhere
-        message = "is a link: the program writes only inside its folder (the folder itself may be a link)"
-        raise InputError(*(f"{link} {message}" for link in links))
-
-
-def _take(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no flock: a forked child would keep it
-    except (BlockingIOError, PermissionError):
-        lock.seek(0)
-        owner = lock.read(200).strip() or "another process"
-        raise InputError(f"{path} is in use by {owner}: wait for it, stop it, or choose another --output-dir") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
 
 
 # ---- files ----
@@ -180,16 +161,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = _temporary(path)
     try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link of that name
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -261,7 +239,7 @@ def sweep(folder: Path, name: str = "*") -> None:
     No process may be writing there.
     """
     for path in [*folder.glob(f".{name}.[0-9]*.tmp"), *folder.glob(f".{name}.removed")]:
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

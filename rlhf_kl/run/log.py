@@ -104,7 +104,7 @@ class TensorBoardWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             folder.tensorboard.mkdir(parents=True, exist_ok=True)
-            for old in folder.event_files():
+            for old in folder.tensorboard.glob("events.out.tfevents.*"):
                 old.unlink()
             self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
         for row in read_jsonl(folder.metrics):

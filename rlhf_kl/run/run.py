@@ -21,8 +21,8 @@ from rlhf_kl.distributed import NamedTensors, Ranks, slots_of, tensors_of
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
 from rlhf_kl.memory import memory_for, pass_share
 from rlhf_kl.program import keep_threads
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole, prune, save_checkpoint, usual_interval
-from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, remove_folder, write_atomic
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, usual_interval
+from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, write_atomic
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
     check_config,
@@ -71,8 +71,8 @@ class Run:
     def open(self, *, resume: bool = False, overwrite: bool = False) -> None:
         """Lock the folder, and with `resume` find the checkpoint to go on from.
 
-        Errors: InputError for a folder that cannot be used, for one whose run has another config, and where every
-        checkpoint is damaged.
+        Errors: InputError for a folder that cannot be used, one whose run has another config, and a checkpoint that
+        cannot be read.
         """
 
         def first() -> None:
@@ -105,14 +105,10 @@ class Run:
             if not further:
                 self.finished = finished
                 return
-        self.checkpoint, problems = newest_whole(folder.checkpoints)
-        if self.checkpoint is not None:
-            for problem in problems:
-                log.warning(f"resume: damaged checkpoint {problem}; going on from {self.checkpoint.path.name}")
-        elif not folder.config.exists():
-            log.info(f"{folder.path} holds no run yet: starting one")
-        else:
-            log.info(f"{folder.path} holds a run without a checkpoint: starting it from its beginning")
+        self.checkpoint = next(reversed(checkpoints(folder.checkpoints)), None)
+        if self.checkpoint is None:
+            without = "a run without a checkpoint: starting it from its beginning"
+            log.info(f"{folder.path} holds {without if folder.config.exists() else 'no run yet: starting one'}")
 
     def check(self, device: torch.device, fingerprints: Mapping[str, str]) -> None:
         """Check what the config only names, seed the libraries, and keep the number of threads.
@@ -195,9 +191,6 @@ class Run:
             views | {each: partial(Tracker, each, folder, name, values, sent) for each in tracking.trackers}
         )
         if self.checkpoint is not None:
-            for other in checkpoints(folder.checkpoints):
-                if other.step > self.checkpoint.step:  # damaged
-                    remove_folder(other.path)
             # The process may have died between writing this checkpoint and dropping an older one.
             self._prune()
 
@@ -338,7 +331,7 @@ class Run:
 
     def way_on(self) -> str:
         """Where --resume would go on."""
-        complete = [each.step for each in checkpoints(self.folder.checkpoints) if each.damage() is None]
+        complete = [each.step for each in checkpoints(self.folder.checkpoints)]
         if not complete:
             return "there is no checkpoint yet: start the command again"
         return f"the checkpoint of step {complete[-1]} is complete: --resume goes on from it"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import is_sharded, local, unsharded
-from rlhf_kl.kl_controllers import GuardedController
+from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.memory import SMALLER_PASS, memory_for, sized, tokens_of_a_pass
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
 from rlhf_kl.ops.head import token_kl, token_logprobs
@@ -53,7 +53,7 @@ class PPOTrainer:
         optimizer: torch.optim.Optimizer,
         rollouts: Rollouts,
         reference: ReferenceStates,
-        controller: GuardedController,
+        controller: KLController,
         features: StateFeatures | None = None,
     ) -> None:
         """`reference` holds the states of the last rollout; `features` are those of the critic, if there is one.
@@ -80,21 +80,21 @@ class PPOTrainer:
     def update(self, step: int) -> Update:
         """Update number `step` (from 1). Errors: NonFiniteRollout, before anything has changed."""
         rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
-        coef, kl = self.controller.coef, rollout.kl(self.config.kl.unit)
+        coef, kl = self.controller.beta, rollout.kl(self.config.kl.unit)
         targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
         before = self.ceiling.snapshot()
         stats = self.optimize(rollout, targets, step)  # 4. epochs of clipped steps
         move, facts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), {}
         if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
             move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
-            self.controller.observe_update(move.kl_before, move.kl_after, move.kl_uncut)
-            facts = self.controller.update(kl.mean, len(rollout))  # 5. move beta toward the target
-            growth = self.controller.coef / coef if coef else 1.0
+            seen = move.kl_before, move.kl_after, move.kl_uncut
+            facts = self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
+            growth = self.controller.beta / coef if coef else 1.0
             update_kl = stats.update_kl * rollout.tokens_per(self.config.kl.unit)
             facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the learning rate
         if stats.skipped is not None:
             facts["update-skipped"] = {"reason": f"{stats.skipped} was not finite", "broken": True}
-        return Update(rollout, coef, self.controller.coef, stats, move, facts)
+        return Update(rollout, coef, self.controller.beta, stats, move, facts)
 
     def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> Stats:
         """Several epochs of clipped minibatch steps; then the fit of a critic on features, if there is one."""
@@ -214,12 +214,12 @@ class PPOTrainer:
         """State besides tensors, JSON-able."""
         return {
             "rate": self.rate.state_dict(),
-            "controller": self.controller.state_dict(),
+            "controller": self.controller.save(),
             "ceiling": self.ceiling.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; the optimizer and the weights are loaded beside it."""
         self.rate.load_state_dict(state["rate"])
-        self.controller.load_state_dict(state["controller"])
+        self.controller.restore(state["controller"])
         self.ceiling.load_state_dict(state["ceiling"])

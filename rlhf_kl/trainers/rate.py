@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.kl_controllers import GuardedController
+from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.trainers.ceiling import CeilingResult
 from rlhf_kl.trainers.optim import lr_factor
 
@@ -98,7 +98,7 @@ class AdaptiveRate:
 class LearningRate:
     """The rate of each update: the peak times the schedule, and times the adaptive factor if there is one."""
 
-    def __init__(self, config: TrainConfig, peak: float, controller: GuardedController) -> None:
+    def __init__(self, config: TrainConfig, peak: float, controller: KLController) -> None:
         """`controller`: of the KL; a constant beta leaves the rate to its schedule."""
         self.config, self.peak, self.controller = config, peak, controller
         self.adaptive: AdaptiveRate | None = None
@@ -118,7 +118,7 @@ class LearningRate:
         before, facts = self(step), {}
         if self.adaptive is not None:
             facts = self.adaptive.observe(step, move, update_kl=update_kl, spent=self.controller.spent, growth=growth)
-        self.controller.observe_rate(self(step + 1) / before)
+        self.controller.change_rate(self(step + 1) / before)
         return facts
 
     def state_dict(self) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def test_a_rollback_to_the_start_forgets_what_was_learned_since(train: Train, tm
     before, after = (
         json.loads((c / "state.json").read_text())["tracked"][0]["trainer"]["controller"] for c in (start, turned)
     )
-    assert after == before | {"coef": 2 * before["coef"], "raised": 2.0}
+    assert after == before | {"beta": 2 * before["beta"], "raised": 2.0}
 
 
 def test_a_resumed_run_says_and_does_what_an_unbroken_one_does(train: Train, tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_kl.config.controllers import make_controller
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_named, configured_controller, plugin_files
+from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, plugin_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
-from rlhf_kl.kl_controllers.base import KLController
+from rlhf_kl.kl_controllers.base import ForeignKL, KLController
 
 SOURCE = """
 class LinearKL:
@@ -106,9 +105,7 @@ def controller(coef: float = 0.3, **section: object) -> KLController:
     config = TrainConfig.model_validate(
         {"kl": {"target": 0.2, "controller": section}, "ppo": {"total_episodes": 640}, "rollout": {"batch_size": 64}}
     )
-    law = configured_controller(config.kl, config.ppo, config.rollout, coef).controller
-    assert isinstance(law, KLController)
-    return law
+    return configured_controller(config.kl, config.ppo, config.rollout, coef)
 
 
 def test_a_controller_gets_target_coef_and_sizes_of_the_config() -> None:
@@ -126,10 +123,11 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
     """Those that are written, else those around the starting beta; they hold whatever the class does."""
     for options, bounds in (({}, (5e-4, 500.0)), ({"min_coef": 0.01, "max_coef": 2.0}, (0.01, 2.0))):
         law = make_controller("mine.py:Law", options, coef=0.5)
-        assert law.controller.given == pytest.approx(bounds)
+        assert isinstance(law, ForeignKL)
+        assert law.law.given == pytest.approx(bounds)
         for _ in range(3):
-            law.update(0.1, 64)
-        assert law.coef == pytest.approx(bounds[1])
+            law.step(0.1, 64)
+        assert law.beta == pytest.approx(bounds[1])
 
 
 def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +137,7 @@ def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(mon
     monkeypatch.setenv("MY_KEY", "sk-123456")
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
     with pytest.raises(InputError, match=r"Law.update raised KeyError: 'at \$\{MY_KEY\}' \(mine.py:"):
-        law.update(0.1, 64)
+        law.step(0.1, 64)
 
 
 def test_the_plugin_files_of_a_config(here: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 import rlhf_kl
-from rlhf_kl.config.notes import gradient_notes, unused_notes
+from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import MODELS, KLSection, Section, SFTConfig, TrainConfig, section_of
 
 

@@ -169,7 +169,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(kind: str, make_train
     budget = KLBudget.attach(resumed)
     resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-3"))
     assert resumed.beta == whole.beta != 0.05
-    assert budget.controller.state_dict() == _budget(whole).controller.state_dict()
+    assert budget.controller.save() == _budget(whole).controller.save()
     assert logged(resumed, "kl_budget/kl") == logged(whole, "kl_budget/kl")
     assert torch.equal(weights(resumed), weights(whole))
 
@@ -284,7 +284,7 @@ for kind in ("grpo", "rloo"):
                                max_completion_length=6, learning_rate=3e-3)
     budget = KLBudget.attach(trainer)
     trainer.train()
-    figures[kind] = {"beta": trainer.beta, "state": budget.controller.state_dict()}
+    figures[kind] = {"beta": trainer.beta, "state": budget.controller.save()}
 figures["world"] = trainer.accelerator.num_processes
 open(f"{folder}/{os.environ['RANK']}.json", "w").write(json.dumps(figures))
 """

@@ -224,5 +224,5 @@ def test_a_cut_update_counts_with_its_full_length() -> None:
     for before, after, uncut in [(0.0, 0.03, 0.03), (0.03, 0.05, 0.09)]:
         law.observe_update(before, after, uncut)
         law.update(before, 64)
-    assert law.step == pytest.approx(math.sqrt(0.9) - math.sqrt(0.3))
+    assert law.last_step == pytest.approx(math.sqrt(0.9) - math.sqrt(0.3))
     assert law.distance == pytest.approx(math.sqrt(0.5), abs=0.05)

@@ -158,4 +158,5 @@ def test_a_disk_that_is_full_while_shards_are_gathered_ends_both(
     assert process.returncode != 0
     assert output.count("No space left on device") == 1, output
     left = checkpoints(tmp_path / "run" / "checkpoints")
-    assert [(checkpoint.step, checkpoint.damage()) for checkpoint in left] == [(2, None), (4, None)]
+    assert [checkpoint.step for checkpoint in left] == [2, 4]
+    assert all(checkpoint.state() for checkpoint in left)

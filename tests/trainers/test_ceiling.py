@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rlhf_kl.kl_controllers import GuardedController
+from rlhf_kl.kl_controllers import as_controller
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult, KLForecast
 from rlhf_kl.trainers.metrics import update_row
@@ -194,7 +194,7 @@ def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, 
     ceiling = 0.1 if unit == "token" else 0.5
     law = recorder(0.01)
     trainer = make_trainer(
-        controller=GuardedController(law, max_coef=0.02),
+        controller=as_controller(law, max_coef=0.02),
         ppo={"learning_rate": 1e-2},
         kl={"unit": unit, "target": ceiling / 2, "ceiling": {"value": ceiling, "action": "backtrack"}},
     )
@@ -212,7 +212,7 @@ def test_from_above_the_ceiling_it_comes_back_at_once(make_trainer: Make, new_mo
     trainer = make_trainer(
         policy=new_model(seed=3, spread=0.15),
         reference=new_model(seed=3, spread=0.1),
-        controller=GuardedController(recorder(1e-3), max_coef=1e-3),
+        controller=as_controller(recorder(1e-3), max_coef=1e-3),
         kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
         ppo={"learning_rate": 1e-3},
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rlhf_kl.trainers.ppo as ppo_module
-from rlhf_kl.kl_controllers import GuardedController
+from rlhf_kl.kl_controllers import as_controller
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import NonFiniteRollout
@@ -87,7 +87,7 @@ def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(
     make_trainer: Make, recorder: Make, unit: str
 ) -> None:
     law = recorder(0.2)
-    trainer = make_trainer(controller=GuardedController(law), kl={"unit": unit})
+    trainer = make_trainer(controller=as_controller(law), kl={"unit": unit})
     updates = [trainer.update(step) for step in (1, 2, 3)]
     rows = [update_row(update, trainer.config) for update in updates]
     assert law.updates == [(pytest.approx(row[f"kl/{unit}"], rel=1e-6), 32) for row in rows]
@@ -178,7 +178,7 @@ def test_while_the_policy_is_frozen_its_controller_and_its_ceiling_learn_nothing
 ) -> None:
     law = recorder(0.2)
     trainer = make_trainer(
-        ppo={"value_warmup": 3}, controller=GuardedController(law), kl={"target": 0.1, "ceiling": {"value": "1.5x"}}
+        ppo={"value_warmup": 3}, controller=as_controller(law), kl={"target": 0.1, "ceiling": {"value": "1.5x"}}
     )
     start = trainer.state_dict()["ceiling"]
     assert start["made"] is None

@@ -9,11 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from rlhf_kl.config.controllers import make_controller
 from rlhf_kl.config.schema.base import Plugin, Positive, Section, refuse
-from rlhf_kl.errors import InputError, collected
+from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import stored_name
-from rlhf_kl.plugins import is_reference
 
 PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats per token
 
@@ -136,10 +134,6 @@ class KLSection(Section):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         problems = list[str]()
-        if not is_reference(self.controller.kind):
-            kind, options = self.controller.kind, self.controller.arguments
-            with collected(problems):  # only a controller itself knows which values it refuses; no sizes of a run
-                make_controller(kind, options, target=self.target_value, total_episodes=1, batch_size=1)
         if isinstance(self.target, str) and self.unit != "token":
             problems.append(f"kl.target must be a number where kl.unit is {self.unit}: {self.target!r}")
         if self.placement == "rao_blackwell" and self.estimator != "exact":

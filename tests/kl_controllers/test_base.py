@@ -16,10 +16,10 @@ from rlhf_kl.kl_controllers import (
     CONTROLLER_PROVIDED,
     CONTROLLERS,
     FixedKL,
-    GuardedController,
     KLController,
     ThresholdKL,
     ZieglerKL,
+    as_controller,
     build_controller,
 )
 from rlhf_kl.monitors import worded
@@ -42,16 +42,15 @@ kl_values = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(kl_values, kl_values, kl_values), max_size=40))
 def test_coef_never_leaves_its_bounds(kind, steps):
-    guarded = built(kind)
+    control = built(kind)
     for kl, after, uncut in steps:
-        before = guarded.coef
-        if kl is not None and after is not None and uncut is not None:
-            guarded.observe_update(kl, after, uncut)
-        facts = guarded.update(kl, 64)
-        assert 0.0 < guarded.min_coef <= guarded.coef <= guarded.max_coef
-        assert guarded.controller.coef == guarded.coef
+        before = control.beta
+        move = None if kl is None or after is None or uncut is None else (kl, after, uncut)
+        facts = control.step(kl, 64, move)
+        assert 0.0 < control.min_coef <= control.beta <= control.max_coef
+        assert control.coef == control.beta
         if kl is None or not math.isfinite(kl):
-            assert guarded.coef == before
+            assert control.beta == before
             assert facts.keys() == {"kl-not-finite"}
         else:
             assert not facts
@@ -62,21 +61,19 @@ def test_saved_state_has_the_same_future(kind):
     past, future = [0.0, 0.02, 0.2, math.nan, 0.5, 0.1, 0.07], [0.2, 0.03, 0.0, 0.4, 0.11, 0.1]
     first, second = built(kind), built(kind)
     for step, kl in enumerate(past):
-        if step % 2:  # some updates are observed, others not
-            first.observe_update(kl, 0.9 * kl, kl)
-        first.update(kl, 64)
+        first.step(kl, 64, (kl, 0.9 * kl, kl) if step % 2 else None)  # some updates are observed, others not
     first.observe_update(0.07, 0.08, 0.1)  # not used yet: belongs to the state as well
-    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    second.restore(json.loads(json.dumps(first.save(), allow_nan=False)))
     for kl in future:
-        assert second.coef == first.coef
-        first.update(kl, 64)
-        second.update(kl, 64)
-    assert second.coef == first.coef
+        assert second.beta == first.beta
+        first.step(kl, 64)
+        second.step(kl, 64)
+    assert second.beta == first.beta
 
 
 def test_state_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="ThresholdKL"):
-        built("adaptive").load_state_dict(built("threshold").state_dict())
+        built("adaptive").restore(built("threshold").save())
 
 
 class Scripted:
@@ -92,18 +89,18 @@ class Scripted:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -0.1])
 def test_a_plugin_that_breaks_its_coef_is_put_back(bad):
-    guarded = GuardedController(Scripted(0.2, bad, 0.3))
-    assert not guarded.update(0.1, 64)
-    assert guarded.update(0.7, 64).keys() == {"coef-not-finite"}
-    assert guarded.coef == guarded.controller.coef == 0.2
-    assert 0.7 not in guarded.controller.recent  # all of its state, not only beta
+    control = as_controller(Scripted(0.2, bad, 0.3))
+    assert not control.step(0.1, 64)
+    assert control.step(0.7, 64).keys() == {"coef-not-finite"}
+    assert control.beta == control.law.coef == 0.2
+    assert 0.7 not in control.law.recent  # all of its state, not only beta
 
 
 def test_state_that_cannot_be_saved_is_named_at_the_start():
     plugin = Scripted(0.2)
     plugin.lock = object()
-    assert GuardedController(plugin).start_facts(60, 64) == {"controller-state": {"names": "lock"}}
-    assert not GuardedController(Scripted(0.2)).start_facts(60, 64)
+    assert as_controller(plugin).start_facts(60, 64) == {"controller-state": {"names": "lock"}}
+    assert not as_controller(Scripted(0.2)).start_facts(60, 64)
 
 
 def test_a_subclass_needs_only_update():
@@ -111,43 +108,68 @@ def test_a_subclass_needs_only_update():
         def update(self, kl, episodes):
             self.coef *= 2.0
 
-    guarded = build_controller(Doubling, {}, coef=0.2, target=0.1)
-    guarded.update(0.1, 64)
-    assert guarded.coef == 0.4
-    assert not guarded.needs_update_kl
-    guarded.observe_update(0.1, 0.2, 0.2)
-    assert guarded.state_dict()["controller"]["coef"] == 0.4
+    control = build_controller(Doubling, {}, coef=0.2, target=0.1)
+    assert not control.needs_update_kl
+    control.step(0.1, 64, (0.1, 0.2, 0.2))
+    assert control.beta == control.save()["law"]["coef"] == 0.4
+
+
+class Watches:
+    """Keeps what it is shown of an update; nobody may write its coef."""
+
+    def __init__(self):
+        self.seen, self.price = [], 0.2
+
+    @property
+    def coef(self):
+        return self.price
+
+    def observe_update(self, *kls):
+        self.seen.append(kls)
+
+    def update(self, kl, episodes):
+        self.price *= 100.0
+
+
+def test_a_law_is_shown_an_update_that_was_measured_and_may_keep_its_coef_to_itself():
+    law = Watches()
+    control = as_controller(law)
+    for move in (None, (0.1, math.nan, 0.2), (0.1, 0.2, 0.3)):
+        assert not control.step(0.1, 64, move)
+    assert law.seen == [(0.1, 0.2, 0.3)]
+    assert (control.beta, law.coef) == (200.0, pytest.approx(200000.0))
 
 
 def test_a_rollback_raises_a_schedule_for_good():
     """Linear from 0.1 to 0.3 over 640 episodes; doubled after the first of ten updates."""
-    guarded, plain = built("schedule"), built("schedule")
-    for law in (guarded, plain):
-        law.update(0.1, 64)
-    assert guarded.raise_coef(2.0)
+    control, plain = built("schedule"), built("schedule")
+    for law in (control, plain):
+        law.step(0.1, 64)
+    assert control.raise_beta(2.0)
     resumed = built("schedule")
-    resumed.load_state_dict(json.loads(json.dumps(guarded.state_dict())))
+    resumed.restore(json.loads(json.dumps(control.save())))
     for updates in range(2, 11):
-        for law in (guarded, plain, resumed):
-            law.update(0.1, 64)
-        assert guarded.coef == resumed.coef == pytest.approx(2.0 * (0.1 + 0.02 * updates))
-        assert plain.coef == pytest.approx(0.1 + 0.02 * updates)
+        for law in (control, plain, resumed):
+            law.step(0.1, 64)
+        assert control.beta == resumed.beta == pytest.approx(2.0 * (0.1 + 0.02 * updates))
+        assert plain.beta == pytest.approx(0.1 + 0.02 * updates)
 
 
 def test_a_rollback_raises_within_the_bounds():
-    guarded = built("adaptive")
-    assert all(guarded.raise_coef(2.0) for _ in range(10))
-    assert not guarded.raise_coef(2.0)
-    assert guarded.coef == guarded.max_coef == pytest.approx(100.0)
-    guarded.update(0.1, 64)
-    assert guarded.coef <= guarded.max_coef
+    control = built("adaptive")
+    assert all(control.raise_beta(2.0) for _ in range(10))
+    assert not control.raise_beta(2.0)
+    assert control.beta == control.max_coef == pytest.approx(100.0)
+    control.step(0.1, 64)
+    assert control.beta <= control.max_coef
 
 
 def test_beta_zero_is_for_constant_controllers():
-    guarded = GuardedController(FixedKL(coef=0.0))
-    assert not guarded.update(5.0, 64)
-    assert guarded.coef == 0.0
-    assert not guarded.start_facts(60, 64)
+    control = as_controller(FixedKL(coef=0.0))
+    assert not control.step(5.0, 64)
+    assert control.beta == 0.0
+    assert not control.adjusts
+    assert not control.start_facts(60, 64)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +182,12 @@ def test_beta_zero_is_for_constant_controllers():
 )
 def test_bounds_that_make_no_sense_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
-        GuardedController(Scripted(), **options)
+        as_controller(Scripted(), **options)
 
 
 def test_an_object_without_update_is_refused():
     with pytest.raises(ValueError, match="update"):
-        GuardedController(object())
+        as_controller(object())
 
 
 @pytest.mark.parametrize(
@@ -182,8 +204,8 @@ def test_an_object_without_update_is_refused():
     ],
 )
 def test_a_law_that_cannot_move_beta_in_this_run_is_named_at_the_start(kind, options, slow):
-    guarded = built(kind, **options)
-    facts = guarded.start_facts(60, 64)
+    control = built(kind, **options)
+    facts = control.start_facts(60, 64)
     assert ("controller-too-slow" in facts) == slow
     assert len(worded(facts)) == len(facts)
 
@@ -210,19 +232,19 @@ RUN = {"target": 0.2, "coef": 0.3, "total_episodes": 640, "batch_size": 64}
 
 
 def test_a_class_gets_the_values_that_it_takes():
-    recorder = build_controller(Recorder, {"gain": 2}, **RUN).controller
+    recorder = build_controller(Recorder, {"gain": 2}, **RUN).law
     assert (recorder.coef, recorder.options) == (
         0.3, {"gain": 2, "target": 0.2, "total_episodes": 640, "batch_size": 64},
     )  # fmt: skip
-    assert build_controller(CountsEpisodes, {}, **RUN).controller.sizes == (640, 64)
+    assert build_controller(CountsEpisodes, {}, **RUN).law.sizes == (640, 64)
     assert {
         p.name for p in inspect.signature(build_controller).parameters.values() if p.kind is p.KEYWORD_ONLY
-    } == CONTROLLER_PROVIDED - BOUNDS | {"explain"}
+    } == CONTROLLER_PROVIDED - BOUNDS
 
 
 def test_written_options_win_and_unknown_values_are_left_out():
     assert build_controller(Recorder, {"coef": 0.7}, **RUN).coef == 0.7
-    threshold = build_controller(ThresholdKL, {}).controller
+    threshold = build_controller(ThresholdKL, {})
     assert (threshold.coef, threshold.target) == (0.1, 0.02)
 
 
@@ -253,10 +275,10 @@ def test_a_written_coef_outside_of_the_bounds_is_refused():
 def test_bounds_are_relative_to_the_start_unless_they_are_written(kind, start):
     """Scores a hundred times larger take a beta a hundred times larger."""
     start = 0.1 if kind is CountsEpisodes else start
-    guarded = build_controller(kind, {}, **RUN | {"coef": start})
-    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 1e3 * start))
-    guarded = build_controller(kind, {"max_coef": 2 * start}, **RUN | {"coef": start})
-    assert (guarded.min_coef, guarded.max_coef) == pytest.approx((1e-3 * start, 2 * start))
+    control = build_controller(kind, {}, **RUN | {"coef": start})
+    assert (control.min_coef, control.max_coef) == pytest.approx((1e-3 * start, 1e3 * start))
+    control = build_controller(kind, {"max_coef": 2 * start}, **RUN | {"coef": start})
+    assert (control.min_coef, control.max_coef) == pytest.approx((1e-3 * start, 2 * start))
 
 
 def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
@@ -271,5 +293,5 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 
 def test_synonyms():
-    assert isinstance(build_controller("proportional", {"horizon": 9}).controller, ZieglerKL)
-    assert isinstance(build_controller("static", {}).controller, FixedKL)
+    assert isinstance(build_controller("proportional", {"horizon": 9}), ZieglerKL)
+    assert isinstance(build_controller("static", {}), FixedKL)
