@@ -22,8 +22,7 @@ from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.report.texts import across
 from rlhf_kl.report.verdict import figures_table
-from rlhf_kl.status import duration
-from rlhf_kl.text import format_number, format_percent, read_number, safe_text
+from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
 
 HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
