@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -162,27 +161,24 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an `<svg>` element without title, with ids of its own and colours as CSS variables."""
+    """The chart as an `<svg>` element without title, whose colours are CSS variables.
+
+    A page holds many, which share ids: matplotlib makes those that are referred to from what they stand for.
+    """
     width, height = SVG_SIZE
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with _picture_style(SVG_TYPE):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
         axes = figure.subplots()
         _draw(chart, axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
         columns = _hover_columns(chart, axes, height)
-    body = buffer.getvalue().decode()
-    body = body[body.index("<svg") : body.rindex("</svg>")]
-    body = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
-    # Ids are counted from 1 in every picture; a page holds many.
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{chart.slug}-", body)
-    variables = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
-    body = re.sub(r"#[0-9a-f]{6}\b", lambda match: variables.get(match[0], match[0]), body)
-    opening = (
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}" '
-        'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    )
-    return f"{opening}{body[body.index('>') + 1 :]}<g>{columns}</g></svg>"
+    _, _, body = buffer.getvalue().partition("<svg ")
+    for name, (light, _) in COLOURS.items():
+        body = body.replace(light, f"var(--{name})")
+    body = body.replace("</svg>", f"<g>{columns}</g></svg>")
+    return f'<svg class="chart" role="img" aria-label="{escape(chart.title)}" {body}'
 
 
 def _draw(chart: Chart, axes: Axes) -> int:
