@@ -134,29 +134,25 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
     height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading) + 0.3 * bool(footer)
     width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
     with _picture_style(size):
-        top, bottom = 0.04 + 0.38 * bool(heading), 0.04 + 0.22 * bool(footer)  # inches
-        room = (0.015, bottom / height, 0.97, 1 - (top + bottom) / height)
-        figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=room))
+        figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+        left, note = {"x": 0.02, "ha": "left"}, {"fontsize": size * 0.9, "color": colour("muted")}
+        if heading:
+            figure.suptitle(heading, fontsize=size * 1.12, fontweight="bold", **left)
+        if footer:
+            figure.supxlabel(footer, **note, **left)
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel in panels[len(charts) :]:
             panel.set_visible(False)
-        left = {"x": 0.02, "ha": "left"}
-        if heading:
-            figure.suptitle(heading, y=1 - 0.12 / height, va="top", fontsize=size * 1.12, fontweight="bold", **left)
-        if footer:
-            figure.supxlabel(footer, y=0.08 / height, fontsize=size * 0.85, color=colour("muted"), **left)
         for chart, panel in zip(charts, panels, strict=False):
             pad = 6 + 1.5 * size * _draw(chart, panel)
             if legend := panel.get_legend():
                 legend.set_in_layout(False)  # a wide one does not push the panels apart
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
-            panel.annotate(
-                chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
-                fontsize=size * 0.9, color=colour("muted"), va="bottom", in_layout=False,
-            )  # fmt: skip
+            place = {"xytext": (0, pad), "xycoords": "axes fraction", "textcoords": "offset points"}
+            panel.annotate(chart.subtitle, (0, 1), **place, **note, in_layout=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
 
 
