@@ -134,7 +134,6 @@ class Grid:
         if self.jobs > 1:
             # Each its share, or the processes fight for the same cores.
             environment.setdefault(NUMBER, str(max(1, cores() // self.jobs)))
-        file.unlink(missing_ok=True)  # it may be a link
         with file.open("wb") as out:
             with self.lock:
                 if self.stopped:

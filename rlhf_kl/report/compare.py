@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -258,8 +259,8 @@ def _families(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
             families.append([name])
     labels: dict[str, list[str]] = {}
     for family in families:
-        shared = next((i for i, letters in enumerate(zip(*family, strict=False)) if len(set(letters)) > 1), 0)
-        label = family[0] if len(family) == 1 else re.sub(r"[-_. \d]+$", "", family[0][:shared])
+        shared = commonprefix(family)  # noqa: RUF071 -- names, not paths
+        label = family[0] if len(family) == 1 else re.sub(r"[-_. \d]+$", "", shared)
         labels[_free_name(label or configs[family[0]].kl.controller.kind, labels)] = family
     return {name: label for label, family in labels.items() for name in family}
 

@@ -168,7 +168,7 @@ def _target_answer(comparison: Comparison) -> list[str]:
 
 
 def _control_line(comparison: Comparison) -> list[str]:
-    """One sentence for all variants: who held the target, reached it late or missed it; where a constant beta ended."""
+    """A line on all variants: who held the target, reached it late or missed it; where a constant beta ended."""
     same, unit = comparison.target, comparison.unit
     goal = f"the target of {same:g} nats per {unit}" if same is not None else ""
     parts, free = [], []
@@ -181,11 +181,11 @@ def _control_line(comparison: Comparison) -> list[str]:
         if same is None:
             goal = "its target" if sum(word in variant.verdicts for variant in controlled) == 1 else "their targets"
         if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
-            names = [f"all {len(controlled)} variants with a target"]
+            names = [f"All {len(controlled)} variants with a target"]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         errors = [run.figures["error_since" if word == "late" else "tail_error"] for run in runs] if verb else []
         off = f"(off by {_span(errors, format_percent)}{' since' * (word == 'late')})"
-        short = f"too short to say: {who} ({' or '.join(dict.fromkeys(why_short(run.figures) for run in runs))})"
+        short = f"Too short to say: {who} ({' or '.join(dict.fromkeys(why_short(run.figures) for run in runs))})"
         parts.append(f"{who} {verb.format(goal)} {off}" if verb else short)
         goal = goal if same is None else "it"
     for family, members in comparison.families.items():
@@ -194,8 +194,7 @@ def _control_line(comparison: Comparison) -> list[str]:
             free.append(f"{family} has no penalty, KL per {unit} {format_number(members[0].mean('kl'))}")
         elif ratios:
             free.append(f"{family} ended at {_span(ratios, lambda ratio: f'{format_number(ratio, 2)}x')} the target")
-    text = "; ".join([*parts, *free])
-    return [f"{text[0].upper() if text.startswith(('all ', 'too ')) else text[0]}{text[1:]}."] if text else []
+    return [" ".join(f"{part}." for part in parts + free)] if parts + free else []
 
 
 def _names(comparison: Comparison, word: str) -> list[str]:

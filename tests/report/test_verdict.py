@@ -30,7 +30,7 @@ def test_a_constant_beta_that_lands_in_the_band_has_held_nothing(grid: Grid) -> 
     lines = judge(grid(TWO))
     assert len(lines) == 4
     assert lines[0] == (
-        "adaptive held the target of 0.1 nats per token (off by 0% to 4%); static ended at 0.10x to 4.1x the target."
+        "adaptive held the target of 0.1 nats per token (off by 0% to 4%). static ended at 0.10x to 4.1x the target."
     )
     assert lines[1].startswith("Score at equal KL: no difference between adaptive and static (")
     assert "95 % interval" in lines[1]
@@ -108,8 +108,8 @@ def test_no_sweep_has_no_recommendation(grid: Grid) -> None:
     [
         ([0.1] * 45 + [0.13] * 10 + [0.1] * 5, "run (1 of 2 seeds) missed it (off by 10%)"),
         ([0.03] * 40 + [0.1] * 20, "run (1 of 2 seeds) reached it late (off by 0% since)"),
-        ([0.1] * 10, "too short to say: run (1 of 2 seeds) (under 15 updates)"),
-        ([0.01] * 20 + [0.03] * 5 + [0.06] * 5, "too short to say: run (1 of 2 seeds) (the KL still rises)"),
+        ([0.1] * 10, "Too short to say: run (1 of 2 seeds) (under 15 updates)"),
+        ([0.01] * 20 + [0.03] * 5 + [0.06] * 5, "Too short to say: run (1 of 2 seeds) (the KL still rises)"),
     ],
 )
 def test_seeds_are_counted_by_their_verdict(
