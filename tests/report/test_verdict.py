@@ -30,7 +30,8 @@ def test_a_constant_beta_that_lands_in_the_band_has_held_nothing(grid: Grid) -> 
     lines = judge(grid(TWO))
     assert len(lines) == 4
     assert lines[0] == (
-        "adaptive held the target of 0.1 nats per token (off by 0% to 4%). static ended at 0.10x to 4.1x the target."
+        "adaptive-0.1x and adaptive-1x held the target of 0.1 nats per token (off by 0% to 4%). "
+        "static ended at 0.10x to 4.1x the target."
     )
     assert lines[1].startswith("Score at equal KL: no difference between adaptive and static (")
     assert "95 % interval" in lines[1]
