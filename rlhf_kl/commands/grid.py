@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -66,15 +65,14 @@ class Grid:
     def __init__(self, plan: ComparePlan, jobs: int, overwrite: bool) -> None:
         self.plan, self.jobs, self.overwrite = plan, jobs, overwrite
         self.missing = [run for run in plan.runs if overwrite or not _is_finished(run)]
-        self.ended = len(plan.runs) - len(self.missing)
         self.failures: list[str] = []
-        self.lock = threading.Lock()  # around what the threads share
         self.processes: list[subprocess.Popen[bytes]] = []
         self.stopped = False
 
     def work(self) -> list[str]:
         """Train until all runs have ended; return the names of those that failed."""
-        log.info(f"{len(self.plan.runs)} runs: {self.ended} finished, {len(self.missing)} to train")
+        total, missing = len(self.plan.runs), len(self.missing)
+        log.info(f"{total} runs: {total - missing} finished, {missing} to train")
         chains = list[list[PlannedRun]]()  # each is trained by one thread, from its first run to its last
         for run in self.missing:
             if not chains or run.after != chains[-1][-1].name:
@@ -85,8 +83,7 @@ class Grid:
         began, updates = time.time(), sum(run.config.updates for run in self.missing)
         with ui.progress("training", updates) as advance, ThreadPoolExecutor(self.jobs) as threads:
             try:
-                pending = {threads.submit(self.train, chain) for chain in chains}
-                counted = Counter[str]()
+                pending, counted = {threads.submit(self.train, chain) for chain in chains}, Counter[str]()
                 while pending:
                     done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
                     for future in done:
@@ -103,28 +100,24 @@ class Grid:
         """Train runs of which each needs the end of the one before."""
         for i, run in enumerate(chain):
             began, file = time.monotonic(), self.plan.folder / "logs" / f"{run.name}.log"
-            code = self._run(run, file)
-            with self.lock:
-                if self.stopped:
-                    return
-                self.ended += 1
-                text = f"[{self.ended}/{len(self.plan.runs)}] {run.name}: "
-                if code == 0:
-                    log.info(f"{text}done in {time.monotonic() - began:.0f} s")
-                    continue
-                last, lost = _last_line(file), [other.name for other in chain[i + 1 :]]
-                if code == GUARD:
-                    log.warning(f"{text}stopped by a guard: {last}")
-                else:
-                    log.error(f"{text}failed: {last or f'exit code {code}'} ({file})")
-                if lost:
-                    log.error(f"not trained, since {run.name} did not reach its end: {', '.join(lost)}")
-                self.ended += len(lost)
-                self.failures += lost if code == GUARD else [run.name, *lost]
+            code = None if self.stopped else self.run(run, file)
+            if self.stopped:
                 return
+            if code == 0:
+                log.info(f"{run.name}: done in {time.monotonic() - began:.0f} s")
+                continue
+            last, lost = _last_line(file), [other.name for other in chain[i + 1 :]]
+            if code == GUARD:
+                log.warning(f"{run.name}: stopped by a guard: {last}")
+            else:
+                log.error(f"{run.name}: failed: {last or f'exit code {code}'} ({file})")
+            if lost:
+                log.error(f"not trained, since {run.name} did not reach its end: {', '.join(lost)}")
+            self.failures += lost if code == GUARD else [run.name, *lost]
+            return
 
-    def _run(self, run: PlannedRun, file: Path) -> int | None:
-        """Train a run in a process of its own; its exit code, or None where the grid has been stopped before."""
+    def run(self, run: PlannedRun, file: Path) -> int:
+        """Train a run in a process of its own, which writes its log into `file`; its exit code."""
         config = self.plan.folder / "configs" / f"{run.name}.yaml"  # which its process reads
         for path in (_run_folder(run).path, config, file):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,27 +128,25 @@ class Grid:
             # Each its share, or the processes fight for the same cores.
             environment.setdefault(NUMBER, str(max(1, cores() // self.jobs)))
         with file.open("wb") as out:
-            with self.lock:
-                if self.stopped:
-                    return None
-                # A session of its own: Ctrl-C reaches it once, through `stop`, and the run ends with a checkpoint.
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), mode, "--quiet"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
-                self.processes.append(process)
-            return process.wait()
+            # A session of its own: Ctrl-C reaches it once, through `stop`, and the run ends with a checkpoint.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), mode, "--quiet"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        if self.stopped:  # since then
+            process.send_signal(signal.SIGINT)
+        return process.wait()
 
     def stop(self) -> None:
         """Start no more runs, and interrupt those in progress: each writes a checkpoint and ends."""
-        with self.lock:
-            self.stopped = True
-            for process in self.processes:
-                process.send_signal(signal.SIGINT)  # nothing where it has ended
+        self.stopped = True
+        for process in self.processes:
+            process.send_signal(signal.SIGINT)  # nothing where it has ended
 
 
 def begun(run: PlannedRun) -> TrainConfig:

@@ -65,7 +65,7 @@ def test_trains_reads_and_judges(compared: tuple[Path, Any], rlhf_kl: Cli, tmp_p
     assert done.code == 0, done.err
     assert sorted(path.name for path in (out / "runs").iterdir()) == ["adaptive-s3", "static-s3"]
     assert "2 runs: 0 finished, 2 to train" in done.err
-    assert "[2/2] " in done.err
+    assert "static-s3: done in " in done.err
     lines = done.out.splitlines()
     assert lines[0].startswith("Too short to say: adaptive") or "adaptive" in lines[0]
     assert "1 seed: no difference can be judged" in done.out
