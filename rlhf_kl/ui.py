@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
-from rlhf_kl.text import duration, format_number, read_number, safe_text
+from rlhf_kl.text import duration, format_number, hanging, read_number, safe_text
 
 log = logging.getLogger("rlhf_kl")
 HEADER_EVERY = 20  # lines on updates
@@ -110,17 +110,12 @@ class Screen:
 
     def write(self, record: logging.LogRecord) -> None:
         """Show a message; a warning is an alert, a message that needs action."""
-        message = Text(safe_text(record.getMessage(), keep_newlines=True))
+        message = safe_text(record.getMessage(), keep_newlines=True)
         if record.levelno < logging.WARNING:
-            self._print(message, soft_wrap=not self._terminal)
-            return
-        mark, style = ("error", "bold red") if record.levelno >= logging.ERROR else ("alert", "yellow")
-        if not self._terminal:
-            self._print(Text(f"{mark}: ") + message)
-            return
-        table = _two_columns(style, padding=1)
-        table.add_row(f"{mark}:", message)
-        self._console.print(table)
+            self._print(Text(message), soft_wrap=not self._terminal)
+        else:
+            error = record.levelno >= logging.ERROR
+            self._print_pair("error: " if error else "alert: ", message, "bold red" if error else "yellow")
 
     def print_summary(
         self, figures: Mapping[str, object], next_steps: Sequence[str] = (), texts: RenderableType | None = None
@@ -132,7 +127,9 @@ class Screen:
             return
         if self._terminal:
             self._console.print()
-        self._pairs(figures)
+        names = {name: f"  {safe_text(name)}" for name in figures}
+        for name, value in figures.items():
+            self._print_pair(f"{names[name]:<{max(map(len, names.values()))}}  ", _value(value), "cyan")
         if texts is not None:
             self._console.print(texts, "")
         if next_steps:
@@ -255,21 +252,10 @@ class Screen:
             text += cell
         self._print(Text(text))
 
-    def _pairs(self, pairs: Mapping[str, object]) -> None:
-        rows = [(f"  {safe_text(str(name))}", _value(value)) for name, value in pairs.items()]
-        width = max((len(name) for name, _ in rows), default=0)
-        table = _two_columns("cyan", padding=2)
-        for name, value in rows:
-            if self._terminal:
-                table.add_row(Text(name), Text(value))
-            else:
-                self._print(Text(f"{name:<{width}}  {value}"))
-        if self._terminal:
-            self._console.print(table)
-
-
-def _two_columns(style: str, padding: int) -> Table:
-    return Table.grid(Column(style=style, no_wrap=True), Column(overflow="fold"), padding=(0, padding))
+    def _print_pair(self, name: str, value: str, style: str) -> None:
+        """A name and its value, whose lines stand below each other in a terminal."""
+        value = hanging(value, self._console.width if self._terminal else None, len(name))
+        self._print(Text.assemble((name, style if self._terminal else ""), value))
 
 
 def _value(value: object) -> str:
