@@ -18,7 +18,7 @@ from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.run import stored_config
 from rlhf_kl.run.folder import RunFolder, write_atomic
@@ -32,7 +32,7 @@ GUARD = 3  # exit code of a run that a guard stopped: its rows count
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
     """Train the missing runs; returns the names of those that failed.
 
-    Errors: InputError if a folder holds another run.
+    Errors: InputError if a folder holds another run; Interrupted after a signal.
     """
     if not overwrite:
         check_folders(plan)
@@ -40,8 +40,11 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
         plan.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{plan.folder} cannot be created: {error.strerror}") from None
-    with ending_on_sigterm():
-        return Grid(plan, jobs, overwrite).work()
+    try:
+        with ending_on_sigterm():
+            return Grid(plan, jobs, overwrite).work()
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT) from None
 
 
 def check_folders(plan: ComparePlan) -> None:

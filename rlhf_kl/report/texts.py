@@ -63,16 +63,16 @@ def text_table(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
     return Group(*parts[:-1])
 
 
-def text_figures(text: Mapping[str, Any], kl: str = "KL {}") -> list[str]:
+def text_figures(text: Mapping[str, Any], kl: str = "KL {}", digits: int = 3) -> list[str]:
     """Score, gold and KL of a response (nats), as far as they are known."""
     forms = {"score": "score {}", "gold": "gold {}", "kl": kl}
     known = {name: value for name in forms if (value := read_number(text, name)) is not None}
-    return [forms[name].format(format_number(value)) for name, value in known.items()]
+    return [forms[name].format(format_number(value, digits)) for name, value in known.items()]
 
 
 def _shown(name: str, text: Mapping[str, Any]) -> Text:
     """Its figures and the text; a token with a larger KL is redder."""
-    figures = [*text_figures(text), *["not ended"] * (text.get("ended") is False)]
+    figures = [*text_figures(text, digits=2), *["not ended"] * (text.get("ended") is False)]
     rest, body = text["text"][:LONGEST].lstrip(), Text()
     for token in text.get("tokens", ()):
         piece = token["text"] if body else token["text"].lstrip()

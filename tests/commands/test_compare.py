@@ -258,8 +258,9 @@ def test_an_interrupted_grid_goes_on(compare_file: Path, tmp_path: Path, rlhf_kl
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
+    assert "interrupted; to go on from the last checkpoint: " in errors
     before = metrics.read_bytes().count(b"\n")
     done = rlhf_kl(*words)
     assert done.code == 0, done.err
