@@ -253,8 +253,10 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
     kind, batch, ceiling = config.kl.controller.kind, config.rollout.batch_size, config.kl.ceiling is not None
     constant = kind in ("fixed", "schedule")
     limit = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
-    exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise; or l"
-    noise = f"ower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
+    exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise. "
+    noise = (
+        f"Lower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
+    )
     noise += f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
     rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
     goal = "Lower kl.target, raise ppo.learning_rate, or train for more updates. A target is a goal: where you want a "
@@ -264,7 +266,7 @@ def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
         "to_lower": "lower kl.controller.min_coef or kl.target",
         "to_fall": "Raise kl.controller.coef, lower ppo.learning_rate" if constant else "Lower ppo.learning_rate",
         "to_restrain": "Raise kl.controller.coef" if constant else "Lower kl.target (a goal that beta also falls for)",
-        "less_noise": (exact if (config.kl.placement, config.kl.estimator) == ("reward", "k1") else "L") + noise,
+        "less_noise": exact * ((config.kl.placement, config.kl.estimator) == ("reward", "k1")) + noise,
         "limit_kl": limit,
         "adapt": limit if kind == "adaptive" else "use kl.controller.kind: adaptive",
     }

@@ -80,3 +80,12 @@ def format_percent(value: float | None, *, signed: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return "-" if value is None else "∞"
     return f"{value:+.0%}" if signed else f"{value:.0%}"
+
+
+def duration(seconds: float) -> str:
+    """`9 s`, `1:12` or `2:03:04`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"

@@ -1,6 +1,6 @@
-"""What a person sees of a command: the messages of `log`, progress, the live view of a training run, its summary.
+"""What a person sees of a command: the messages of `log`, progress, the updates of a training run, its summary.
 
-Everything goes to stderr: results on stdout stay clean. Without a terminal plain lines replace the live view.
+Everything goes to stderr: results on stdout stay clean. A terminal has bars besides the lines.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ import contextlib
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
-from rlhf_kl.status import RunStatus, duration
-from rlhf_kl.text import format_number, safe_text
+from rlhf_kl.text import duration, format_number, hanging, read_number, safe_text
 
 log = logging.getLogger("rlhf_kl")
-HEADER_EVERY = 20  # lines of a log
-LOG_ROWS = 100  # of a whole run
+HEADER_EVERY = 20  # lines on updates
+LOG_ROWS = 100  # such lines of a whole run
+WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of their columns
 LOG_SECONDS = 10.0  # at least, between two lines on the progress of one thing
 LOG_SHARE = 0.1  # of the whole, between two lines; or a minute
 
@@ -34,8 +35,53 @@ class Advance(Protocol):
     def __call__(self, steps: int = 1, note: str | None = None) -> None: ...
 
 
+class RunStatus:
+    """The rows of a run as lines in fixed columns, and as a few figures beside a bar."""
+
+    def __init__(self, total: int, target: float, unit: str, done: int = 0) -> None:
+        """`total`: updates of the run, `done` of them before. `target` in nats per `unit`."""
+        self.total, self.target, self.unit, self.step = total, target, unit, done
+        self.header = f"update episodes score KL/{unit[:3]} KL/tgt beta ppl tok/s left".split()
+        self.lines, self.shown = 0, 0  # and the step of the last one
+        self._seconds = deque[float](maxlen=10)  # of the last updates
+        self._perplexity: float | None = None  # measured since the last line
+
+    def update(self, row: Mapping[str, Any]) -> str:
+        """Take a row of `metrics.jsonl`; returns the figures beside a bar."""
+        self._row, self.step = row, int(row["step"])
+        if (seconds := self._number("time/step_s")) is not None:
+            self._seconds.append(seconds)
+        if (perplexity := self._number("eval/perplexity")) is not None:
+            self._perplexity = perplexity
+        beta, score = format_number(self._number("kl/coef")), format_number(self._number("objective/scores"))
+        return f"KL {format_number(self._kl())}/{self.target:.3g} beta {beta} score {score}"
+
+    def line(self) -> list[str]:
+        """The cells of the newest row."""
+        kl, speed = self._kl(), self._number("perf/tokens_per_s")
+        perplexity, self._perplexity = self._perplexity, None
+        return [
+            f"{self.step}/{self.total}",
+            f"{self._row.get('episodes', '-')}",
+            format_number(self._number("objective/scores"), 4),
+            format_number(kl, 4),
+            "-" if kl is None else f"{kl / self.target:.2f}x",
+            format_number(self._number("kl/coef"), 4),
+            format_number(perplexity),
+            "-" if speed is None else f"{speed:.0f}",
+            duration(max(0, self.total - self.step) * fmean(self._seconds)) if self._seconds else "-",
+        ]
+
+    def _kl(self) -> float | None:
+        kl = self._number(f"kl/{self.unit}")
+        return kl and round(kl, 7)  # the sums of float32 leave a little at 0
+
+    def _number(self, key: str) -> float | None:
+        return read_number(self._row, key)
+
+
 class Screen:
-    """What a command writes to stderr: the words of `log`, progress, the live view of a run.
+    """What a command writes to stderr: the words of `log`, progress, the updates of a run.
 
     Any text may come from outside (prompts, file names): markup and control characters are shown as text.
     """
@@ -51,10 +97,8 @@ class Screen:
         self._terminal = console.is_terminal and not console.is_dumb_terminal
         self._quiet, self._moves = quiet, self._terminal and not quiet
         self._status: RunStatus | None = None
-        self._lines, self._shown = 0, 0  # rows of the log, and the step of the last
-        self._live: Live | None = None
+        self._advance: Advance | None = None  # of the run
         self._bars: Progress | None = None
-        self._now: tuple[str, float] | None = None  # what goes on, and since when
         log.setLevel(logging.WARNING if quiet else logging.INFO)
 
     def silence(self) -> None:
@@ -66,17 +110,12 @@ class Screen:
 
     def write(self, record: logging.LogRecord) -> None:
         """Show a message; a warning is an alert, a message that needs action."""
-        message = Text(safe_text(record.getMessage(), keep_newlines=True))
+        message = safe_text(record.getMessage(), keep_newlines=True)
         if record.levelno < logging.WARNING:
-            self._print(message, soft_wrap=not self._terminal)
-            return
-        mark, style = ("error", "bold red") if record.levelno >= logging.ERROR else ("alert", "yellow")
-        if not self._terminal:
-            self._print(Text(f"{mark}: ") + message)
-            return
-        table = _two_columns(style, padding=1)
-        table.add_row(f"{mark}:", message)
-        self._console.print(table)
+            self._print(Text(message), soft_wrap=not self._terminal)
+        else:
+            error = record.levelno >= logging.ERROR
+            self._print_pair("error: " if error else "alert: ", message, "bold red" if error else "yellow")
 
     def print_summary(
         self, figures: Mapping[str, object], next_steps: Sequence[str] = (), texts: RenderableType | None = None
@@ -88,7 +127,9 @@ class Screen:
             return
         if self._terminal:
             self._console.print()
-        self._pairs(figures)
+        names = {name: f"  {safe_text(name)}" for name in figures}
+        for name, value in figures.items():
+            self._print_pair(f"{names[name]:<{max(map(len, names.values()))}}  ", _value(value), "cyan")
         if texts is not None:
             self._console.print(texts, "")
         if next_steps:
@@ -103,7 +144,7 @@ class Screen:
         """Show a bar over `total` steps (None: unknown) while the block runs; nested bars are below it."""
         began = time.monotonic()
         if self._moves:
-            with self._bar(safe_text(description), total) as advance:
+            with self._bar(description, total) as advance:
                 yield advance
         else:
             log.info(f"{description} ...")
@@ -114,28 +155,45 @@ class Screen:
     def waiting(self, message: str) -> Iterator[None]:
         """A moving bar in a terminal while the block runs; a line at its end if that took ten seconds."""
         began = time.monotonic()
-        with self._bar(safe_text(message), None) if self._moves else contextlib.nullcontext():
+        with self._bar(message, None) if self._moves else contextlib.nullcontext():
             yield
         if (seconds := time.monotonic() - began) >= LOG_SECONDS:
             log.info(f"{message}: done in {duration(seconds)}")
 
     @contextlib.contextmanager
-    def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
+    def _bar(self, name: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         bars = self._bars = self._bars or self._new_bars()
-        task = bars.add_task(name, total=total, note="")
+        task, figures = bars.add_task("", total=total, completed=done), ""
 
         def advance(steps: int = 1, note: str | None = None) -> None:
-            bars.advance(task, steps)
-            if note is not None:
-                bars.update(task, note=safe_text(note))
+            nonlocal done, figures
+            done, figures = done + steps, figures if note is None else note
+            count = f" {done}/{total}" if total else f" {done}" * (done > 0)
+            bars.update(task, advance=steps, description=safe_text(f"{name}{count} {figures}"))
 
-        self._start_live()
+        advance(0)
+        bars.start()
         try:
             yield advance
         finally:
             bars.remove_task(task)
-            if not bars.tasks and self._status is None:
-                self._stop_live()
+            if not bars.tasks:
+                bars.stop()
+                self._bars = None
+
+    def _new_bars(self) -> Progress:
+        text = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        return Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False, table_column=text),
+            BarColumn(min(40, max(3, self._console.width - 64))),  # what the figures of a run leave
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+            redirect_stdout=sys.stdout.isatty(),  # a piped stdout holds results
+            speed_estimate_period=600,
+            refresh_per_second=4,
+        )
 
     def _log_progress(self, name: str, total: int | None) -> Advance:
         """A line every tenth or every minute, none for what takes less than ten seconds."""
@@ -159,72 +217,24 @@ class Screen:
     def live(self, status: RunStatus) -> Iterator[None]:
         """Show the rows of a run while the block runs."""
         self._status = status
-        try:
+        bar = self._bar("update", status.total, status.step) if self._moves else contextlib.nullcontext()
+        with bar as self._advance:
             yield
-        finally:
-            self._stop_live()
-
-    def show_work(self, message: str) -> None:
-        """What the run does from now on, shown in a terminal with its seconds until the next call."""
-        self._now = safe_text(message), time.monotonic()
-        if self._moves:
-            self._start_live().refresh()
 
     def show_row(self, row: Mapping[str, Any]) -> None:
-        """Show a row of `metrics.jsonl`."""
-        assert self._status is not None, "within live()"
-        self._status.update(row)
-        if self._moves:
-            self._start_live().refresh()
-        if self._moves or self._quiet:
+        """Show a row of `metrics.jsonl`: in the bar, and every so often as a line."""
+        run = self._status
+        assert run is not None, "within live()"
+        before, figures = run.step, run.update(row)
+        if self._advance is not None and self._bars is not None:
+            self._advance(run.step - before, figures)
+            self._bars.refresh()
+        if self._quiet or (run.lines and run.step < run.total and run.step - run.shown < run.total / LOG_ROWS):
             return
-        step, total = int(row.get("step") or 0), self._status.total
-        if self._lines and step < total and step - self._shown < total / LOG_ROWS:
-            return
-        self._shown = step
-        if self._lines % HEADER_EVERY == 0:
-            self._print(Text(self._status.header()))
-        self._lines += 1
-        self._print(Text(self._status.line()))
-
-    def _start_live(self) -> Live:
-        if self._live is None:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._view,
-                refresh_per_second=4,
-                redirect_stdout=sys.stdout.isatty(),  # a piped stdout holds results
-                redirect_stderr=True,
-            )
-            self._live.start()
-        return self._live
-
-    def _stop_live(self) -> None:
-        if self._live is not None:
-            self._now = None  # not in the last frame, which stays
-            self._live.stop()
-            self._live = self._bars = None
-
-    def _new_bars(self) -> Progress:
-        name = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        return Progress(
-            TextColumn("{task.description}", markup=False, table_column=name),
-            TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True)),
-            BarColumn(14),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-            expand=True,
-        )
-
-    def _view(self) -> RenderableType:
-        parts: list[RenderableType] = [self._status.table()] if self._status else []
-        if self._now is not None:
-            message, since = self._now
-            parts.append(Text(f"{message}, {duration(time.monotonic() - since)}", style="dim", overflow="ellipsis"))
-        if self._bars is not None and self._bars.tasks:
-            parts.append(self._bars.get_renderable())
-        return Group(*parts)
+        if run.lines % HEADER_EVERY == 0:
+            self._print_columns(run.header)
+        self._print_columns(run.line())
+        run.lines, run.shown = run.lines + 1, run.step
 
     # ---- printing
 
@@ -232,21 +242,20 @@ class Screen:
         """Soft wrap: commands and paths can be copied whole, and a log has one line per message."""
         self._console.print(text, soft_wrap=soft_wrap, highlight=False)
 
-    def _pairs(self, pairs: Mapping[str, object]) -> None:
-        rows = [(f"  {safe_text(str(name))}", _value(value)) for name, value in pairs.items()]
-        width = max((len(name) for name, _ in rows), default=0)
-        table = _two_columns("cyan", padding=2)
-        for name, value in rows:
-            if self._terminal:
-                table.add_row(Text(name), Text(value))
-            else:
-                self._print(Text(f"{name:<{width}}  {value}"))
-        if self._terminal:
-            self._console.print(table)
+    def _print_columns(self, cells: Sequence[str]) -> None:
+        """Right-aligned cells, in a terminal as many as it is wide; one too wide for its column has a space before."""
+        text = ""
+        for cell, width in zip(cells, WIDTHS, strict=True):
+            cell = f"{cell:>{width}}" if len(cell) < width else f" {cell}"
+            if self._terminal and len(text + cell) > self._console.width:
+                break
+            text += cell
+        self._print(Text(text))
 
-
-def _two_columns(style: str, padding: int) -> Table:
-    return Table.grid(Column(style=style, no_wrap=True), Column(overflow="fold"), padding=(0, padding))
+    def _print_pair(self, name: str, value: str, style: str) -> None:
+        """A name and its value, whose lines stand below each other in a terminal."""
+        value = hanging(value, self._console.width if self._terminal else None, len(name))
+        self._print(Text.assemble((name, style if self._terminal else ""), value))
 
 
 def _value(value: object) -> str:
@@ -264,5 +273,5 @@ log.addHandler(_Words())
 log.propagate = False
 _screen = Screen()
 start, silence, live = _screen.start, _screen.silence, _screen.live
-progress, waiting, show_work, show_row = _screen.progress, _screen.waiting, _screen.show_work, _screen.show_row
+progress, waiting, show_row = _screen.progress, _screen.waiting, _screen.show_row
 print_summary = _screen.print_summary

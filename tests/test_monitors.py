@@ -362,10 +362,10 @@ def test_when_nothing_is_said_of_the_kl() -> None:
 def test_a_noisy_penalty_is_mended_first(placement: str) -> None:
     section = {"placement": placement, "estimator": "k1" if placement == "reward" else "k2"}
     [text] = [text for _, text in texts(monitors(scores=SCORES, kl=section), bought(0.0)) if "not-bought" in text]
-    assert ("rao_blackwell with kl.estimator: exact, a penalty without noise; or lower ppo" in text) == (
+    assert ("rao_blackwell with kl.estimator: exact, a penalty without noise. Lower ppo" in text) == (
         placement == "reward"
     )
-    assert "ower ppo.learning_rate (0.001, say to 0.0003) or raise rollout.batch_size (64, say to 256)" in text
+    assert "Lower ppo.learning_rate (0.001, say to 0.0003) or raise rollout.batch_size (64, say to 256)" in text
 
 
 # ---- events and decisions

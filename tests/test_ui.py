@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rlhf_kl import ui
-from rlhf_kl.status import RunStatus, duration
-from rlhf_kl.ui import log
+from rlhf_kl.text import duration
+from rlhf_kl.ui import RunStatus, log
 
 
 def _terminal(width: int) -> Console:
@@ -32,7 +32,7 @@ def _written(console: Console) -> str:
 
 
 def _painted(console: Console) -> list[str]:
-    """What was written between the points where the live view is wiped, without styles."""
+    """what was written between the points where bars are wiped, without styles."""
     parts = _written(console).split("\x1b[2K")
     return [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r| +$", "", part, flags=re.MULTILINE) for part in parts]
 
@@ -63,54 +63,50 @@ def shown(
         yield
 
 
-def _live(width: int, *rows: dict[str, Any], **options: Any) -> list[str]:
-    """The lines of the last frame."""
-    console = _terminal(width)
-    with shown(console, **options):
-        for row in rows:
-            ui.show_row(row)
-    return [line for line in _painted(console)[-1].split("\n") if line]
+def _bars(console: Console) -> list[str]:
+    """The bars on updates that were painted."""
+    return [line for part in _painted(console) for line in part.split("\n") if " update " in line]
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_the_live_view_fits_and_shows_all(width: int) -> None:
-    lines = _live(width, _row(1, **{"eval/perplexity": 3.62}), _row(5, **{"kl/backtrack_factor": 0.5}))
-    assert [line.split()[0] for line in lines] == ["update", "score", "KL/token", "beta", "perplexity"]
-    text = "\n".join(lines)
-    for part in (
-        *("5/60", "1:50 left", "2.50 ▲ +2.00", "gold -0.250 ▼ -1.00", "0.1000 of 0.1", "in band"),
-        *("0.1000 → 0.1200", "ceiling kept 50%", "3.62 held-out, update 1", "2310 tok/s"),
-    ):
-        assert part in text
-    assert "…" not in text
-    large = {"episodes": 12_345_678, "objective/scores": -123456.7, "objective/gold": 98765.4, "kl/token": 12.3}
-    wide = _live(width, _row(1), _row(99_999, **large), total=100_000)
-    assert len(wide) == 4
-    assert all(cell_len(line) <= width for line in lines + wide)
+def test_a_terminal_has_lines_and_one_bar_that_fit(width: int) -> None:
+    console = _terminal(width)
+    with shown(console, 60):
+        ui.show_row(_row(1, **{"eval/perplexity": 3.62}))
+        ui.show_row(_row(5))
+    lines = [line for part in _painted(console) for line in part.split("\n")]
+    assert all(cell_len(line) <= width for line in lines)
+    columns = ["update", "episodes", "score", "KL/tok", "KL/tgt", "beta", "ppl", "tok/s", "left"]
+    assert [line.split() for line in lines if "episodes" in line] == [columns[: 7 if width == 60 else 9]]
+    rows = [line.split() for line in lines if line.split()[:1] == ["5/60"]]
+    assert rows == [["5/60", "320", "2.500", "0.1000", "1.00x", "0.1000", "-", "2310", "1:50"][: len(rows[0])]]
+    assert "update 5/60 KL 0.100/0.1 beta 0.100 score 2.50 " in _bars(console)[-1]
+    large = {"episodes": 12_345_678, "objective/scores": -123456.7, "kl/token": 12.3}
+    wide = _terminal(width)
+    with shown(wide, 100_000):
+        ui.show_row(_row(99_999, **large))
+    assert all(cell_len(line) <= width for line in _bars(wide))
 
 
-def test_kl_beside_its_target_and_missing_figures() -> None:
-    assert "below" in "\n".join(_live(60, _row(2)))
-    assert "1.4x target" in "\n".join(_live(60, _row(7)))
-    assert "1.200 of 1" in "\n".join(_live(60, _row(2), unit="sequence", target=1.0))
-    lines = _live(60, {"step": 1, "kl/token": 0.5, "objective/scores": None, "kl/coef": float("nan")})
-    assert [line.split()[0] for line in lines] == ["update", "KL/token"]
+def test_missing_figures_and_the_unit() -> None:
+    console, plain = _terminal(80), _plain(80)
+    for each in (console, plain):
+        with shown(each, unit="sequence", target=1.0):
+            ui.show_row({"step": 1, "kl/sequence": 0.5, "objective/scores": None, "kl/coef": float("nan")})
+    assert "update 1/60 KL 0.500/1 beta - score - " in _bars(console)[-1]
+    header, row = _written(plain).splitlines()
+    assert header.split()[3] == "KL/seq"
+    assert row.split() == ["1/60", "-", "-", "0.5000", "0.50x", "-", "-", "-", "-"]
 
 
-def test_after_a_resume_the_start_is_that_of_the_run() -> None:
-    status = RunStatus(10, 0.1, "token")
-    status.remember({"step": 1, "objective/scores": 1.0, "eval/perplexity": 2.5, "time/step_s": 60.0})
-    assert not status  # nothing of this part of the run yet
-    status.update({"step": 5, "objective/scores": 4.0, "time/step_s": 2.0})
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(status.table())
-    for part in ("4.00 ▲ +3.00", "2.50 held-out, update 1", "10 s left"):  # at the speed of now
-        assert part in captured.get()
-    status.remember({"step": 11, "eval/perplexity": 3.5})  # of the closing evaluation
-    with console.capture() as captured:
-        console.print(status.table())
-    assert "3.50 held-out, after training; 2.50 at the start" in captured.get()
+def test_after_a_resume_the_bar_begins_where_the_run_was() -> None:
+    console = _terminal(80)
+    ui.start(console=console)
+    with ui.live(RunStatus(10, 0.1, "token", done=4)):
+        ui.show_row(_row(5))
+    bars = _bars(console)
+    assert " update 4/10 " in bars[0]
+    assert " update 5/10 " in bars[-1]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1:00"), (72, "1:12"), (7384, "2:03:04")])
@@ -162,15 +158,15 @@ def test_outside_text_is_shown_as_text(terminal: bool) -> None:
     written = _written(console)
     assert "\x1b[2J" not in written
     assert "\x07" not in written
-    assert written.count(safe) >= 7
+    assert written.count(safe) >= 6
 
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_tables_alerts_and_summary_fit(width: int) -> None:
     console = _terminal(width)
-    with shown(console):
-        log.warning("kl-above-target: " + "many words about what happened and what to do " * 3)
-        ui.print_summary({"KL per token": 0.10321, "score": None, "time": "2:04"}, ["rlhf-kl report runs/a"])
+    ui.start(console=console)
+    log.warning("kl-above-target: " + "many words about what happened and what to do " * 3)
+    ui.print_summary({"KL per token": 0.10321, "score": None, "time": "2:04"}, ["rlhf-kl report runs/a"])
     lines = console.export_text().splitlines()
     assert all(cell_len(line) <= width for line in lines)
     assert "  KL per token  0.1032" in [line.rstrip() for line in lines]
@@ -208,19 +204,6 @@ def test_nested_progress_in_a_terminal() -> None:
     assert "built-in world: done in 0 s" in lines
     assert "evaluating: done in 0 s" in lines
     assert all(cell_len(line) <= 60 for line in lines)
-
-
-def test_a_terminal_shows_what_the_run_does_now_and_a_log_does_not() -> None:
-    console, plain = _terminal(60), _plain()
-    for each in (console, plain):
-        with shown(each, 2):
-            ui.show_work("evaluating")
-            ui.show_work("update 1")
-            ui.show_row(_row(1))
-    assert any("evaluating, 0 s" in frame for frame in _painted(console))
-    assert any("update 1, 0 s" in frame for frame in _painted(console))
-    assert "update 1, 0 s" not in _painted(console)[-1]
-    assert "evaluating" not in _written(plain)
 
 
 def test_progress_that_fails_is_not_done_and_frees_the_terminal() -> None:

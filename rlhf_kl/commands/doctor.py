@@ -38,7 +38,7 @@ from rlhf_kl.rollout.collect import NonFiniteRollout, Sampler
 from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.run import LESS_MEMORY
-from rlhf_kl.status import duration
+from rlhf_kl.text import duration
 from rlhf_kl.trainers.metrics import update_row
 from rlhf_kl.trainers.optim import usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer

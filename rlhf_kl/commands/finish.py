@@ -24,8 +24,7 @@ from rlhf_kl.report.control import closing_note, is_update, start_to_end, verdic
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.status import duration
-from rlhf_kl.text import format_number
+from rlhf_kl.text import duration, format_number
 from rlhf_kl.trainers.reward_figures import sketch
 from rlhf_kl.ui import log
 

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from rlhf_kl import ui
@@ -16,40 +18,21 @@ from rlhf_kl.commands.session import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.run import stored_config
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.signals import ending_on_sigterm
-from rlhf_kl.ui import Advance, log
+from rlhf_kl.ui import log
 
 POLL_S = 0.3
 GUARD = 3  # exit code of a run that a guard stopped: its rows count
 
 
-@dataclass
-class Job:
-    """A run in progress."""
-
-    run: PlannedRun
-    process: subprocess.Popen[bytes]
-    log: Path
-    started: float
-    updates: int = 0  # that have been counted
-
-    def new_updates(self) -> int:
-        """Updates since the last call; rows of a run that this one replaces are older than it."""
-        metrics, before = _run_folder(self.run).metrics, self.updates
-        if metrics.exists() and metrics.stat().st_mtime >= self.started:
-            rows = metrics.read_bytes().count(b"\n")
-            self.updates = max(before, min(rows, self.run.config.updates))  # the closing evaluation is no update
-        return self.updates - before
-
-
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
     """Train the missing runs; returns the names of those that failed.
 
-    Errors: InputError if a folder holds another run.
+    Errors: InputError if a folder holds another run; Interrupted after a signal.
     """
     if not overwrite:
         check_folders(plan)
@@ -57,8 +40,11 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
         plan.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{plan.folder} cannot be created: {error.strerror}") from None
-    with ending_on_sigterm():
-        return Grid(plan, jobs, overwrite).work()
+    try:
+        with ending_on_sigterm():
+            return Grid(plan, jobs, overwrite).work()
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT) from None
 
 
 def check_folders(plan: ComparePlan) -> None:
@@ -77,51 +63,66 @@ def check_folders(plan: ComparePlan) -> None:
 
 
 class Grid:
-    """Trains the unfinished runs, `jobs` at a time. After an interrupt the same command goes on."""
+    """Trains the unfinished runs in `jobs` threads. After an interrupt the same command goes on."""
 
     def __init__(self, plan: ComparePlan, jobs: int, overwrite: bool) -> None:
         self.plan, self.jobs, self.overwrite = plan, jobs, overwrite
-        self.waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
-        self.running: list[Job] = []
+        self.missing = [run for run in plan.runs if overwrite or not _is_finished(run)]
         self.failures: list[str] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.stopped = False
 
     def work(self) -> list[str]:
         """Train until all runs have ended; return the names of those that failed."""
-        total = len(self.plan.runs)
-        log.info(f"{total} runs: {total - len(self.waiting)} finished, {len(self.waiting)} to train")
-        if not self.waiting:
+        total, missing = len(self.plan.runs), len(self.missing)
+        log.info(f"{total} runs: {total - missing} finished, {missing} to train")
+        chains = list[list[PlannedRun]]()  # each is trained by one thread, from its first run to its last
+        for run in self.missing:
+            if not chains or run.after != chains[-1][-1].name:
+                chains.append([])
+            chains[-1].append(run)
+        if not chains:
             return []
-        updates = sum(run.config.updates for run in self.waiting)
-        try:
-            with ui.progress("training", updates) as advance:
-                while self.waiting or self.running:
-                    self._step(advance)
-        finally:
-            self._stop()
+        began, updates = time.time(), sum(run.config.updates for run in self.missing)
+        with ui.progress("training", updates) as advance, ThreadPoolExecutor(self.jobs) as threads:
+            try:
+                pending, counted = {threads.submit(self.train, chain) for chain in chains}, Counter[str]()
+                while pending:
+                    done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                    for run in self.missing:
+                        if new := _updates_since(began, run) - counted[run.name]:
+                            counted[run.name] += new
+                            advance(new, note=f"{run.name} {counted[run.name]}/{run.config.updates}")
+            finally:
+                self.stop()
         return self.failures
 
-    def _step(self, advance: Advance) -> None:
-        while len(self.running) < self.jobs and (run := self._next()):
-            self.waiting.remove(run)
-            self.running.append(self._start(run))
-        time.sleep(POLL_S)
-        for job in self.running:
-            if new := job.new_updates():
-                advance(new, note=f"{job.run.name} {job.updates}/{job.run.config.updates}")
-        for job in [job for job in self.running if job.process.poll() is not None]:
-            self.running.remove(job)
-            advance(job.new_updates())
-            self._report(job)
+    def train(self, chain: Sequence[PlannedRun]) -> None:
+        """Train runs of which each needs the end of the one before."""
+        for i, run in enumerate(chain):
+            began, file = time.monotonic(), self.plan.folder / "logs" / f"{run.name}.log"
+            code = None if self.stopped else self.run(run, file)
+            if self.stopped:
+                return
+            if code == 0:
+                log.info(f"{run.name}: done in {time.monotonic() - began:.0f} s")
+                continue
+            last, lost = _last_line(file), [other.name for other in chain[i + 1 :]]
+            if code == GUARD:
+                log.warning(f"{run.name}: stopped by a guard: {last}")
+            else:
+                log.error(f"{run.name}: failed: {last or f'exit code {code}'} ({file})")
+            if lost:
+                log.error(f"not trained, since {run.name} did not reach its end: {', '.join(lost)}")
+            self.failures += lost if code == GUARD else [run.name, *lost]
+            return
 
-    def _next(self) -> PlannedRun | None:
-        """The first waiting run that starts from no unfinished one."""
-        unfinished = {run.name for run in (*self.waiting, *(job.run for job in self.running))}
-        return next((run for run in self.waiting if run.after not in unfinished), None)
-
-    def _start(self, run: PlannedRun) -> Job:
+    def run(self, run: PlannedRun, file: Path) -> int:
+        """Train a run in a process of its own, which writes its log into `file`; its exit code."""
         config = self.plan.folder / "configs" / f"{run.name}.yaml"  # which its process reads
-        log = self.plan.folder / "logs" / f"{run.name}.log"
-        for path in (_run_folder(run).path, config, log):
+        for path in (_run_folder(run).path, config, file):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(config, dump_config(begun(run)))
         mode = "--overwrite" if self.overwrite else "--resume"
@@ -129,9 +130,8 @@ class Grid:
         if self.jobs > 1:
             # Each its share, or the processes fight for the same cores.
             environment.setdefault(NUMBER, str(max(1, cores() // self.jobs)))
-        log.unlink(missing_ok=True)  # it may be a link
-        with log.open("wb") as out:
-            # A session of its own: Ctrl-C reaches it once, through `_stop`, and the run ends with a checkpoint.
+        with file.open("wb") as out:
+            # A session of its own: Ctrl-C reaches it once, through `stop`, and the run ends with a checkpoint.
             process = subprocess.Popen(
                 [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), mode, "--quiet"],
                 stdin=subprocess.DEVNULL,
@@ -140,37 +140,16 @@ class Grid:
                 env=environment,
                 start_new_session=True,
             )
-        return Job(run, process, log, time.time())
+        self.processes.append(process)
+        if self.stopped:  # since then
+            process.send_signal(signal.SIGINT)
+        return process.wait()
 
-    def _report(self, job: Job) -> None:
-        code, seconds = job.process.returncode, time.time() - job.started
-        ended = len(self.plan.runs) - len(self.waiting) - len(self.running)
-        text = f"[{ended}/{len(self.plan.runs)}] {job.run.name}: "
-        if code == 0:
-            log.info(f"{text}done in {seconds:.0f} s")
-            return
-        last = _last_line(job.log)
-        if code == GUARD:
-            log.warning(f"{text}stopped by a guard: {last}")
-        else:
-            self.failures.append(job.run.name)
-            log.error(f"{text}failed: {last or f'exit code {code}'} ({job.log})")
-        lost = [job.run.name]
-        for run in list(self.waiting):  # in the order of their chain
-            if run.after in lost:
-                lost.append(run.name)
-                self.waiting.remove(run)
-        if len(lost) > 1:
-            log.error(f"not trained, since {lost[0]} did not reach its end: {', '.join(lost[1:])}")
-        self.failures += lost[1:]
-
-    def _stop(self) -> None:
-        """Interrupt the runs in progress: each writes a checkpoint and ends."""
-        for job in self.running:
-            if job.process.poll() is None:
-                job.process.send_signal(signal.SIGINT)
-        for job in self.running:
-            job.process.wait()
+    def stop(self) -> None:
+        """Start no more runs, and interrupt those in progress: each writes a checkpoint and ends."""
+        self.stopped = True
+        for process in self.processes:
+            process.send_signal(signal.SIGINT)  # nothing where it has ended
 
 
 def begun(run: PlannedRun) -> TrainConfig:
@@ -193,6 +172,14 @@ def begun(run: PlannedRun) -> TrainConfig:
 
 def _run_folder(run: PlannedRun) -> RunFolder:
     return RunFolder(Path(run.config.run.output_dir))
+
+
+def _updates_since(began: float, run: PlannedRun) -> int:
+    """Updates of a run, which may go on with earlier ones; 0 while its rows are those of a run that it replaces."""
+    metrics = _run_folder(run).metrics
+    if not metrics.exists() or metrics.stat().st_mtime < began:
+        return 0
+    return min(metrics.read_bytes().count(b"\n"), run.config.updates)  # the closing evaluation is no update
 
 
 def _is_finished(run: PlannedRun) -> bool:

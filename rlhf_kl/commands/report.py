@@ -81,7 +81,7 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
             save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
                        heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
         if targets := target_charts(comparison):
-            save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?", footer=TARGETS.strip())
+            save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?", footer=TARGETS)
         for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")
     except OSError as error:

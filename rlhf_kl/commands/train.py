@@ -29,10 +29,9 @@ from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept
-from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.metrics import failed_row, update_row
-from rlhf_kl.ui import log
+from rlhf_kl.ui import RunStatus, log
 
 ROLLBACK_RAISE = 2.0  # of beta
 
@@ -56,7 +55,6 @@ class TrainLoop:
     def __init__(self, config: TrainConfig, setup: Setup, training: Training, run: Run) -> None:
         self.config, self.setup, self.training, self.run = config, setup, training, run
         self.trainer, self.ranks = training.trainer, run.ranks
-        self.status = RunStatus(config.updates, config.kl.target_value, config.kl.unit)
         self.scorers = setup.scorers
         self.monitors = Monitors(
             config,
@@ -67,9 +65,6 @@ class TrainLoop:
             from_reference=setup.reference_is_initial_policy,
         )
         run.track(monitors=self.monitors)
-        for row in read_jsonl(run.folder.metrics) if run.checkpoint is not None else ():
-            if row.get("step", run.next_step) < run.next_step:
-                self.status.remember(row)
 
     # ---- the loop
 
@@ -77,7 +72,8 @@ class TrainLoop:
         """All updates, then the closing evaluation, `final/` and the summary."""
         self.run.begin()
         self.announce()
-        with ui.live(self.status):
+        kl = self.config.kl
+        with ui.live(RunStatus(self.config.updates, kl.target_value, kl.unit, self.run.next_step - 1)):
             self.update_all()
             return self.finish()
 
@@ -92,7 +88,6 @@ class TrainLoop:
             facts: dict[str, Any] = {}
             self.scorers.begin(step, total)
             evaluated = self.evaluate(step, facts) if (step - 1) % config.eval.every == 0 else {}
-            ui.show_work(f"update {step}")
             result = self.step(step)
             row = result.row | evaluated
             row["alerts"], decision = self.monitors(row, facts | result.facts)
@@ -115,8 +110,9 @@ class TrainLoop:
 
     def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
-        ui.show_work(f"evaluating on {len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses")
-        figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
+        sizes = f"{len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses"
+        with ui.waiting(f"evaluating on {sizes}"):
+            figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
         for row in samples:
             self.run.sample({"step": step} | row)
         return figures
@@ -241,14 +237,13 @@ class TrainLoop:
         evaluated = self.evaluate(step + 1, facts)
         for alert in worded(facts):
             log.warning(alert)
-        ui.show_work("writing final/")
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
         self.run.log(row)
-        self.status.remember(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
-        write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
+        with ui.waiting("writing final/"):
+            write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
         closing = closing_figures([*rows, row], self.config.kl.unit)
         return self.run.finish(
             steps=step,

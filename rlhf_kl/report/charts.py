@@ -19,7 +19,7 @@ from rlhf_kl.text import format_number, format_percent, read_number
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
-TARGETS = " Each target stands at the √KL that its runs reached."
+TARGETS = "Each target stands at the √KL that its runs reached."
 ROOT_KL = "√KL, nats per response"
 BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
@@ -185,12 +185,16 @@ def _over_time(comparison: Comparison, key: str, slug: str, title: str) -> Chart
     """A key over the updates, each variant's mean with one standard deviation."""
     styles = variant_styles(comparison)
     lines = [Line(v.name, styles[v.name].tint, *v.series(key), styles[v.name].dash) for v in comparison.variants]
-    caption = "Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else "One seed."
+    caption = _spread(comparison)
     log, values = "", [value for line in lines for value in line.y if value > 0]
     if key == "kl/coef" and (log := log_if_wide(min(values, default=0.0), max(values, default=0.0))):
         lines = [line._replace(low=(), high=()) for line in lines if min(line.y, default=0.0) > 0]
         caption += " On a log scale, without a beta of 0."
     return Chart(slug, title, slug, lines, caption, log=log)
+
+
+def _spread(comparison: Comparison) -> str:
+    return "Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else "One seed."
 
 
 def _frontier(comparison: Comparison) -> Chart | None:
@@ -255,18 +259,18 @@ def target_charts(comparison: Comparison) -> list[Chart]:
     score, gold = line("scores", "score", "score"), line("gold", "true score (gold)", "gold")
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
     forgetting = line("forgetting", "forgetting", "perplexity")
-    spread = " Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else " One seed."
-    recommended = " Dotted: the target recommended by the limits." if marked else ""
+    caption = ["Last ten updates.", _spread(comparison), TARGETS]
+    caption += ["Dotted: the target recommended by the limits."] if marked else []
     panels = [
-        ("Score by KL target", "score", [score, gold], "Last ten updates." + spread + TARGETS + recommended),
+        ("Score by KL target", "score", [score, gold], " ".join(caption)),
         ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),
         ("Forgetting", "nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
         ("Distinct word pairs", "share of all", [pairs, *levels("distinct_2", PAIRS)], "Of held-out responses."),
     ]
     label = f"KL target, nats per {comparison.unit}"
     return with_values(
-        Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], caption, xlabel=label, more=draw)
-        for i, (title, unit, lines, caption) in enumerate(panels)
+        Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], words, xlabel=label, more=draw)
+        for i, (title, unit, lines, words) in enumerate(panels)
     )
 
 

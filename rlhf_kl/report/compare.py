@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf_kl.config.load import config_diff
 from rlhf_kl.config.schema import TrainConfig
@@ -94,15 +95,6 @@ class Variant:
         return x, means, [mean - sd for mean, sd in pairs], [mean + sd for mean, sd in pairs]
 
 
-class BestTarget(NamedTuple):
-    """The KL target with the highest mean gold, in nats, and the targets whose gold is hardly lower."""
-
-    target: float
-    gold: float
-    lowest: float  # target whose gold plus its standard deviation over seeds reaches the highest
-    highest: float
-
-
 @dataclass(frozen=True)
 class Comparison:
     """All variants, in order, and notes about gaps and differences."""
@@ -157,18 +149,6 @@ class Comparison:
         by_target = sorted(largest, key=lambda variant: variant.target)
         enough = 2 if any(goes_on(variant.config) for variant in by_target) else 3
         return by_target if len({variant.target for variant in by_target}) >= enough else []
-
-    @property
-    def best_target(self) -> BestTarget | None:
-        """Over the variants of `by_target`; None without them, without gold, and where one has a single seed."""
-        if any(len(variant.runs) < 2 for variant in self.by_target):
-            return None
-        golds = [(gold, v.target, v.sd("gold") or 0.0) for v in self.by_target if (gold := v.mean("gold")) is not None]
-        if not golds:
-            return None
-        gold, target, _ = max(golds)
-        near = [other for mean, other, sd in golds if mean + sd >= gold]
-        return BestTarget(target, gold, min(near), max(near))
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
@@ -258,8 +238,8 @@ def _families(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
             families.append([name])
     labels: dict[str, list[str]] = {}
     for family in families:
-        shared = next((i for i, letters in enumerate(zip(*family, strict=False)) if len(set(letters)) > 1), 0)
-        label = family[0] if len(family) == 1 else re.sub(r"[-_. \d]+$", "", family[0][:shared])
+        shared = commonprefix(family)  # noqa: RUF071 -- names, not paths
+        label = family[0] if len(family) == 1 else re.sub(r"[-_. \d]+$", "", shared)
         labels[_free_name(label or configs[family[0]].kl.controller.kind, labels)] = family
     return {name: label for label, family in labels.items() for name in family}
 

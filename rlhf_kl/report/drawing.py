@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -135,54 +134,47 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
     height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading) + 0.3 * bool(footer)
     width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
     with _picture_style(size):
-        top, bottom = 0.04 + 0.38 * bool(heading), 0.04 + 0.22 * bool(footer)  # inches
-        room = (0.015, bottom / height, 0.97, 1 - (top + bottom) / height)
-        figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=room))
+        figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+        left, note = {"x": 0.02, "ha": "left"}, {"fontsize": size * 0.9, "color": colour("muted")}
+        if heading:
+            figure.suptitle(heading, fontsize=size * 1.12, fontweight="bold", **left)
+        if footer:
+            figure.supxlabel(footer, **note, **left)
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel in panels[len(charts) :]:
             panel.set_visible(False)
-        left = {"x": 0.02, "ha": "left"}
-        if heading:
-            figure.suptitle(heading, y=1 - 0.12 / height, va="top", fontsize=size * 1.12, fontweight="bold", **left)
-        if footer:
-            figure.supxlabel(footer, y=0.08 / height, fontsize=size * 0.85, color=colour("muted"), **left)
         for chart, panel in zip(charts, panels, strict=False):
             pad = 6 + 1.5 * size * _draw(chart, panel)
             if legend := panel.get_legend():
                 legend.set_in_layout(False)  # a wide one does not push the panels apart
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
-            panel.annotate(
-                chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
-                fontsize=size * 0.9, color=colour("muted"), va="bottom", in_layout=False,
-            )  # fmt: skip
+            place = {"xytext": (0, pad), "xycoords": "axes fraction", "textcoords": "offset points"}
+            panel.annotate(chart.subtitle, (0, 1), **place, **note, in_layout=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an `<svg>` element without title, with ids of its own and colours as CSS variables."""
+    """The chart as an `<svg>` element without title, whose colours are CSS variables.
+
+    A page holds many, which share ids: matplotlib makes those that are referred to from what they stand for.
+    """
     width, height = SVG_SIZE
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with _picture_style(SVG_TYPE):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
         axes = figure.subplots()
         _draw(chart, axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
         columns = _hover_columns(chart, axes, height)
-    body = buffer.getvalue().decode()
-    body = body[body.index("<svg") : body.rindex("</svg>")]
-    body = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
-    # Ids are counted from 1 in every picture; a page holds many.
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{chart.slug}-", body)
-    variables = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
-    body = re.sub(r"#[0-9a-f]{6}\b", lambda match: variables.get(match[0], match[0]), body)
-    opening = (
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}" '
-        'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    )
-    return f"{opening}{body[body.index('>') + 1 :]}<g>{columns}</g></svg>"
+    _, _, body = buffer.getvalue().partition("<svg ")
+    for name, (light, _) in COLOURS.items():
+        body = body.replace(light, f"var(--{name})")
+    body = body.replace("</svg>", f"<g>{columns}</g></svg>")
+    return f'<svg class="chart" role="img" aria-label="{escape(chart.title)}" {body}'
 
 
 def _draw(chart: Chart, axes: Axes) -> int:

@@ -21,10 +21,9 @@ from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.control import verdict_text
 from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.texts import across
+from rlhf_kl.report.texts import across, text_figures
 from rlhf_kl.report.verdict import figures_table
-from rlhf_kl.status import duration
-from rlhf_kl.text import format_number, format_percent, read_number, safe_text
+from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
 
 HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
@@ -177,10 +176,7 @@ def _subtitle(run: RunResult) -> str:
 
 
 def _text_figures(text: Mapping[str, Any]) -> str:
-    """Score, gold and KL of a response, as far as they are known."""
-    names = {"score": "score {}", "gold": "gold {}", "kl": "KL {} nats per response"}
-    known = {name: value for name in names if (value := read_number(text, name)) is not None}
-    return " · ".join(names[name].format(format_number(value)) for name, value in known.items())
+    return " · ".join(text_figures(text, "KL {} nats per response"))
 
 
 def _texts(run: RunResult, texts: Mapping[str, Any], hottest: float) -> list[tuple[str, str, Any]]:

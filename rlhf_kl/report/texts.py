@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.text import read_number, safe_text
+from rlhf_kl.text import format_number, read_number, safe_text
 
 HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
 TITLE = "\nHeld-out prompts, answered by both (KL in nats per response):"
@@ -63,11 +63,16 @@ def text_table(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
     return Group(*parts[:-1])
 
 
+def text_figures(text: Mapping[str, Any], kl: str = "KL {}", digits: int = 3) -> list[str]:
+    """Score, gold and KL of a response (nats), as far as they are known."""
+    forms = {"score": "score {}", "gold": "gold {}", "kl": kl}
+    known = {name: value for name in forms if (value := read_number(text, name)) is not None}
+    return [forms[name].format(format_number(value, digits)) for name, value in known.items()]
+
+
 def _shown(name: str, text: Mapping[str, Any]) -> Text:
     """Its figures and the text; a token with a larger KL is redder."""
-    forms = {"score": "score {:.2f}", "gold": "gold {:.2f}", "kl": "KL {:.1f}"}
-    figures = [form.format(text[key]) for key, form in forms.items() if read_number(text, key) is not None]
-    figures += ["not ended"] * (text.get("ended") is False)
+    figures = [*text_figures(text, digits=2), *["not ended"] * (text.get("ended") is False)]
     rest, body = text["text"][:LONGEST].lstrip(), Text()
     for token in text.get("tokens", ()):
         piece = token["text"] if body else token["text"].lstrip()

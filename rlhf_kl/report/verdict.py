@@ -134,26 +134,14 @@ def recommend(comparison: Comparison) -> Recommendation | None:
 
 
 def _target_answer(comparison: Comparison) -> list[str]:
-    """Of a sweep of targets: which one to take, the command for it, and what a higher one buys and costs.
-
-    The true score decides, where it is known and can tell; else the rule, which does not read it.
-    """
-    advice, best, unit = recommend(comparison), comparison.best_target, f"nats per {comparison.unit}"
+    """Of a sweep of targets: which one to take, the command for it, and what a higher one buys and costs."""
+    advice, unit = recommend(comparison), f"nats per {comparison.unit}"
     if advice is None:
         return []
     low, high, target = comparison.by_target[0], comparison.by_target[-1], advice.target
     text = f"Recommended target: {target:g} {unit}: {advice.reason}."
-    if best is not None and target == best.target:
-        text += f" Its true score is the highest ({format_number(best.gold, 2)})."
-    elif best is not None and best.lowest <= target <= best.highest:
-        text += f" Its true score cannot be told from the highest ({format_number(best.gold, 2)} at {best.target:g})."
-    elif best is not None:
-        target = best.target
-        edge = {high.target: ", the highest that was tried", low.target: ", the lowest that was tried"}.get(target, "")
-        text = (
-            f"Best target: {target:g} {unit}{edge}, by true score ({format_number(best.gold, 2)}). Without it "
-            f"{advice.target:g} would be recommended: {advice.reason}."
-        )
+    if golds := [(gold, v.target) for v in comparison.by_target if (gold := v.mean("gold")) is not None]:
+        text += " The true score is highest ({:.2f}) at {:g}.".format(*max(golds))
     read = next(iter(low.runs.values())).path / "config.yaml"
     options = comparison.options.get(low.name, f"--config {short_path(str(read))} --output-dir OTHER")
     command = f"{shell_command()} train {options} --set kl.target={target:g}"
@@ -168,46 +156,36 @@ def _target_answer(comparison: Comparison) -> list[str]:
 
 
 def _control_line(comparison: Comparison) -> list[str]:
-    """One sentence for all variants: who held the target, reached it late or missed it; where a constant beta ended."""
+    """A line on all variants: who held the target, reached it late or missed it; where a constant beta ended."""
     same, unit = comparison.target, comparison.unit
     goal = f"the target of {same:g} nats per {unit}" if same is not None else ""
-    parts, free = [], []
-    controlled = [variant for variant in comparison.variants if variant.verdicts]
+    controlled, sentences = [variant for variant in comparison.variants if variant.verdicts], []
     for word, verb in (("held", "held {}"), ("late", "reached {} late"), ("missed", "missed {}"), ("short", "")):
-        runs = [run for variant in controlled for run in variant.runs.values() if run.figures["verdict"] == word]
+        counts = [(v.name, count, len(v.runs)) for v in controlled if (count := v.verdicts[word])]
+        runs = [run for v in controlled for run in v.runs.values() if run.figures["verdict"] == word]
         if not runs:
             continue
-        names = _names(comparison, word)
-        if same is None:
-            goal = "its target" if sum(word in variant.verdicts for variant in controlled) == 1 else "their targets"
+        names = [name if count == seeds else f"{name} ({count} of {seeds} seeds)" for name, count, seeds in counts]
         if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
-            names = [f"all {len(controlled)} variants with a target"]
+            names = [f"All {len(names)} variants with a target"]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        errors = [run.figures["error_since" if word == "late" else "tail_error"] for run in runs] if verb else []
-        off = f"(off by {_span(errors, format_percent)}{' since' * (word == 'late')})"
-        short = f"too short to say: {who} ({' or '.join(dict.fromkeys(why_short(run.figures) for run in runs))})"
-        parts.append(f"{who} {verb.format(goal)} {off}" if verb else short)
-        goal = goal if same is None else "it"
+        if verb:
+            errors = [run.figures["error_since" if word == "late" else "tail_error"] for run in runs]
+            off = f"(off by {_span(errors, format_percent)}{' since' * (word == 'late')})"
+            own = "their targets" if len(counts) > 1 else "its target"
+            sentences.append(f"{who} {verb.format(goal or own)} {off}")
+            goal = goal and "it"
+        else:
+            reasons = " or ".join(dict.fromkeys(why_short(run.figures) for run in runs))
+            sentences.append(f"Too short to say: {who} ({reasons})")
     for family, members in comparison.families.items():
         ratios = [ratio for v in members if not v.verdicts and (ratio := v.over_target) is not None]
         if members[0].constant_coef == 0:
-            free.append(f"{family} has no penalty, KL per {unit} {format_number(members[0].mean('kl'))}")
+            sentences.append(f"{family} has no penalty, KL per {unit} {format_number(members[0].mean('kl'))}")
         elif ratios:
-            free.append(f"{family} ended at {_span(ratios, lambda ratio: f'{format_number(ratio, 2)}x')} the target")
-    text = "; ".join([*parts, *free])
-    return [f"{text[0].upper() if text.startswith(('all ', 'too ')) else text[0]}{text[1:]}."] if text else []
-
-
-def _names(comparison: Comparison, word: str) -> list[str]:
-    """The variants with a verdict and in how many seeds, if not all; a family for its members where all have it."""
-    names = []
-    for family, variants in comparison.families.items():
-        counts = [(variant.name, variant.verdicts[word], len(variant.runs)) for variant in variants]
-        if len(counts) > 1 and all(count == seeds for _, count, seeds in counts):
-            names.append(family)
-        else:
-            names += [n if count == seeds else f"{n} ({count} of {seeds} seeds)" for n, count, seeds in counts if count]
-    return names
+            span = _span(ratios, lambda ratio: f"{format_number(ratio, 2)}x")
+            sentences.append(f"{family} ended at {span} the target")
+    return [" ".join(f"{sentence}." for sentence in sentences)] if sentences else []
 
 
 def _span(values: Sequence[float], form: Callable[[float], str]) -> str:

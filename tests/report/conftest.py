@@ -10,13 +10,20 @@ import pytest
 from rlhf_kl.report.compare import Comparison, read_comparison
 
 LENGTH = 60
+TWO = {
+    "adaptive-0.1x": ("adaptive", 0.02, 0.1),
+    "adaptive-1x": ("adaptive", 0.2, 0.1),
+    "static-0.1x": ("fixed", 0.02, 0.4),
+    "static-1x": ("fixed", 0.2, 0.1),
+    "static-10x": ("fixed", 2.0, 0.01),
+}
 
 
 @pytest.fixture
 def grid(
     write_run: Callable[..., Path], metrics_rows: Callable[..., list[dict[str, Any]]]
 ) -> Callable[..., Comparison]:
-    """`grid({"static-1x": ("fixed", 0.2, 0.1)}, seeds=5)`: runs that climb to a KL and stay there.
+    """`grid({"static-1x": ("fixed", 0.2, 0.1)}, seeds=5)`: runs that climb to a KL and stay there (default: `TWO`).
 
     kind, beta, and the KL per token at the end; each seed ends one percent higher than the one before. The score
     gained, and gold, are `gain` of sqrt(KL per response) (default: those of `metrics_rows`), the score plus `extra`
@@ -24,7 +31,7 @@ def grid(
     """
 
     def make(
-        variants: dict[str, tuple[str, float, float]],
+        variants: dict[str, tuple[str, float, float]] = TWO,
         seeds: int = 5,
         extra: dict[str, float] | None = None,
         updates: dict[int, int] | None = None,

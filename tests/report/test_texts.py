@@ -60,7 +60,7 @@ def test_two_texts_stand_beside_each_other_where_there_is_room(
     lines = console.export_text().splitlines()
     assert any("before" in line and "after" in line for line in lines) is beside
     assert "\x1b[2J" not in "".join(lines)
-    assert any("score 1.00, KL 1.5" in line for line in lines)
+    assert any("score 1.0, KL 1.5" in line for line in lines)
     assert all(len(line.rstrip()) <= width for line in lines)
 
 
@@ -70,5 +70,5 @@ def test_tokens_are_coloured_by_their_kl_as_far_as_they_are_the_text() -> None:
     console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(text_table([{"prompt": "p", "policy": [text]}]))
     plain = console.export_text(clear=False)
-    assert [line.rstrip() for line in plain.splitlines()] == ["p", "policy  score 1.00, not ended", "cold soup"]
+    assert [line.rstrip() for line in plain.splitlines()] == ["p", "policy  score 1.0, not ended", "cold soup"]
     assert "\x1b[33mcold\x1b[0m\x1b[31m s\x1b[0moup" in console.export_text(styles=True)
