@@ -12,8 +12,7 @@ from torch import nn
 
 from rlhf_kl import ui
 from rlhf_kl.commands.load import Loaded, Loader, divided
-from rlhf_kl.commands.stored import located
-from rlhf_kl.commands.world import with_files, world_file
+from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
@@ -31,7 +30,7 @@ from rlhf_kl.models.load import (
     texts_fingerprint,
     tokenizer_fingerprint,
 )
-from rlhf_kl.models.lora import AdapterReference, adapter_base, checkpointed, has_adapter
+from rlhf_kl.models.lora import AdapterReference, adapter_base, has_adapter
 from rlhf_kl.models.value import (
     ActorCritic,
     FeatureCritic,
@@ -49,8 +48,6 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
 from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, newest_whole
-from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
@@ -168,42 +165,6 @@ def usable_prompts(
 def prompt_format(data: PromptsSection) -> PromptFormat:
     """The format of prompts in a config."""
     return PromptFormat(data.chat_template, data.system, data.first_tokens, data.chat_options)
-
-
-def load_policy(
-    loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
-) -> tuple[Any, Any]:
-    """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
-    final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
-    if model is not None or final is not None:
-        ref, key = (str(final), "--run") if model is None else (world_file(located(model), "policy"), "--model")
-        loaded = loader.language_model(ref, key)
-        return loaded.model, loaded.tokenizer
-    section = config.policy
-    seed = derive_seed(config.run.seed, "adapter")
-    loaded = loader.trained_model(section.model, section.lora, seed)
-    if folder is not None:
-        checkpoint, holder = _checkpoint(folder, step), nn.Module()
-        holder.policy = loaded.model  # as in a checkpoint, beside the value function
-        with blame(str(checkpoint.path)):
-            checkpoint.load_model(checkpointed(holder))
-    return loaded.model, loaded.tokenizer
-
-
-def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
-    """The reference of a run, or another model in its place."""
-    ref = other or config.reference.model or config.policy.model
-    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
-
-
-def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if checkpoint.step == step]
-    chosen = newest_whole(folder.checkpoints)[0] if step is None else found[0]
-    if chosen is None:
-        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
-    if step is not None and (problem := chosen.damage()):
-        raise InputError(f"--checkpoint {step}: {chosen.path}: {problem}")
-    return chosen
 
 
 def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:

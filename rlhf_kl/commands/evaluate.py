@@ -6,11 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import build_prompts, load_policy, load_run_reference, sampling_of
+from rlhf_kl.commands.build import build_prompts, sampling_of
 from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.samples import heldout_rows
 from rlhf_kl.commands.session import on_this_machine, run_device
-from rlhf_kl.commands.stored import EvalRequest, located
+from rlhf_kl.commands.stored import EvalRequest, load_policy, load_run_reference, located
 from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import Prompts, PromptStream

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
 from rlhf_kl.config.load import load_config, load_run_config
@@ -16,6 +17,9 @@ from rlhf_kl.errors import InputError, blame, collected, suggestion
 from rlhf_kl.hub import model_on_hub
 from rlhf_kl.run.folder import RunFolder, checkpoint_folders, newest_run
 from rlhf_kl.templates import column
+
+if TYPE_CHECKING:
+    from rlhf_kl.commands.load import Loaded, Loader
 
 
 @dataclass(frozen=True)
@@ -156,3 +160,42 @@ def located(ref: str) -> str:
     """An existing path of the command line, made absolute; anything else unchanged."""
     path = Path(ref).expanduser()
     return str(path.absolute()) if path.exists() else ref
+
+
+def load_policy(
+    loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
+) -> tuple[Any, Any]:
+    """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
+    from torch import nn
+
+    from rlhf_kl.commands.world import world_file
+    from rlhf_kl.models.lora import checkpointed
+    from rlhf_kl.run.checkpoint import checkpoints, newest_whole
+    from rlhf_kl.seeding import derive_seed
+
+    final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
+    if model is not None or final is not None:
+        ref, key = (str(final), "--run") if model is None else (world_file(located(model), "policy"), "--model")
+        loaded = loader.language_model(ref, key)
+        return loaded.model, loaded.tokenizer
+    loaded = loader.trained_model(config.policy.model, config.policy.lora, derive_seed(config.run.seed, "adapter"))
+    if folder is not None:
+        found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if checkpoint.step == step]
+        chosen = newest_whole(folder.checkpoints)[0] if step is None else found[0]
+        if chosen is None:
+            raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+        if step is not None and (problem := chosen.damage()):
+            raise InputError(f"--checkpoint {step}: {chosen.path}: {problem}")
+        holder = nn.Module()
+        holder.policy = loaded.model  # as in a checkpoint, beside the value function
+        with blame(str(chosen.path)):
+            chosen.load_model(checkpointed(holder))
+    return loaded.model, loaded.tokenizer
+
+
+def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
+    """The reference of a run, or another model in its place."""
+    from rlhf_kl.commands.world import world_file
+
+    ref = other or config.reference.model or config.policy.model
+    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
