@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
     from rlhf_kl.types import PromptBatch
 
 # As in an activated environment: the program prints its own name, not a path.
@@ -124,7 +124,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def small_world(cache: Path) -> World:
     """`builtin:reviews-small`, all parts built."""
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
 
     world = World("builtin:reviews-small")
     assert world.folder.is_relative_to(cache)

@@ -83,8 +83,8 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
     settings = _settings(kind, config, changes, updates)
     ui.start(quiet)
     with ui.waiting("loading torch"):
+        from rlhf_kl.build.machine import train_command
         from rlhf_kl.commands.finish import merge_final, require_adapter, supervised_closing, train_closing
-        from rlhf_kl.commands.session import train_command
         from rlhf_kl.commands.supervised import run_supervised
         from rlhf_kl.commands.train import run_train
         from rlhf_kl.report.texts import TITLE, held_out_texts, text_table

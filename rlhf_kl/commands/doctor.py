@@ -18,12 +18,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Setup, build_setup, learning_rate
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.session import SLOWER, bfloat16_slowdown, on_this_machine, run_device
-from rlhf_kl.commands.start import Training, check_sizes, prepare_training
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, on_this_machine, run_device
+from rlhf_kl.build.parts import Setup, build_setup, learning_rate
+from rlhf_kl.build.start import Training, check_sizes, prepare_training
+from rlhf_kl.build.world import with_files
 from rlhf_kl.commands.train import evaluate_policy
-from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptStream

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import build_prompts, sampling_of
-from rlhf_kl.commands.load import Loader
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.machine import on_this_machine, run_device
+from rlhf_kl.build.parts import build_prompts, sampling_of
+from rlhf_kl.build.world import with_files, world_file
 from rlhf_kl.commands.samples import heldout_rows
-from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.stored import EvalRequest, load_policy, load_run_reference, located
-from rlhf_kl.commands.world import with_files, world_file
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import Prompts, PromptStream
 from rlhf_kl.evaluate import errors_of, figures_of, perplexity_of, policy_samples, safe_exp, standard_error, text_sums

@@ -8,9 +8,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlhf_kl.commands.build import Setup
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.parts import Setup
 from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.load import Loader
 from rlhf_kl.commands.stored import NO_PERMISSIONS
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.distributed import tensors_of

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import build_prompts, prompt_format, sampling_of, usable_prompts
-from rlhf_kl.commands.load import Loader
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.machine import on_this_machine, run_device
+from rlhf_kl.build.parts import build_prompts, prompt_format, sampling_of, usable_prompts
+from rlhf_kl.build.world import with_files
 from rlhf_kl.commands.samples import score_at
-from rlhf_kl.commands.session import on_this_machine, run_device
 from rlhf_kl.commands.stored import GenerateRequest, load_policy, load_run_reference, located
-from rlhf_kl.commands.world import with_files
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import Prompts, PromptStream
 from rlhf_kl.evaluate import NO_SCORERS, SHOWN, policy_samples

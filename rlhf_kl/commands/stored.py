@@ -19,7 +19,7 @@ from rlhf_kl.run.folder import RunFolder, checkpoint_folders, newest_run
 from rlhf_kl.templates import column
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.load import Loaded, Loader
+    from rlhf_kl.build.load import Loaded, Loader
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def load_policy(
     """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
     from torch import nn
 
-    from rlhf_kl.commands.world import world_file
+    from rlhf_kl.build.world import world_file
     from rlhf_kl.models.lora import checkpointed
     from rlhf_kl.run.checkpoint import checkpoints, newest_whole
     from rlhf_kl.seeding import derive_seed
@@ -195,7 +195,7 @@ def load_policy(
 
 def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
     """The reference of a run, or another model in its place."""
-    from rlhf_kl.commands.world import world_file
+    from rlhf_kl.build.world import world_file
 
     ref = other or config.reference.model or config.policy.model
     return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")

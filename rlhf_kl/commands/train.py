@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Setup, build_setup, fingerprints
+from rlhf_kl.build.machine import run_device
+from rlhf_kl.build.parts import Setup, build_setup, fingerprints
+from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.card import model_card
 from rlhf_kl.commands.finish import write_final
 from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows
-from rlhf_kl.commands.session import run_device
-from rlhf_kl.commands.start import Training, check_sizes, prepare_training
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.session import train_command
+from rlhf_kl.build.machine import train_command
 from rlhf_kl.commands.supervised import run_supervised
 from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop

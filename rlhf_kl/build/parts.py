@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rlhf_kl import ui
-from rlhf_kl.commands.load import Loaded, Loader, divided
-from rlhf_kl.commands.world import with_files
+from rlhf_kl.build.load import Loaded, Loader, divided
+from rlhf_kl.build.world import with_files
 from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts

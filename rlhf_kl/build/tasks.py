@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_kl.commands.load import Loader, base_name, recompute, with_adapter
+from rlhf_kl.build.load import Loader, base_name, recompute, with_adapter
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
 from rlhf_kl.data.files import drawn

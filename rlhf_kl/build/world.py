@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from filelock import FileLock
 
 from rlhf_kl import ui
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.tasks import build_task
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.world import GOLD, cache_folder, is_builtin, part_key, world_spec
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.tasks import build_task
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import RewardModelConfig, Section, SFTConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
