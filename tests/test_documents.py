@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.cli.guide import FOLDER, PAGES
+from rlhf_kl.commands.guide import FOLDER, PAGES
 from rlhf_kl.kl_controllers import CONTROLLER_PROVIDED, CONTROLLERS
 from rlhf_kl.run.log import read_jsonl
 

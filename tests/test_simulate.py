@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import typer
 
-from rlhf_kl.cli.simulate import simulate
+from rlhf_kl.commands.simulate import simulate
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, GuardedController, build_controller
 from rlhf_kl.report import control

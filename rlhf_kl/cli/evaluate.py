@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.commands.options import Pickle, Plugins, Quiet, RemoteCode
 from rlhf_kl.text import format_number, hanging, stdout_width
 
 LABELS = {

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.commands.options import Pickle, Plugins, Quiet, RemoteCode
 
 
 def generate(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import (
+from rlhf_kl.commands.options import (
     Config,
     Json,
     Merge,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.cli import guide
-from rlhf_kl.cli.options import overrides
+from rlhf_kl.commands import guide
+from rlhf_kl.commands.options import overrides
 from rlhf_kl.config.load import load_config
 
 Cli = Callable[..., Any]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from rlhf_kl.cli.options import Set
+from rlhf_kl.commands.options import Set
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlhf_kl.cli.options import Command, Group, Json, Set
+from rlhf_kl.commands.options import Command, Group, Json, Set
 from rlhf_kl.errors import InputError, collected
 from rlhf_kl.text import safe_text
 
