@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
-from rlhf_kl.config.load import load_config, load_run_config
+from rlhf_kl.config.load import load_run_config
 from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.base import refuse
@@ -60,42 +60,6 @@ NO_PERMISSIONS = Permissions()
 
 
 @dataclass(frozen=True)
-class EvalRequest:
-    """The options of the command line; None = not given."""
-
-    run: Path | None = None
-    model: str | None = None
-    config: str | None = None
-    checkpoint: int | None = None
-    reference: str | None = None
-    texts: str | None = None
-    column: str | None = None
-    samples: int | None = None
-    permissions: Permissions = NO_PERMISSIONS
-
-    def resolved(self) -> tuple[TrainConfig, RunFolder | None]:
-        """The config, and the folder of a run. Errors: InputError for all that cannot be used; imports no torch."""
-        given = [f"--{name}" for name in ("run", "model", "config") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
-        if self.model is not None or self.config is not None:
-            refuse(*_of_a_run(plugins=self.permissions.plugins, checkpoint=self.checkpoint))
-        if self.model is not None and self.texts is None and not is_builtin(self.model):
-            raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
-        folder, permissions = None, self.permissions
-        if self.config is not None:  # the user chose it, so its own permissions count
-            config = permissions.added_to(load_config("train", self.config))
-        elif self.model is not None:
-            world = {"policy": {"model": self.model}} if is_builtin(self.model) else {}
-            config = permissions.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}}))
-        else:
-            folder, config = permissions.opened(self.run, self.checkpoint)
-        name = self.column or config.eval.column
-        check_given({"--model": self.model, "--reference": self.reference}, "--texts", self.texts, name, config)
-        return config, folder
-
-
-@dataclass(frozen=True)
 class GenerateRequest:
     """The options of the command line; None = not given: then the run's own value."""
 
@@ -124,7 +88,7 @@ class GenerateRequest:
             problems.append("name prompts with --prompt, or a file of them with --prompts")
         if self.model is not None:
             reference, scores, plugins = self.with_reference, self.scores, self.permissions.plugins
-            problems += _of_a_run(checkpoint=self.checkpoint, with_reference=reference, scores=scores, plugins=plugins)
+            problems += of_a_run(checkpoint=self.checkpoint, with_reference=reference, scores=scores, plugins=plugins)
         refuse(*problems)
         folder, config = None, self.permissions.added_to(TrainConfig.model_validate({"run": {"dtype": "auto"}}))
         if self.model is None:
@@ -135,7 +99,7 @@ class GenerateRequest:
         return config, folder
 
 
-def _of_a_run(**given: object) -> list[str]:
+def of_a_run(**given: object) -> list[str]:
     names = [name.replace("_", "-") for name, value in given.items() if value not in (None, False)]
     return [f"--{name} belongs to a run: name one with --run" for name in names]
 
