@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, generate, training
-from rlhf_kl.commands import config, evaluate, guide, init, simulate
+from rlhf_kl.cli import compare, training
+from rlhf_kl.commands import config, evaluate, generate, guide, init, simulate
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhf_kl.build.load import Loader
 from rlhf_kl.build.parts import Setup
 from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.stored import NO_PERMISSIONS
+from rlhf_kl.commands.stored import Permissions
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.distributed import tensors_of
 from rlhf_kl.errors import InputError
@@ -52,7 +52,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     }
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",
-        f"{shell_command()} eval --run {place}" + " --plugins" * any(NO_PERMISSIONS.refused(config)),
+        f"{shell_command()} eval --run {place}" + " --plugins" * any(Permissions().refused(config)),
         f"{shell_command('tensorboard')} --logdir {place}",
         f"{place}/samples.jsonl  responses, token by token",
         f"{place}/final          the policy",

@@ -1,4 +1,4 @@
-"""What `eval` and `generate` are asked for: a run with permissions to run other people's code, or any model."""
+"""What `eval` and `generate` read: a run, with permissions to run other people's code, or any model."""
 
 from __future__ import annotations
 
@@ -56,50 +56,8 @@ class Permissions:
         return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
 
 
-NO_PERMISSIONS = Permissions()
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """The options of the command line; None = not given: then the run's own value."""
-
-    run: Path | None = None
-    model: str | None = None
-    checkpoint: int | None = None
-    prompts: tuple[str, ...] = ()
-    file: str | None = None
-    column: str | None = None
-    samples: int = 1
-    with_reference: bool = False
-    scores: bool = False
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    seed: int = 0
-    permissions: Permissions = NO_PERMISSIONS
-
-    def resolved(self) -> tuple[TrainConfig, RunFolder | None]:
-        """The config, and the folder of a run. Errors: InputError for all that cannot be used; imports no torch."""
-        problems = []
-        if self.run is not None and self.model is not None:
-            problems.append("--run and --model exclude each other: name one policy")
-        if self.prompts and self.file is not None:
-            problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
-        if self.model is not None and not self.prompts and self.file is None:
-            problems.append("name prompts with --prompt, or a file of them with --prompts")
-        if self.model is not None:
-            reference, scores, plugins = self.with_reference, self.scores, self.permissions.plugins
-            problems += of_a_run(checkpoint=self.checkpoint, with_reference=reference, scores=scores, plugins=plugins)
-        refuse(*problems)
-        folder, config = None, self.permissions.added_to(TrainConfig.model_validate({"run": {"dtype": "auto"}}))
-        if self.model is None:
-            folder, config = self.permissions.opened(self.run, self.checkpoint)
-            if (refused := self.permissions.refused(config)[0]) and self.scores:
-                raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
-        check_given({"--model": self.model}, "--prompts", self.file, self.column or "prompt", config)
-        return config, folder
-
-
 def of_a_run(**given: object) -> list[str]:
+    """Problems: the options, by their names, that were given though no run was."""
     names = [name.replace("_", "-") for name, value in given.items() if value not in (None, False)]
     return [f"--{name} belongs to a run: name one with --run" for name in names]
 
