@@ -84,9 +84,9 @@ def _run(kind: Kind, config: str, changes: list[str], updates: int | None, *flag
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.build.machine import train_command
-        from rlhf_kl.commands.finish import merge_final, require_adapter, supervised_closing, train_closing
+        from rlhf_kl.commands.final import merge_final, require_adapter, supervised_closing, train_closing
+        from rlhf_kl.commands.loop import run_train
         from rlhf_kl.commands.supervised import run_supervised
-        from rlhf_kl.commands.train import run_train
         from rlhf_kl.report.texts import TITLE, held_out_texts, text_table
         from rlhf_kl.run.log import encode_json
 
@@ -122,7 +122,7 @@ def doctor(
     settings = _settings("train", config, overrides(set_, None, seed), updates)
     ui.start(quiet)
     with ui.waiting("loading torch"):
-        from rlhf_kl.commands.doctor import run_doctor
+        from rlhf_kl.commands.findings import run_doctor
 
     findings = run_doctor(settings, pairs, processes)
     if as_json:

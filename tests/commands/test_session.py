@@ -20,7 +20,7 @@ from rlhf_kl.build.machine import (
     train_command,
 )
 from rlhf_kl.build.parts import shard_models
-from rlhf_kl.commands.doctor import check_dtype
+from rlhf_kl.commands.findings import check_dtype
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers

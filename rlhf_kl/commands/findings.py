@@ -23,7 +23,7 @@ from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, on_this_machine, ru
 from rlhf_kl.build.parts import Setup, build_setup, learning_rate
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.build.world import with_files
-from rlhf_kl.commands.train import evaluate_policy
+from rlhf_kl.commands.loop import evaluate_policy
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptStream
