@@ -1,4 +1,4 @@
-"""What a finished run shows and leaves: closing figures, `final/`, and with `--merge` a merged adapter, `merged/`."""
+"""What a finished run leaves: `final/`, and with `--merge` a merged adapter, `merged/`."""
 
 from __future__ import annotations
 
@@ -11,70 +11,17 @@ from torch import Tensor, nn
 from rlhf_kl.build.load import Loader
 from rlhf_kl.build.parts import Setup
 from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.stored import Permissions
 from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
 from rlhf_kl.distributed import tensors_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_generation, save_model
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.monitors import collapsed
-from rlhf_kl.program import shell_command, short_path
-from rlhf_kl.report.control import closing_note, is_update, start_to_end, verdict_text
+from rlhf_kl.report.control import is_update
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.status import duration
-from rlhf_kl.text import format_number
-from rlhf_kl.trainers.reward_figures import sketch
 from rlhf_kl.ui import log
-
-Closing = tuple[dict[str, object], list[str]]
-
-
-def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
-    """Figures and next steps after `train`. config: knows where the run is now, which its summary may not."""
-    final, closing, place = summary["final"], summary["closing"], short_path(config.run.output_dir)
-    control = summary["control"]
-    share = None if control["verdict"] == "short" else summary.get("tilt_share")
-    same = collapsed(final)  # which a gain in score does not make good
-    figures = {name: start_to_end(figure) for name, figure in closing.items()}
-    shown: dict[str, str | None] = {
-        "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
-        f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",
-        "score": figures.get("score"),
-        "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
-        "responses": "nearly all are the same text" if same else None,
-        "true score (gold)": figures.get("gold"),
-        "beta": figures.get("beta"),
-        "held-out perplexity": figures.get("perplexity"),
-        "figures": closing_note(control["updates"], config),
-    }
-    return {name: text for name, text in shown.items() if text is not None}, [
-        f"{shell_command()} report {place}",
-        f"{shell_command()} eval --run {place}" + " --plugins" * any(Permissions().refused(config)),
-        f"{shell_command('tensorboard')} --logdir {place}",
-        f"{place}/samples.jsonl  responses, token by token",
-        f"{place}/final          the policy",
-    ]
-
-
-def supervised_closing(summary: dict[str, Any], config: SFTConfig | RewardModelConfig) -> Closing:
-    """Figures and next steps after `sft` and `reward-model`, as `train_closing`."""
-    final = summary["final"]
-    figures: dict[str, object] = {"steps": f"{summary['steps']} in {duration(summary['seconds'])}"}
-    figures |= {
-        f"held-out {key.removeprefix('eval/').replace('_', ' ')}": f"{value:.3f}"
-        for key, value in final.items()
-        if key.startswith("eval/")
-    }
-    histogram = summary.get("heldout", {}).get("histogram", {})
-    for name, counts in histogram.items():
-        if name != "edges":
-            low, high = histogram["edges"][0], histogram["edges"][-1]
-            figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
-    place = short_path(config.run.output_dir)
-    return figures, [f"{shell_command('tensorboard')} --logdir {place}", f"{place}/final  the model"]
 
 
 def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, keep: bool) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlhf_kl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_kl.config.schema import Kind
 
 
 class PlainFlags:
@@ -45,6 +48,27 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 Plugins = Annotated[bool, typer.Option("--plugins", help="Run the reward functions of the run. Read them first.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code. Read it first.")]
 Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run code.")]
+
+
+def read_config(
+    kind: Kind,
+    file: str,
+    sets: Sequence[str] | None,
+    output_dir: Path | None = None,
+    seed: int | None = None,
+    updates: int | None = None,
+) -> Any:
+    """The config with the changes of the command line, its models and plugins checked: errors come before torch."""
+    from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import check_named
+
+    check_updates(updates, sets)
+    changes = overrides(sets, output_dir, seed)
+    config = load_config(kind, file, changes)
+    if updates is not None:
+        config = load_config(kind, file, [*changes, f"ppo.total_episodes={updates * config.rollout.batch_size}"])
+    check_named(config)
+    return config
 
 
 def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:

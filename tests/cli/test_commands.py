@@ -82,7 +82,7 @@ def test_named_options_win_over_set(here: Path) -> None:
 
 def test_updates_are_whole_batches(rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Any] = []
-    monkeypatch.setattr("rlhf_kl.build.machine.train_command", lambda _run, config, **_: trained.append(config))
+    monkeypatch.setattr("rlhf_kl.commands.train.train_command", lambda _run, config, **_: trained.append(config))
     assert rlhf_kl("train", "ppo_adaptive", "--updates", 7, "--set", "rollout.batch_size=32").code == 0
     assert (trained[0].updates, trained[0].ppo.total_episodes) == (7, 7 * 32)
 

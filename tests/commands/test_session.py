@@ -17,10 +17,10 @@ from rlhf_kl.build.machine import (
     on_this_machine,
     pick_device,
     run_device,
-    train_command,
 )
 from rlhf_kl.build.parts import shard_models
 from rlhf_kl.commands.findings import check_dtype
+from rlhf_kl.commands.train import train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers
@@ -251,7 +251,7 @@ def test_freed_memory_is_kept_where_the_model_computes_on_the_cpu(
     device: str, kept: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(machine, "keep_freed_memory", lambda: calls.append(True))
+    monkeypatch.setattr("rlhf_kl.memory.keep_freed_memory", lambda: calls.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run"), "device": device}})

@@ -1,0 +1,53 @@
+"""`rlhf-kl doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Annotated
+
+import typer
+
+from rlhf_kl import ui
+from rlhf_kl.commands.options import Config, Json, Quiet, Seed, Set, Updates, read_config
+from rlhf_kl.program import shell_command
+from rlhf_kl.text import hanging, stdout_width
+
+STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}
+
+
+def doctor(
+    config: Config,
+    set_: Set = None,
+    seed: Seed = None,
+    updates: Updates = None,
+    pairs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training: what each stores.")] = 1,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
+    settings = read_config("train", config, set_, None, seed, updates)
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.commands.findings import run_doctor
+
+    findings = run_doctor(settings, pairs, processes)
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(soft_wrap=True)
+        for level, topic, text, change in findings:
+            head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
+            words = text + (f"; advice: {change}" if change else "")
+            console.print(head + hanging(words, stdout_width(), len(head)))
+        counts = Counter[str](finding.level for finding in findings)
+        told = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
+        after = "change what is fatal" if counts["fatal"] else f"next: {shell_command()} train --config {config}"
+        print(f"{'not ready' if counts['fatal'] else 'ready'}: {told}; {after}")
+    return 2 if any(finding.level == "fatal" for finding in findings) else 0
