@@ -11,8 +11,7 @@ from rlhf_kl import ui
 from rlhf_kl.build.machine import run_device
 from rlhf_kl.build.parts import Setup, build_setup, fingerprints
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
-from rlhf_kl.commands.card import model_card
-from rlhf_kl.commands.final import write_final
+from rlhf_kl.commands.final import model_card, write_final
 from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
