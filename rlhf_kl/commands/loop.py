@@ -12,7 +12,7 @@ from rlhf_kl.build.machine import run_device
 from rlhf_kl.build.parts import Setup, build_setup, fingerprints
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.final import model_card, write_final
-from rlhf_kl.commands.samples import StepResult, heldout_rows, sample_rows
+from rlhf_kl.commands.samples import heldout_rows, sample_rows
 from rlhf_kl.config.notes import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
@@ -31,6 +31,7 @@ from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.status import RunStatus
 from rlhf_kl.trainers.checks import check_first
 from rlhf_kl.trainers.metrics import failed_row, update_row
+from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import log
 
 ROLLBACK_RAISE = 2.0  # of beta
@@ -92,20 +93,21 @@ class TrainLoop:
             self.scorers.begin(step, total)
             evaluated = self.evaluate(step, facts) if (step - 1) % config.eval.every == 0 else {}
             ui.show_work(f"update {step}")
-            result = self.step(step)
-            row = result.row | evaluated
-            row["alerts"], decision = self.monitors(row, facts | result.facts)
+            row, rollout, found = self.step(step)
+            row |= evaluated
+            row["alerts"], decision = self.monitors(row, facts | found)
             ended_by = None if decision is None else self.obey(decision, row)
             self.note_best_checkpoint(row)
             if step % config.tracking.samples_every == 0 or step in (1, total):
-                self.record_samples(result)
+                self.record_samples(step, rollout)
             now = time.perf_counter()
             row |= speed(row, now - began, config.rollout.batch_size, self.setup.policy.device)
             row["time/elapsed_s"] = self.run.seconds
             began = now
-            self.run.log(row, sound=result.sound)
+            # A policy with a broken number is no checkpoint.
+            self.run.log(row, sound=not {"update-skipped", "weights-lost"} & found.keys())
             ui.show_row(row)
-            for note in worded(result.facts, "note"):
+            for note in worded(found, "note"):
                 log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
                 log.warning(f"update {step}: {alert}")
@@ -120,8 +122,8 @@ class TrainLoop:
             self.run.sample({"step": step} | row)
         return figures
 
-    def step(self, step: int) -> StepResult:
-        """One update and its row; a rollout that is not finite is reported and left out."""
+    def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, dict[str, Any]]:
+        """One update: its row, the rollout and what the monitors should know. One that is not finite is left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         self.scorers.begin(step, config.updates)  # discards what an evaluation logged
         try:
@@ -148,7 +150,7 @@ class TrainLoop:
         row = self.ranks.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
             check_first(row, float32=config.run.dtype == "float32")
-        return StepResult(row, rollout, facts)
+        return row, rollout, facts
 
     # ---- what the monitors decide
 
@@ -200,12 +202,12 @@ class TrainLoop:
         start = [0] if ceiling is not None and ceiling.action == "rollback" else []
         self.run.spared = start + ([best["step"]] if best is not None else [])
 
-    def record_samples(self, result: StepResult) -> None:
+    def record_samples(self, step: int, rollout: RolloutBatch) -> None:
         """Record some responses of the update token by token."""
-        logged = self.ranks.all(self.scorers.logged_columns(len(result.rollout) // self.ranks.count))
+        logged = self.ranks.all(self.scorers.logged_columns(len(rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
-        for row in sample_rows(result, self.setup.tokenizer, self.scorers.column_names, extra):
+        for row in sample_rows(step, rollout, self.setup.tokenizer, self.scorers.column_names, extra):
             self.run.sample(row)
 
     # ---- the beginning and the end
@@ -219,12 +221,14 @@ class TrainLoop:
             f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
         )
         low, high = control.reach(config.controlled_updates, batch)
+        reported = "" if control.adjusts else " (only reported)"
+        ceiling = "no ceiling" if kl.ceiling_value is None else f"ceiling {kl.ceiling_value:g}"
+        course = f"stays at {control.coef:.4g}"
+        if low != high:
+            course = f"starts at {control.coef:.4g} and can move between {low:.3g} and {high:.3g}"
         log.info(
-            f"KL target {kl.target_value:g} nats per {kl.unit}"
-            + ("" if control.adjusts else " (only reported)")
-            + (f", ceiling {kl.ceiling_value:g}" if kl.ceiling_value is not None else ", no ceiling")
-            + f"; {kl.controller.kind} controller: beta {'starts' if low != high else 'stays'} at {control.coef:.4g}"
-            + (f" and can move between {low:.3g} and {high:.3g}" if low != high else "")
+            f"KL target {kl.target_value:g} nats per {kl.unit}{reported}, {ceiling}; "
+            f"{kl.controller.kind} controller: beta {course}"
         )
         facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
         for warning in [*worded(facts), *gradient_notes(config), *unused_notes(config)]:
