@@ -67,7 +67,6 @@ from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 
 T = TypeVar("T")
-Source = tuple[str, str | None, str]  # config key, file or data set, split
 
 
 @dataclass(frozen=True)
@@ -240,19 +239,18 @@ class Loader:
             limit = data.max_documents if key == "data.texts" else None
             return self.texts(ref, data.column, key, split, limit=limit, template=data.template)
 
-        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
-        return _split(("data.texts", data.texts, data.split), heldout, read, str)
+        return _split(data, "texts", read, str)
 
     def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
         """Training prompts with responses, and held-out ones."""
+        columns, chat = (data.prompt_column, data.response_column or "", data.template), data.chat_template
 
         def read(key: str, ref: str, split: str) -> list[Example]:
-            columns, most = (data.prompt_column, data.response_column or "", data.template, ref), data.max_documents
-            chat = data.chat_template
-            return self._read(key, ref, split, lambda rows: read_examples(rows, *columns, chat=chat), most)
+            return self._read(
+                key, ref, split, lambda rows: read_examples(rows, *columns, ref, chat=chat), data.max_documents
+            )
 
-        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
-        return _split(("data.texts", data.texts, data.split), heldout, read, prompt_of)
+        return _split(data, "texts", read, prompt_of)
 
     def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
         """The preference pairs of one file or data set."""
@@ -261,9 +259,7 @@ class Loader:
 
     def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
         """Preference pairs, and held-out ones."""
-        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
-        read = functools.partial(self.all_pairs, data)
-        return _split(("data.pairs", data.pairs, data.split), heldout, read, prompt_of)
+        return _split(data, "pairs", functools.partial(self.all_pairs, data), prompt_of)
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
         """Labelled training texts and held-out ones."""
@@ -272,19 +268,21 @@ class Loader:
             columns = (data.text_column, data.label_column, ref)
             return self._read(key, ref, split, lambda rows: read_labels(rows, *columns), None)
 
-        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
-        return _split(("data.labels", data.labels, data.split), heldout, read, lambda row: row.text)
+        return _split(data, "labels", read, lambda row: row.text)
 
 
 def _split(
-    train: Source, heldout: Source, read: Callable[[str, str, str], list[T]], identity: Callable[[T], Hashable]
+    data: SFTDataSection | PairsSection,
+    name: str,
+    read: Callable[[str, str, str], list[T]],
+    identity: Callable[[T], Hashable],
 ) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows, as `read(key, ref, split)` gives them, without overlap."""
-    key, ref, split = train
-    assert ref is not None
-    rows = read(key, ref, split)
-    key_of_heldout, ref, split = heldout
-    return divided(key, rows, None if ref is None else read(key_of_heldout, ref, split), identity)
+    """Training rows, under `name`, and held-out rows, as `read(key, ref, split)` gives them, without overlap."""
+    rows = read(f"data.{name}", getattr(data, name), data.split)
+    held = "eval_texts" if isinstance(data, SFTDataSection) else "eval_pairs"
+    ref = getattr(data, held)
+    kept = None if ref is None else read(f"data.{held}", ref, data.eval_split)
+    return divided(f"data.{name}", rows, kept, identity)
 
 
 def divided(

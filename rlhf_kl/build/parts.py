@@ -176,7 +176,8 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
     if config.critic is None:
         return ActorCritic(policy)
     if config.critic == "features":
-        size = feature_count(setup)
+        size = int(setup.reference.model.config.get_text_config().hidden_size)
+        size += sum(reward.hidden_size for reward in feature_rewards(setup))
         return ActorCritic(policy, critic=FeatureCritic(size, mean, std, config.run.seed).to(device))
     hidden_size = policy.model.config.get_text_config().hidden_size
     if config.critic == "head":
@@ -191,12 +192,6 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
     for parameter in trunk.float().parameters():  # frozen ones may be stored in another dtype
         parameter.requires_grad_(True)
     return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))
-
-
-def feature_count(setup: Setup) -> int:
-    """Numbers that a critic on features reads for a state."""
-    size = int(setup.reference.model.config.get_text_config().hidden_size)
-    return size + sum(reward.hidden_size for reward in feature_rewards(setup))
 
 
 def feature_rewards(setup: Setup) -> list[RewardModel]:
@@ -284,19 +279,15 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
 
 def fingerprints(setup: Setup) -> dict[str, str]:
     """Fingerprints of content that a resumed run needs unchanged, by config key."""
+    read = setup.scorers.columns_of(setup.prompts.texts)
+    columns = [repr(value) for column in read for values in column.values() for value in values]
     prints = {
         "reference.model": model_fingerprint(setup.reference),
         "the tokenizer of policy.model": tokenizer_fingerprint(setup.tokenizer),
-        "data.prompts": texts_fingerprint([*setup.prompts.texts, *_columns_as_text(setup)]),
+        "data.prompts": texts_fingerprint([*setup.prompts.texts, *columns]),
     }
     if not setup.reference_is_initial_policy:
         prints["policy.model"] = model_fingerprint(setup.policy.module)
     if setup.scorers.model is not None:
         prints["reward.model"] = model_fingerprint(setup.scorers.model.model)
     return prints
-
-
-def _columns_as_text(setup: Setup) -> list[str]:
-    """The columns of the training prompts that scorers read."""
-    columns = setup.scorers.columns_of(setup.prompts.texts)
-    return [repr(value) for column in columns for values in column.values() for value in values]

@@ -58,27 +58,24 @@ def read_config(
     seed: int | None = None,
     updates: int | None = None,
 ) -> Any:
-    """The config with the changes of the command line, its models and plugins checked: errors come before torch."""
+    """The config with the changes of the command line, of which --output-dir, --seed and --updates win.
+
+    Its models and plugins are checked: errors come before torch is imported.
+    """
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import check_named
 
     check_updates(updates, sets)
-    changes = overrides(sets, output_dir, seed)
-    config = load_config(kind, file, changes)
-    if updates is not None:
-        config = load_config(kind, file, [*changes, f"ppo.total_episodes={updates * config.rollout.batch_size}"])
-    check_named(config)
-    return config
-
-
-def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
-    """All changes of the command line in the form of `--set`; --output-dir and --seed win."""
     changes = list(sets or [])
     if output_dir is not None:
         changes.append(f"run.output_dir={json.dumps(str(output_dir))}")
     if seed is not None:
         changes.append(f"run.seed={seed}")
-    return changes
+    config = load_config(kind, file, changes)
+    if updates is not None:
+        config = load_config(kind, file, [*changes, f"ppo.total_episodes={updates * config.rollout.batch_size}"])
+    check_named(config)
+    return config
 
 
 def check_updates(updates: int | None, sets: Sequence[str] | None) -> None:

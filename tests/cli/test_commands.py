@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.commands import guide
-from rlhf_kl.commands.options import overrides
+from rlhf_kl.commands.options import read_config
 from rlhf_kl.config.load import load_config
 
 Cli = Callable[..., Any]
@@ -75,8 +75,7 @@ def test_schema_is_one_json_document(kind: str, section: str, rlhf_kl: Cli) -> N
 
 
 def test_named_options_win_over_set(here: Path) -> None:
-    changes = overrides(["run.seed=1"], output_dir=Path("odd: name"), seed=2)
-    config = load_config("train", "ppo_adaptive.yaml", changes)
+    config = read_config("train", "ppo_adaptive.yaml", ["run.seed=1"], output_dir=Path("odd: name"), seed=2)
     assert (config.run.seed, config.run.output_dir) == (2, str(here / "odd: name"))
 
 
