@@ -14,7 +14,6 @@ from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema import (
     EvalSection,
-    LoraSection,
     PairsSection,
     PromptsSection,
     RewardSection,
@@ -22,6 +21,7 @@ from rlhf_kl.config.schema import (
     ScorerSection,
     SFTDataSection,
 )
+from rlhf_kl.config.schema.base import TunedSection
 from rlhf_kl.data.files import HELDOUT_SHARE, Row, drawn, load_rows, split_heldout, text_column, without_leaks
 from rlhf_kl.data.texts import (
     Example,
@@ -63,6 +63,7 @@ from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
 from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 
@@ -120,20 +121,14 @@ class Loader:
         tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
         return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
 
-    def trained_model(
-        self, ref: str, lora: LoraSection | None, seed: int, *, gradient_checkpointing: bool = False
-    ) -> Loaded:
-        """`policy.model`, to be trained: with a fresh adapter if the config names one; an adapter is trained further.
+    def trained_model(self, ref: str, section: TunedSection, seed: int) -> Loaded:
+        """`policy.model`, to be trained in a run with this seed: with a fresh adapter if the config names one.
 
-        `seed`: for the weights of a fresh adapter.
+        An adapter is trained further, or with a fresh one merged first.
         """
-        loaded = self.language_model(ref, "policy.model", keep_adapter=lora is None)
-        if lora is not None:
-            model = with_adapter(loaded.model, lora, base_name(ref, loaded), seed)
-            loaded = Loaded(model, loaded.tokenizer, loaded.folder, False)
-        if gradient_checkpointing:
-            recompute(loaded.model)
-        return loaded
+        loaded = self.language_model(ref, "policy.model", keep_adapter=section.lora is None)
+        model = tuned(loaded.model, section, base_name(ref, loaded), seed)
+        return Loaded(model, loaded.tokenizer, loaded.folder, loaded.began_as_adapter and section.lora is None)
 
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
@@ -317,17 +312,18 @@ def base_name(ref: str, loaded: Loaded) -> str:
     return loaded.folder if Path(ref).is_dir() else ref
 
 
-def with_adapter(
-    model: Any, lora: LoraSection, ref: str, seed: int, task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL
+def tuned(
+    model: Any, section: TunedSection, ref: str, seed: int, task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL
 ) -> Any:
-    """The model with a fresh adapter of `policy.lora`; `ref` is its base, for the adapter's config."""
-    with blame("policy.lora"):
-        return add_adapter(
-            model, r=lora.r, alpha=lora.alpha, target_modules=lora.target_modules, ref=ref, seed=seed, task=task
-        )
+    """The model with the fresh adapter and the gradient checkpointing of `policy`.
 
-
-def recompute(model: Any) -> None:
-    """Gradient checkpointing, for `policy.gradient_checkpointing`."""
-    with blame("policy.gradient_checkpointing"):
-        enable_recompute(model)
+    `ref`: the model's name, for the adapter's config; `seed`: of the run.
+    """
+    if (lora := section.lora) is not None:
+        options: dict[str, Any] = {"ref": ref, "seed": derive_seed(seed, "adapter"), "task": task}
+        with blame("policy.lora"):
+            model = add_adapter(model, r=lora.r, alpha=lora.alpha, target_modules=lora.target_modules, **options)
+    if section.gradient_checkpointing:
+        with blame("policy.gradient_checkpointing"):
+            enable_recompute(model)
+    return model

@@ -49,7 +49,6 @@ from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
 from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.run.log import Clock
-from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.types import Sampling
@@ -83,24 +82,21 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     rows = loader.prompts(files.data, files.eval)
     texts = loader.texts(files.eval.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     config = with_files(config)
-    section = config.policy
-    seed, recompute = derive_seed(config.run.seed, "adapter"), section.gradient_checkpointing
-    loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=recompute)
+    loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     model, tokenizer = loaded.model.to(device), loaded.tokenizer
     reference, is_initial_policy = build_reference(config, loader, loaded)
     scorers = loader.scorers(config.reward)
     train, kept = build_prompts(config, rows, model, tokenizer)
     scorers.columns_of([*train.texts, *kept.texts])
     scorers.begin(1, config.updates)
-    batch = config.rollout.batch_size
-    each = config.rollout.samples_per_prompt
+    batch, samples = config.rollout.batch_size, config.rollout.samples_per_prompt
     with ui.waiting("encoding the prompts"):
-        prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
+        prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, samples)
     size = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
     heldout = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, dtype)
-    if not (section.shard or config.reference.shard):  # a sharded layer has one dtype
+    if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
         for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
             store_frozen(each, dtype)
     return Setup(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)

@@ -93,14 +93,14 @@ def load_policy(
     from rlhf_kl.build.world import world_file
     from rlhf_kl.models.lora import checkpointed
     from rlhf_kl.run.checkpoint import checkpoints, newest_whole
-    from rlhf_kl.seeding import derive_seed
 
     final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
     if model is not None or final is not None:
         ref, key = (str(final), "--run") if model is None else (world_file(located(model), "policy"), "--model")
         loaded = loader.language_model(ref, key)
         return loaded.model, loaded.tokenizer
-    loaded = loader.trained_model(config.policy.model, config.policy.lora, derive_seed(config.run.seed, "adapter"))
+    section = config.policy.model_copy(update={"gradient_checkpointing": False})
+    loaded = loader.trained_model(section.model, section, config.run.seed)
     if folder is not None:
         found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if checkpoint.step == step]
         chosen = newest_whole(folder.checkpoints)[0] if step is None else found[0]
