@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.options import Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, RemoteCode, Step, StoredRun
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import format_number, hanging, stdout_width
 from rlhf_kl.ui import log
@@ -42,17 +41,17 @@ LABELS = {
 
 
 def evaluate(
-    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
+    run: StoredRun = None,
+    model: Model = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="The starting policy of a config.")] = None,
-    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")] = None,
+    checkpoint: Step = None,
     reference: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Model to compare with.")] = None,
     texts: Annotated[str | None, typer.Option(metavar="FILE", help="Held-out texts; default: the config's.")] = None,
     column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the text.")] = None,
     samples: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Held-out responses; default: one to each prompt.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
     plugins: Plugins = False,
     trust_remote_code: RemoteCode = False,
     allow_pickle: Pickle = False,

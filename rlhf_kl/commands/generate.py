@@ -6,13 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.options import Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, RemoteCode, Step, StoredRun
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")] = None,
-    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")] = None,
+    run: StoredRun = None,
+    model: Model = None,
+    checkpoint: Step = None,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="A prompt; default: two held-out ones.")
     ] = None,
@@ -38,7 +37,7 @@ def generate(
     max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: the run's.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="X", min=1e-6, help="Default: the run's.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the samples.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
     plugins: Plugins = False,
     trust_remote_code: RemoteCode = False,
     allow_pickle: Pickle = False,

@@ -43,6 +43,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that
 Merge = Annotated[bool, typer.Option("--merge", help="With policy.lora: also write merged/, the adapter in the model.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result, alerts and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+StoredRun = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")]
+Model = Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")]
+Step = Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")]
 
 # A run folder may come from anybody: the command line decides what it may run, not the folder's config.
 Plugins = Annotated[bool, typer.Option("--plugins", help="Run the reward functions of the run. Read them first.")]
