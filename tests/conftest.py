@@ -38,11 +38,7 @@ SLOW_FIXTURES = {
 SLOW_FILES = (
     *("processes/", "fake_cuda/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py"),
     *("cli/test_read_run.py", "models/test_families.py"),
-    *(
-        "commands/test_lora.py",
-        "commands/test_reward_lora.py",
-        "commands/test_world.py",
-    ),
+    *("commands/test_lora.py", "commands/test_reward_lora.py", "build/test_world.py"),
 )
 
 
