@@ -60,8 +60,6 @@ def evaluate(
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
     from rlhf_kl.builtin.world import is_builtin
     from rlhf_kl.commands.stored import Permissions, check_given, located, of_a_run
-    from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.config.schema.base import refuse
 
     # Errors of the options come before torch is imported.
@@ -72,14 +70,8 @@ def evaluate(
         refuse(*of_a_run(plugins=plugins, checkpoint=checkpoint))
     if model is not None and texts is None and not is_builtin(model):
         raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
-    folder, permissions = None, Permissions(plugins, trust_remote_code, allow_pickle)
-    if config is not None:  # the user chose it, so its own permissions count
-        settings = permissions.added_to(load_config("train", config))
-    elif model is not None:
-        world = {"policy": {"model": model}} if is_builtin(model) else {}
-        settings = permissions.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}}))
-    else:
-        folder, settings = permissions.opened(run, checkpoint)
+    permissions = Permissions(plugins, trust_remote_code, allow_pickle)
+    settings, folder = permissions.opened(run, model, checkpoint, config)
     column = column or settings.eval.column
     check_given({"--model": model, "--reference": reference}, "--texts", texts, column, settings)
     ui.start(quiet)

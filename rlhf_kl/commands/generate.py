@@ -45,7 +45,6 @@ def generate(
 ) -> None:
     """Sample responses from a run's policy, or from any model."""
     from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
-    from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.config.schema.base import refuse
 
     # Errors of the options come before torch is imported.
@@ -60,11 +59,9 @@ def generate(
         problems += of_a_run(checkpoint=checkpoint, with_reference=with_reference, scores=scores, plugins=plugins)
     refuse(*problems)
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
-    folder, config = None, permissions.added_to(TrainConfig.model_validate({"run": {"dtype": "auto"}}))
-    if model is None:
-        folder, config = permissions.opened(run, checkpoint)
-        if (refused := permissions.refused(config)[0]) and scores:
-            raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
+    config, folder = permissions.opened(run, model, checkpoint)
+    if folder is not None and scores and (refused := permissions.refused(config)[0]):
+        raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
     ui.start(quiet)
     with ui.waiting("loading torch"):

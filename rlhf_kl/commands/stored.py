@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
-from rlhf_kl.config.load import load_run_config
+from rlhf_kl.config.load import load_config, load_run_config
 from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.base import refuse
@@ -30,20 +30,30 @@ class Permissions:
     remote_code: bool = False
     pickle: bool = False
 
-    def opened(self, path: Path | None, step: int | None) -> tuple[RunFolder, TrainConfig]:
-        """A run (None: the newest) with a checkpoint of that step, and its config with no other permissions."""
-        folder = RunFolder(path or newest_run(finished=True))
+    def opened(
+        self, run: Path | None, model: str | None, step: int | None, config: str | None = None
+    ) -> tuple[TrainConfig, RunFolder | None]:
+        """The config of a config's start, of any model or of a run (the newest), and the run's folder.
+
+        Errors: InputError, also for a run without a checkpoint of that `step`.
+        """
+        if config is not None:  # the user chose it, so its own permissions count
+            return self.added_to(load_config("train", config)), None
+        if model is not None:
+            world = {"policy": {"model": model}} if is_builtin(model) else {}
+            return self.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}})), None
+        folder = RunFolder(run or newest_run(finished=True))
         folder.require_run()
         steps = [str(int(path.name.removeprefix("step-"))) for path in checkpoint_folders(folder.checkpoints)]
         if step is not None and str(step) not in steps:
             hint = suggestion(str(step), steps)
             raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
-        config = load_run_config(folder.config, plugins=self.plugins)
-        run = config.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
-        return folder, self.added_to(config.model_copy(update={"run": run}))
+        stored = load_run_config(folder.config, plugins=self.plugins)
+        section = stored.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
+        return self.added_to(stored.model_copy(update={"run": section})), folder
 
     def added_to(self, config: TrainConfig) -> TrainConfig:
-        """A config that the user chose, with these permissions beside its own."""
+        """The config with these permissions beside its own."""
         names = {"trust_remote_code": self.remote_code, "allow_pickle": self.pickle}
         run = config.run.model_copy(update={name: True for name, allowed in names.items() if allowed})
         return config.model_copy(update={"run": run})
