@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import psutil
 import torch
 
 from rlhf_kl import ui
@@ -254,7 +255,11 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
 def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | None) -> Finding:
     """Whether the largest update fits: its measured peak; for several processes what each of them stores."""
     device = setup.policy.device
-    room = int(SHARE * free_memory(device))
+    if device.type == "cuda":  # free bytes, with those that this process holds
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    else:
+        free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    room = int(SHARE * free)
     need, what = (peak, "at the peak of an update with all responses of full length, measured")
     if need is None:
         need = stored_bytes(config, setup, processes)
@@ -276,16 +281,6 @@ def stored_bytes(config: TrainConfig, setup: Setup, processes: int) -> int:
     trained *= 2 if config.critic == "separate" else 1  # a value model is about as large as the policy
     kept: int = sum(p.numel() * p.element_size() for model in frozen for p in model.parameters())
     return trained // (processes if config.policy.shard else 1) + kept // (processes if config.reference.shard else 1)
-
-
-def free_memory(device: torch.device) -> int:
-    """Free bytes on the device, with those that this process holds."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device))
-    import psutil
-
-    return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
 
 
 def check_scores(training: Training) -> Iterator[Finding]:
