@@ -39,7 +39,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.benchmark import Timer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_kl.commands.world import World as BuiltIn
+from rlhf_kl.build.world import World as BuiltIn
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2
 

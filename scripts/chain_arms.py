@@ -20,6 +20,7 @@ two standard errors of the difference, paired by seed.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import multiprocessing
@@ -27,15 +28,15 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.evaluate import run_eval
+from rlhf_kl.commands.evaluate import evaluate
 from rlhf_kl.commands.grid import train_grid
-from rlhf_kl.commands.stored import EvalRequest
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, link, load_compare
 from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.verdict import text_table
@@ -75,8 +76,9 @@ def evaluated(run: PlannedRun, folder: Path, samples: int) -> dict[str, Any]:
     """The figures of `eval --samples`, kept beside the runs."""
     file = folder / "evaluations" / f"{run.name}-{samples}.json"
     if not file.is_file():
-        ui.start(True)
-        figures = run_eval(EvalRequest(run=Path(run.config.run.output_dir), samples=samples))
+        with redirect_stdout(io.StringIO()) as out:
+            evaluate(run=Path(run.config.run.output_dir), samples=samples, as_json=True, quiet=True)
+        figures = json.loads(out.getvalue())
         figures.pop("texts")
         file.parent.mkdir(exist_ok=True)
         write_json(file, figures)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
     from rlhf_kl.types import PromptBatch
 
 # As in an activated environment: the program prints its own name, not a path.
@@ -38,11 +38,7 @@ SLOW_FIXTURES = {
 SLOW_FILES = (
     *("processes/", "fake_cuda/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py"),
     *("cli/test_read_run.py", "models/test_families.py"),
-    *(
-        "commands/test_lora.py",
-        "commands/test_reward_lora.py",
-        "commands/test_world.py",
-    ),
+    *("commands/test_lora.py", "commands/test_reward_lora.py", "build/test_world.py"),
 )
 
 
@@ -125,7 +121,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def small_world(cache: Path) -> World:
     """`builtin:reviews-small`, all parts built."""
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
 
     world = World("builtin:reviews-small")
     assert world.folder.is_relative_to(cache)

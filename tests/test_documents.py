@@ -22,12 +22,12 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.cli.guide import FOLDER, PAGES
+from rlhf_kl.commands.guide import FOLDER, PAGES
 from rlhf_kl.kl_controllers import CONTROLLER_PROVIDED, CONTROLLERS
 from rlhf_kl.run.log import read_jsonl
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
 
 REPOSITORY = Path(__file__).parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", *(FOLDER / f"{name}.md" for name in PAGES)]

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import typer
 
-from rlhf_kl.cli.simulate import simulate
+from rlhf_kl.commands.simulate import simulate
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, as_controller, build_controller, held
 from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law

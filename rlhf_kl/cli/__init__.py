@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare, config, evaluate, generate, guide, init, simulate, training
-from rlhf_kl.cli.options import Command, Group
+from rlhf_kl.cli import compare
+from rlhf_kl.commands import config, doctor, evaluate, generate, guide, init, simulate, train
+from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import hide_library_warnings, shell_command, wait_without_spinning
@@ -37,11 +38,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=Command)(init.init)
-app.command(cls=Command)(training.train)
+app.command(cls=Command)(train.train)
 app.command("eval", cls=Command)(evaluate.evaluate)
-app.command("sft", cls=Command, help="A language model from texts: fine-tuned, or from scratch.")(training.supervised)
-app.command("reward-model", cls=Command, help="A reward model from pairs (Bradley-Terry).")(training.supervised)
-for function in (compare.compare, compare.report, generate.generate, training.doctor, simulate.simulate, guide.guide):
+app.command("sft", cls=Command, help="A language model from texts: fine-tuned, or from scratch.")(train.supervised)
+app.command("reward-model", cls=Command, help="A reward model from pairs (Bradley-Terry).")(train.supervised)
+for function in (compare.compare, compare.report, generate.generate, doctor.doctor, simulate.simulate, guide.guide):
     app.command(cls=Command)(function)
 app.add_typer(config.app, name="config")
 

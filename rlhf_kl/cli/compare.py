@@ -9,7 +9,7 @@ from zlib import crc32
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.cli.options import Overwrite, Quiet, Set, Updates, check_updates
+from rlhf_kl.commands.options import Overwrite, Quiet, Set, Updates, check_updates
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import stdout_width
 from rlhf_kl.ui import log

@@ -1,1 +1,1 @@
-"""The composition root: a config becomes parts, the parts become a loop. Nothing else wires."""
+"""The commands: what each is asked for, does and shows."""

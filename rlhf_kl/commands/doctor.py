@@ -1,376 +1,53 @@
-"""`rlhf-kl doctor`: every check that would save a wasted run, before the run.
-
-It starts like `train`, makes two updates (the second with responses of full length), and writes nothing.
-"""
+"""`rlhf-kl doctor`."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated
 
-import torch
+import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Setup, build_setup, learning_rate
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.session import SLOWER, bfloat16_slowdown, on_this_machine, run_device
-from rlhf_kl.commands.start import Training, check_sizes, prepare_training
-from rlhf_kl.commands.train import evaluate_policy
-from rlhf_kl.commands.world import with_files
-from rlhf_kl.config.load import gradient_notes, unused_notes
-from rlhf_kl.config.schema import PairsSection, TrainConfig
-from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.errors import GuardStop, InputError, MemoryFull
-from rlhf_kl.kl_controllers.tilt import best_of_n
-from rlhf_kl.memory import memory_is_full
-from rlhf_kl.models.load import context_length, parameter_count
-from rlhf_kl.models.lora import has_adapter
-from rlhf_kl.models.text import encode_all
-from rlhf_kl.monitors import worded
-from rlhf_kl.rollout.collect import NonFiniteRollout, Sampler
-from rlhf_kl.rollout.reference_scores import ReferenceScores
-from rlhf_kl.run.log import check_installed, peak_memory_mb
-from rlhf_kl.run.run import LESS_MEMORY
-from rlhf_kl.text import duration
-from rlhf_kl.trainers.metrics import update_row
-from rlhf_kl.trainers.optim import usual_learning_rate
-from rlhf_kl.trainers.ppo import PPOTrainer
-from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
+from rlhf_kl.commands.options import Config, Json, Quiet, Seed, Set, Updates, read_config
+from rlhf_kl.program import shell_command
+from rlhf_kl.text import hanging, stdout_width
 
-SHARE = 0.85  # usable share of the free memory
-PROBES = 64  # prompts that the tokenizer checks read
-PAIRS = 200
-LOW_ACCURACY = 0.6
-FEW_VALUES = 5
-BEST_OF = 16  # responses, of which the best is the measure of a gain
-MOSTLY_EQUAL = 0.95  # share of reference samples with one score
-RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
+STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}
 
 
-class Finding(NamedTuple):
-    """One line: level, topic, result of a check, and advice."""
+def doctor(
+    config: Config,
+    set_: Set = None,
+    seed: Seed = None,
+    updates: Updates = None,
+    pairs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training: what each stores.")] = 1,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
+    settings = read_config("train", config, set_, None, seed, updates)
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.commands.findings import run_doctor
 
-    level: Literal["fine", "doubtful", "fatal"]
-    topic: str
-    text: str
-    change: str = ""
-
-
-def judged(topic: str, good: bool, text: str, change: str = "") -> Finding:
-    """Fine where it is `good`; else doubtful, with advice."""
-    return Finding("fine", topic, text) if good else Finding("doubtful", topic, text, change)
-
-
-def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1) -> list[Finding]:
-    """All findings; a fatal one ends the checks.
-
-    `pairs`: held-out preference pairs to test the reward model on. `processes`: the number that will train together;
-    here one process makes the update, and nothing is sharded.
-    """
-    findings: list[Finding] = []
-    try:
-        findings += check_config(config, processes)
-        config = on_this_machine(config)
-        device = run_device(config.run)
-        setup, config = build_setup(config, device), with_files(config)
-        loader = Loader.for_run(config.run, device)
-        findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
-        findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
-        findings += check_reward_model(config, setup, loader, pairs)
-        findings += check_updates(config, setup, processes)
-    except InputError as error:
-        findings += [Finding("fatal", "config", problem) for problem in error.problems]
-    except GuardStop as error:
-        findings.append(Finding("fatal", "start", str(error)))
-    except MemoryFull as error:
-        findings.append(Finding("fatal", "memory", error.work, error.change))
-    except (RuntimeError, MemoryError) as error:
-        if not memory_is_full(error):
-            raise
-        findings.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY))
-    return findings
-
-
-# ---- before the update
-
-
-def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
-    """Settings without effect, or that do not belong together. Errors: InputError for what cannot run."""
-    if processes > 1:
-        check_sizes(config, processes)
-    elif config.policy.shard or config.reference.shard:
-        message = "policy.shard and reference.shard have no effect in one process"
-        yield judged("config", False, message, "doctor --processes N, with the N of the training")
-    check_installed(config.tracking.trackers)
-    for note in unused_notes(config):
-        yield judged("config", False, note, "leave the key out")
-
-
-def check_dtype(config: TrainConfig, device: torch.device) -> Finding:
-    """Whether bfloat16 suits this device."""
-    if config.run.dtype == "bfloat16" and device.type == "cpu":
-        slowdown = bfloat16_slowdown(config.run)
-        message = f"bfloat16 on a CPU is less exact; here a product takes {slowdown:.2g} times as long as in float32"
-        return judged("dtype", slowdown <= SLOWER, message, "run.dtype=float32")
-    emulated = config.run.dtype == "bfloat16" and device.type == "cuda"
-    if emulated and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return judged("dtype", False, "this GPU only emulates bfloat16", "run.dtype=float32")
-    return judged("dtype", True, f"{config.run.dtype} on {device}; master weights float32")
-
-
-def check_rate(config: TrainConfig, policy: Any) -> Finding:
-    """Whether the learning rate is near the usual one for a policy of this size."""
-    rate, adapter, size = learning_rate(config, policy), has_adapter(policy), parameter_count(policy)
-    usual = usual_learning_rate(size, adapter=adapter)
-    message = f"learning rate {rate:.2g} for {'an adapter on ' if adapter else ''}{size:,} parameters"
-    if config.ppo.learning_rate == "auto":
-        return judged("rate", True, f"{message}, chosen by size (auto)")
-    ratio = rate / usual
-    if 1 / RATE_FACTOR <= ratio <= RATE_FACTOR:
-        return judged("rate", True, f"{message}; usual is about {usual:.2g}")
-    side = f"{ratio:.2g} times" if ratio > 1 else f"{1 / ratio:.2g} times less than"
-    return judged("rate", False, f"{message}: {side} the usual {usual:.2g}", f"ppo.learning_rate={usual:g}, or auto")
-
-
-def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader) -> Iterator[Finding]:
-    """Whether policy and reference read the prompts alike."""
-    if config.reference.model is None:
-        return
-    texts = setup.prompts.texts[:PROBES]
-    other = loader.tokenizer(config.reference.model, "reference.model")
-    if encode_all(other, texts) == encode_all(setup.tokenizer, texts):
-        yield judged("tokenizer", True, "policy and reference tokenize the prompts alike")
+    findings = run_doctor(settings, pairs, processes)
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
+        from rich.console import Console
+        from rich.text import Text
 
-
-def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
-    """Whether prompt and response fit into what policy and reward model read."""
-    new, limit = config.rollout.max_new_tokens, context_length(setup.policy.model)
-    message = f"longest prompt {setup.prompts.longest} tokens and {new} new ones"
-    message += "; the model's config names no limit" if limit is None else f" fit into {limit}"
-    yield judged("context", limit is not None, message, "make sure that the model was trained on texts of this length")
-    reward = setup.scorers.model
-    if reward is not None and reward.limit is not None:
-        most = new + max(len(row) for row in reward.encode(setup.prompts.texts, [""] * len(setup.prompts.texts)))
-        if most > reward.limit:
-            message = (
-                f"the reward model reads {reward.limit} tokens, but texts have up to {most}: it loses the "
-                "beginning of the longest"
-            )
-            yield judged("context", False, message, "a lower rollout.max_new_tokens, or shorter prompts")
-
-
-def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs: str | None) -> Iterator[Finding]:
-    """Its accuracy on `pairs`, else the one that its training has written beside it."""
-    reward = setup.scorers.model
-    if reward is None:
-        return
-    accuracy, where = None, "the held-out data of its training"
-    if pairs is not None:
-        section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
-        held = loader.all_pairs(section, "--pairs", pairs, section.split)[:PAIRS]
-        prompts = [pair.prompt for pair in held]
-        chosen = reward(prompts, [pair.chosen for pair in held])
-        rejected = reward(prompts, [pair.rejected for pair in held])
-        accuracy, where = pair_figures(chosen, rejected)["eval/accuracy"], f"{len(held)} held-out pairs"
-    else:
-        folder = Path(config.reward.model or "")
-        for summary in (folder / "summary.json", folder.parent / "summary.json"):  # of the built-in world; of a run
-            if summary.is_file():
-                accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
-                break
-    if accuracy is None:
-        message = "the accuracy of the reward model is unknown"
-        yield judged("reward", False, message, "measure it: doctor --pairs FILE")
-        return
-    message, good = f"the reward model is right on {accuracy:.0%} of {where}", accuracy >= LOW_ACCURACY
-    message += "" if good else ", and guessing on 50%"
-    yield judged("reward", good, message, "train it on more pairs, or use another reward.model")
-
-
-# ---- the update
-
-
-def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[Finding]:
-    """The start of the run and its first update, measured; then the memory of the largest one."""
-    began = time.perf_counter()
-    unsharded = {name: getattr(whole, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
-    config = whole.model_copy(update=unsharded)
-    training = prepare_training(config, setup)
-    start = time.perf_counter() - began
-    yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
-    yield from check_scores(training)
-    yield from check_targets(config, training.reference_scores)
-    yield from check_beta(config, training)
-    try:
-        with ui.waiting("one update"):
-            result = training.trainer.update(1)
-    except NonFiniteRollout as failure:
-        yield Finding("fatal", "update", str(failure))
-        return
-    row, facts = update_row(result, config), dict(result.facts)
-    update = time.perf_counter() - began - start
-    with ui.waiting("one evaluation"):
-        evaluated, _ = evaluate_policy(config, setup, facts)
-    evaluation = time.perf_counter() - began - start - update
-    yield check_samples(result.rollout.prompts, result.rollout.responses)
-    yield check_endings(config, setup, row)
-    if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
-        yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
-    for alert in worded(facts):
-        yield judged("update", False, alert)
-    yield check_perplexity(evaluated["eval/perplexity"], setup.texts, setup.tokenizer)
-    evaluations = 2 + (config.updates - 1) // config.eval.every
-    seconds = start + config.updates * update + evaluations * evaluation
-    message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
-    yield judged("time", True, f"{message}: about {duration(seconds)} in all")
-    yield check_memory(whole, setup, processes, full_update(setup, training.trainer) if processes == 1 else None)
-
-
-def full_update(setup: Setup, trainer: PPOTrainer) -> int:
-    """Peak memory, in bytes, of an update with the longest prompts and responses that all have full length.
-
-    On a CPU it is that of this process.
-    """
-    stream = setup.prompts
-    order = sorted(range(len(stream)), key=lambda i: len(stream.rows[i]))[-stream.batch_size // stream.samples :]
-    texts, rows = [stream.texts[i] for i in order], [stream.rows[i] for i in order]
-    longest = PromptStream(texts, setup.tokenizer, stream.batch_size, stream.seed, rows, stream.samples)
-    endless = replace(setup.sampling, eos_ids=[-1])  # no token
-    trainer.rollouts.sample = Sampler(setup.policy, longest, setup.tokenizer, endless, stream.seed)
-    with ui.waiting("one update with responses of full length"), contextlib.suppress(NonFiniteRollout):
-        trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
-    return int(peak_memory_mb(setup.policy.device) * 2**20)
-
-
-def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | None) -> Finding:
-    """Whether the largest update fits: its measured peak; for several processes what each of them stores."""
-    device = setup.policy.device
-    room = int(SHARE * free_memory(device))
-    need, what = (peak, "at the peak of an update with all responses of full length, measured")
-    if need is None:
-        need = stored_bytes(config, setup, processes)
-        what = f"of weights, gradients and moments in each of {processes} processes, computed; activations come on top"
-    message = f"{need / 2**30:.2f} GiB {what}; {room / 2**30:.1f} GiB to use"
-    share = "" if config.policy.shard else "policy.shard=true with several processes, "
-    passes = "a smaller ppo.microbatch_size, " if processes == 1 else ""
-    change = f"{passes}{share}policy.lora={{}} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
-    return judged("memory", need <= room, message, change)
-
-
-def stored_bytes(config: TrainConfig, setup: Setup, processes: int) -> int:
-    """Bytes that each process stores all the time. A trained number takes 20: the weight, its gradient, Adam's two
-    moments, and the copy that the ceiling goes back to, each in float32."""
-    policy, frozen = setup.policy.module, [reward.model for reward in setup.scorers.models.values()]
-    if not has_adapter(policy):
-        frozen.append(setup.reference.module)
-    trained: int = sum(20 * p.numel() if p.requires_grad else p.numel() * p.element_size() for p in policy.parameters())
-    trained *= 2 if config.critic == "separate" else 1  # a value model is about as large as the policy
-    kept: int = sum(p.numel() * p.element_size() for model in frozen for p in model.parameters())
-    return trained // (processes if config.policy.shard else 1) + kept // (processes if config.reference.shard else 1)
-
-
-def free_memory(device: torch.device) -> int:
-    """Free bytes on the device, with those that this process holds."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device))
-    import psutil
-
-    return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
-
-
-def check_scores(training: Training) -> Iterator[Finding]:
-    """The shaped scores of the reference's samples: warnings, and whether there are enough different ones."""
-    scores, grouped = training.reference_scores, training.trainer.config.critic is None
-    shaped = torch.tensor(scores.shaped)
-    bars = sketch(histogram({"all": shaped})["all"])
-    message = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
-    warnings = worded(scores.start_facts())
-    for warning in warnings:
-        yield judged("scores", False, f"{message}; {warning}")  # which ends with advice
-    different = len(set(scores.shaped))
-    if different < FEW_VALUES:
-        most = Counter(scores.shaped).most_common(1)[0][1] / len(shaped)
-        message += f"; only {different} different values, {most:.0%} are equal"
-        advice = "ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"
-        if grouped and most > MOSTLY_EQUAL:
-            advice = "easier prompts, or a reward that also pays for a part: equal scores teach nothing"
-        yield judged("scores", grouped and most <= MOSTLY_EQUAL, message, advice)
-    elif not warnings:
-        yield judged("scores", True, message)
-
-
-def check_targets(config: TrainConfig, scores: ReferenceScores) -> Iterator[Finding]:
-    """The most score at low KLs: that of the tilted reference samples, as far as they tell (none: equal scores)."""
-    curve, unit, target = scores.tilt_curve(), config.kl.unit, config.kl.target_value
-    size, (tilted, groups) = scores.length if unit == "token" else 1.0, scores.to_tilt()
-    best = [point for point in best_of_n(tilted, groups or [0] * len(tilted)) if point.n <= BEST_OF][-1]
-    limit = curve[-1]["kl"] / size if curve else 0.0
-    ladder = [kl for power in range(-5, 3) for kl in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if kl <= limit]
-    kls = sorted({*ladder[-4:], *([target] if target <= limit else [])})
-    gains = {0.0: 0.0} | {kl: gain for kl in kls if (gain := scores.most_gain(kl * size)) is not None}
-    if len(gains) == 1:
-        return
-    rows = [[f"KL per {unit}", *(f"{kl:g}" for kl in gains)]]
-    rows += [["most shaped score", *(f"{scores.mean + gain:.2f}" for gain in gains.values())]]
-    if best.n > 1:
-        rows += [[f"of best of {best.n}", *(f"{gain / best.gain:.0%}" for gain in gains.values())]]
-    table = "\n".join(f"{name:<17}" + "".join(f"{cell:>7}" for cell in cells) for name, *cells in rows)
-    note = f"nats; the {len(scores.shaped)} reference samples, weighted by their scores, tell nothing above {limit:.2g}"
-    yield judged("targets", True, f"{table}\n{note}" + (f" (the target is {target:g})" if target > limit else ""))
-
-
-def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
-    """Where beta starts and how far it can move."""
-    control, batch = training.trainer.controller, config.rollout.batch_size
-    warnings = [*worded(control.start_facts(config.controlled_updates, batch)), *gradient_notes(config)]
-    for warning in warnings:
-        yield judged("beta", False, warning)
-    if not warnings:
-        low, high = control.beta_range(config.controlled_updates, batch)
-        course = "stays there" if low == high else f"can move between {low:.3g} and {high:.3g} in this run"
-        yield judged("beta", True, f"starts at {control.beta:.4g} and {course}")
-
-
-def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:
-    """Two responses of the starting policy; doubtful where most of a batch are empty or the same text."""
-    pairs = zip(prompts[:2], responses[:2], strict=True)
-    message = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}" for prompt, response in pairs)
-    text, count = Counter(response.strip() for response in responses).most_common(1)[0]
-    if 2 * count <= len(responses):
-        return judged("samples", True, message)
-    what = f"the same text, {text[:60]!r}" if text else "empty"
-    message += f"; {count / len(responses):.0%} of {len(responses)} responses are {what}"
-    advice = "prompts that end where the model's training texts go on (a space at the end may be too much, or missing)"
-    return judged("samples", False, message, advice)
-
-
-def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Finding:
-    """Whether responses end, where it costs if they do not."""
-    names = [setup.tokenizer.decode([token]) for token in setup.sampling.eos_ids]
-    rate, length, free = row["rollout/eos_rate"], row["rollout/response_length"], not config.reward.missing_eos_penalty
-    message = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
-    message += "; reward.missing_eos_penalty is 0, so this costs nothing" if rate == 0 and free else ""
-    advice = "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0"
-    return judged("EOS", rate > 0 or free, message, advice)
-
-
-def check_perplexity(perplexity: float, texts: Sequence[str], tokenizer: Any) -> Finding:
-    """Whether the policy predicts the held-out texts better than their token frequencies do."""
-    counts = Counter(token for row in encode_all(tokenizer, texts, bos=False) for token in row)
-    total = sum(counts.values())
-    frequencies = math.exp(-sum(n / total * math.log(n / total) for n in counts.values()))  # exp of their entropy
-    message = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
-    if perplexity < frequencies:
-        return judged("eval", True, f"{message}; token frequencies alone give {frequencies:.0f}")
-    message += f", no better than token frequencies alone ({frequencies:.0f}): the policy does not write such texts"
-    return judged("eval", False, message, "eval.texts: texts like those that the policy was trained on")
+        console = Console(soft_wrap=True)
+        for level, topic, text, change in findings:
+            head = Text.assemble((f"{level:<9} ", STYLES[level]), (f"{topic:<10} ", "bold"))
+            words = text + (f"; advice: {change}" if change else "")
+            console.print(head + hanging(words, stdout_width(), len(head)))
+        counts = Counter[str](finding.level for finding in findings)
+        told = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
+        after = "change what is fatal" if counts["fatal"] else f"next: {shell_command()} train --config {config}"
+        print(f"{'not ready' if counts['fatal'] else 'ready'}: {told}; {after}")
+    return 2 if any(finding.level == "fatal" for finding in findings) else 0

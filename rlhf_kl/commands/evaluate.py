@@ -2,79 +2,133 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import build_prompts, load_policy, load_run_reference, sampling_of
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.samples import heldout_rows
-from rlhf_kl.commands.session import on_this_machine, run_device
-from rlhf_kl.commands.stored import EvalRequest, located
-from rlhf_kl.commands.world import with_files, world_file
-from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.data.prompts import Prompts, PromptStream
-from rlhf_kl.evaluate import errors_of, figures_of, perplexity_of, policy_samples, safe_exp, standard_error, text_sums
-from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import compute_dtype
-from rlhf_kl.models.value import frozen_lm
-from rlhf_kl.monitors import worded
-from rlhf_kl.report.texts import grouped
-from rlhf_kl.rewards.scorer import Scorers
+from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, RemoteCode, Step, StoredRun
+from rlhf_kl.errors import InputError
+from rlhf_kl.text import format_number, hanging, stdout_width
 from rlhf_kl.ui import log
 
+if TYPE_CHECKING:
+    from rlhf_kl.config.schema import TrainConfig
+    from rlhf_kl.data.prompts import Prompts
+    from rlhf_kl.models.lm import LM
+    from rlhf_kl.rewards.scorer import Scorers
 
-def run_eval(request: EvalRequest) -> dict[str, Any]:
-    """The figures of `eval --json`, by their keys: of a model on texts; of a run also on its held-out prompts.
-
-    With their `standard_errors`, those of a reference under `reference`, and some `texts` as `held_out_texts` has them.
-    """
-    config, folder = request.resolved()
-    config = on_this_machine(config, stored=request.config is None)
-    loader, rows = Loader.for_run(config.run, run_device(config.run)), None
-    texts, dtype = _texts(request, config, loader), compute_dtype(config.run.dtype)
-    if request.model is None:
-        files = with_files(config, ("data", "eval"))
-        rows, config = loader.prompts(files.data, files.eval), with_files(config)
-        scorers = _scorers(request, config, loader, of_run=folder is not None)
-    model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
-    policy = frozen_lm(model, dtype, loader.device)
-    figures = _perplexity(policy, tokenizer, texts, "policy")
-    if request.model is not None and request.reference is None:
-        return figures
-    beside = load_run_reference(loader, config, request.reference)
-    reference = frozen_lm(beside.model, dtype, loader.device)
-    figures["reference"] = _perplexity(reference, beside.tokenizer, texts, "reference")
-    if rows is not None:
-        _, kept = build_prompts(config, rows, model, tokenizer)
-        _add_prompts(figures, config, kept, (policy, reference), tokenizer, scorers, request.samples)
-    return figures
+LABELS = {
+    "scores": "score",
+    "gold": "gold score",
+    "kl_token": "KL per token",
+    "kl_sequence": "KL per response",
+    "forward_kl_token": "forgetting",
+    "length": "response length",
+    "eos_rate": "share with an EOS",
+    "distinct_2": "distinct word pairs",
+    "prompts": "held-out prompts",
+    "responses": "  responses",
+    "perplexity": "held-out perplexity",
+    "nats_per_token": "  nats per token",
+    "bits_per_byte": "  bits per byte",
+    "tokens": "  tokens",
+    "bytes": "  bytes",
+    "documents": "  documents",
+}
 
 
-def _texts(request: EvalRequest, config: TrainConfig, loader: Loader) -> list[str]:
-    section, texts = config.eval, request.texts
-    ref, key = (section.texts, "eval.texts") if texts is None else (located(texts), "--texts")
-    limit = section.max_documents if request.texts is None else None  # it does not limit a named file
-    file = world_file(ref, "heldout")
-    return loader.texts(file, request.column or section.column, key, section.split, limit=limit)
+def evaluate(
+    run: StoredRun = None,
+    model: Model = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="The starting policy of a config.")] = None,
+    checkpoint: Step = None,
+    reference: Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Model to compare with.")] = None,
+    texts: Annotated[str | None, typer.Option(metavar="FILE", help="Held-out texts; default: the config's.")] = None,
+    column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the text.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Held-out responses; default: one to each prompt.")
+    ] = None,
+    as_json: Json = False,
+    plugins: Plugins = False,
+    trust_remote_code: RemoteCode = False,
+    allow_pickle: Pickle = False,
+    quiet: Quiet = False,
+) -> None:
+    """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
+    from rlhf_kl.builtin.world import is_builtin
+    from rlhf_kl.commands.stored import Permissions, check_given, located, of_a_run
+    from rlhf_kl.config.schema.base import refuse
+
+    # Errors of the options come before torch is imported.
+    sources = {"--run": run, "--model": model, "--config": config}
+    if len(given := [option for option, value in sources.items() if value is not None]) > 1:
+        raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
+    if model is not None or config is not None:
+        refuse(*of_a_run(plugins=plugins, checkpoint=checkpoint))
+    if model is not None and texts is None and not is_builtin(model):
+        raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
+    permissions = Permissions(plugins, trust_remote_code, allow_pickle)
+    settings, folder = permissions.opened(run, model, checkpoint, config)
+    column = column or settings.eval.column
+    check_given({"--model": model, "--reference": reference}, "--texts", texts, column, settings)
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.build.load import Loader
+        from rlhf_kl.build.machine import on_this_machine, run_device
+        from rlhf_kl.build.parts import build_prompts
+        from rlhf_kl.build.world import with_files, world_file
+        from rlhf_kl.commands.stored import load_policy, load_run_reference
+        from rlhf_kl.models.load import compute_dtype
+        from rlhf_kl.models.value import frozen_lm
+        from rlhf_kl.run.log import encode_json
+
+    settings = on_this_machine(settings, stored=config is None)
+    loader, dtype = Loader.for_run(settings.run, run_device(settings.run)), compute_dtype(settings.run.dtype)
+    held = settings.eval
+    ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
+    limit = held.max_documents if texts is None else None  # it does not limit a named file
+    documents = loader.texts(world_file(ref, "heldout"), column, key, held.split, limit=limit)
+    if model is None:
+        files = with_files(settings, ("data", "eval"))
+        rows, settings = loader.prompts(files.data, files.eval), with_files(settings)
+        for_scores, for_gold = permissions.refused(settings) if folder is not None else ([], [])
+        if for_scores or for_gold:
+            names = " and ".join(name for name, refs in (("scores", for_scores), ("gold", for_gold)) if refs)
+            code = ", ".join(dict.fromkeys(for_scores + for_gold))
+            log.warning(f"{names} left out: they need code that the run names ({code}): --plugins runs it")
+        scorers = loader.scorers(settings.reward, reward=not for_scores, gold=not for_gold)
+    loaded, tokenizer = load_policy(loader, settings, folder, model, checkpoint)
+    policy = frozen_lm(loaded, dtype, loader.device)
+    figures = _perplexity(policy, tokenizer, documents, "policy")
+    if model is None or reference is not None:
+        beside = load_run_reference(loader, settings, reference)
+        other = frozen_lm(beside.model, dtype, loader.device)
+        figures["reference"] = _perplexity(other, beside.tokenizer, documents, "reference")
+    if model is None:
+        _, kept = build_prompts(settings, rows, loaded, tokenizer)
+        _add_prompts(figures, settings, kept, (policy, other), tokenizer, scorers, samples)
+    if as_json:
+        print(encode_json(figures, indent=2).decode())
+        return
+    from rich.console import Console
+
+    from rlhf_kl.report.texts import TITLE, text_table
+
+    print(_table(figures))
+    Console(highlight=False).print(text_table(figures.get("texts", []), TITLE))
 
 
 def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> dict[str, Any]:
+    from rlhf_kl.evaluate import perplexity_of, safe_exp, standard_error, text_sums
+
     with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
         sums = text_sums(lm, tokenizer, texts, advance=advance)
     nats, tokens = zip(*sums.each, strict=True)
     errors = {"perplexity": standard_error(nats, tokens, of=safe_exp), "nats_per_token": standard_error(nats, tokens)}
     return asdict(perplexity_of([sums])) | {"standard_errors": errors}
-
-
-def _scorers(request: EvalRequest, config: TrainConfig, loader: Loader, *, of_run: bool) -> Scorers:
-    """The scorers, without those of a run's plugins that have no permission."""
-    for_scores, for_gold = request.permissions.refused(config) if of_run else ([], [])
-    if for_scores or for_gold:
-        names = " and ".join(["scores"] * bool(for_scores) + ["gold"] * bool(for_gold))
-        plugins = ", ".join(dict.fromkeys(for_scores + for_gold))
-        log.warning(f"{names} left out: they need code that the run names ({plugins}): --plugins runs it")
-    return loader.scorers(config.reward, reward=not for_scores, gold=not for_gold)
 
 
 def _add_prompts(
@@ -87,6 +141,13 @@ def _add_prompts(
     samples: int | None,
 ) -> None:
     """Adds the figures of both on held-out prompts, and some of their texts."""
+    from rlhf_kl.build.parts import sampling_of
+    from rlhf_kl.commands.samples import heldout_rows
+    from rlhf_kl.data.prompts import PromptStream
+    from rlhf_kl.evaluate import errors_of, figures_of, policy_samples
+    from rlhf_kl.monitors import worded
+    from rlhf_kl.report.texts import grouped
+
     policy = pair[0]
     several = samples or max(len(kept), config.rollout.batch_size)  # some prompts are answered more than once
     prompts = PromptStream(kept.texts, tokenizer, several, config.run.seed, kept.rows).batch(1)
@@ -116,3 +177,27 @@ def _add_prompts(
     beside, found = figures["reference"], figures_of(other, own, {})
     for name in ("scores", "gold", "length", "eos_rate", "distinct_2"):
         beside[name], beside["standard_errors"][name] = found[name], of_reference[name]
+
+
+def _table(figures: dict[str, Any]) -> str:
+    """Name, value and standard error, beside those of the reference where there is one."""
+    columns = [figures, figures["reference"]] if "reference" in figures else [figures]
+    rows = [["", "policy", "reference"]] if len(columns) > 1 else []
+    rows += [[label, *(_shown(of, key) for of in columns)] for key, label in LABELS.items() if key in figures]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows if row[1]]
+    several = figures.get("responses", 0) > figures.get("prompts", 0)
+    notes = f"±: one standard error{' (for these few prompts only)' if several else ''}."
+    if "forward_kl_token" in figures:
+        notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
+    return "\n".join([*lines, hanging(notes, stdout_width() or 80, 0)])
+
+
+def _shown(figures: dict[str, Any], key: str) -> str:
+    value, error = figures.get(key), figures["standard_errors"].get(key)
+    if value is None or isinstance(value, int):
+        return "" if value is None else str(value)
+    if error is None:
+        return format_number(value, 4)
+    digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4  # two of the error
+    return f"{value:.{digits}f} ± {error:.{digits}f}"

@@ -2,89 +2,160 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import (
-    build_prompts,
-    load_policy,
-    load_run_reference,
-    prompt_format,
-    sampling_of,
-    usable_prompts,
-)
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.samples import score_at
-from rlhf_kl.commands.session import on_this_machine, run_device
-from rlhf_kl.commands.stored import GenerateRequest, located
-from rlhf_kl.commands.world import with_files
-from rlhf_kl.config.schema import PromptsSection, TrainConfig
-from rlhf_kl.data.prompts import Prompts, PromptStream
-from rlhf_kl.evaluate import NO_SCORERS, SHOWN, policy_samples
-from rlhf_kl.models.load import compute_dtype, context_length
-from rlhf_kl.models.value import frozen_lm
+from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, RemoteCode, Step, StoredRun
+from rlhf_kl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_kl.build.load import Loader
+    from rlhf_kl.config.schema import TrainConfig
+    from rlhf_kl.data.prompts import Prompts
 
 
-def run_generate(request: GenerateRequest) -> list[dict[str, Any]]:
-    """One mapping for each response: prompt, response, ended; on request also score, reference, kl and tokens."""
-    config, folder = request.resolved()
+def generate(
+    run: StoredRun = None,
+    model: Model = None,
+    checkpoint: Step = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt; default: two held-out ones.")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts; -: stdin.")] = None,
+    column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompts.")] = None,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")] = 1,
+    with_reference: Annotated[
+        bool, typer.Option("--with-reference", help="Also the reference's response, and the KL of every token.")
+    ] = False,
+    scores: Annotated[bool, typer.Option("--scores", help="Score responses with the run's reward.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: the run's.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="X", min=1e-6, help="Default: the run's.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the samples.")] = 0,
+    as_json: Json = False,
+    plugins: Plugins = False,
+    trust_remote_code: RemoteCode = False,
+    allow_pickle: Pickle = False,
+    quiet: Quiet = False,
+) -> None:
+    """Sample responses from a run's policy, or from any model."""
+    from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
+    from rlhf_kl.config.schema.base import refuse
+
+    # Errors of the options come before torch is imported.
+    problems = []
+    if run is not None and model is not None:
+        problems.append("--run and --model exclude each other: name one policy")
+    if prompt and prompts is not None:
+        problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
+    if model is not None and not prompt and prompts is None:
+        problems.append("name prompts with --prompt, or a file of them with --prompts")
+    if model is not None:
+        problems += of_a_run(checkpoint=checkpoint, with_reference=with_reference, scores=scores, plugins=plugins)
+    refuse(*problems)
+    permissions = Permissions(plugins, trust_remote_code, allow_pickle)
+    config, folder = permissions.opened(run, model, checkpoint)
+    if folder is not None and scores and (refused := permissions.refused(config)[0]):
+        raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
+    check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.build.load import Loader
+        from rlhf_kl.build.machine import on_this_machine, run_device
+        from rlhf_kl.build.parts import sampling_of
+        from rlhf_kl.build.world import with_files
+        from rlhf_kl.commands.samples import score_at
+        from rlhf_kl.commands.stored import load_policy, load_run_reference
+        from rlhf_kl.data.prompts import PromptStream
+        from rlhf_kl.evaluate import NO_SCORERS, policy_samples
+        from rlhf_kl.models.load import compute_dtype
+        from rlhf_kl.models.value import frozen_lm
+
     if folder is not None:
-        config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * request.scores))
-    given = {"max_new_tokens": request.max_new_tokens, "temperature": request.temperature}
+        config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * scores))
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = on_this_machine(config.model_copy(update={"rollout": rollout}), stored=True)
     loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
     with ui.waiting("loading the models and prompts"):
-        scorers = loader.scorers(config.reward, gold=False) if request.scores else NO_SCORERS
-        model, tokenizer = load_policy(loader, config, folder, request.model, request.checkpoint)
-        if request.with_reference:
+        scorers = loader.scorers(config.reward, gold=False) if scores else NO_SCORERS
+        policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)
+        if with_reference:
             reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
         scorers.begin(config.updates + 1, config.updates)
-        prompts = _prompts(request, config, loader, model, tokenizer)
-    places = [i for i in range(len(prompts)) for _ in range(request.samples)]
-    batch = PromptStream(prompts.texts, tokenizer, 1, 0, prompts.rows).pick(places)
+        chosen = _prompts(prompt or (), prompts, column, config, loader, policy, tokenizer)
+    places = [i for i in range(len(chosen)) for _ in range(samples)]
+    batch = PromptStream(chosen.texts, tokenizer, 1, 0, chosen.rows).pick(places)
     with ui.progress("sampling", len(batch) * (1 if reference is None else 2)) as advance:
         own, other = policy_samples(
-            frozen_lm(model, dtype, loader.device),
+            frozen_lm(policy, dtype, loader.device),
             reference,
             batch,
             range(len(batch)),  # noise by position: a response does not depend on the number of other responses
-            request.seed,
-            sampling_of(config, model, tokenizer),
+            seed,
+            sampling_of(config, policy, tokenizer),
             tokenizer,
             scorers,
             advance=advance,
             purpose="generate",
             shown=len(batch),
         )
-    samples = []
-    for i, prompt in enumerate(batch.texts):
-        row = {"prompt": prompt, "response": own.texts[i], "ended": own.ended[i]}
-        if request.scores:
+    rows: list[dict[str, Any]] = []
+    for i, text in enumerate(batch.texts):
+        row = {"prompt": text, "response": own.texts[i], "ended": own.ended[i]}
+        if scores:
             row["score"] = score_at(own.scores, i)
         if reference is not None:
             kl = {"kl": own.kl[i], "kl_token": own.kl[i] / own.lengths[i], "tokens": own.tokens[i]}
             row |= {"reference": other.texts[i], **kl}
-            if request.scores:
+            if scores:
                 row["reference_score"] = score_at(other.scores, i)
-        samples.append(row)
-    return samples
+        rows.append(row)
+    if as_json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    from rlhf_kl.report.texts import text_table
+
+    texts = [{"prompt": row["prompt"], "policy": [row | {"text": row["response"]}]} for row in rows]
+    for shown, row in zip(texts, rows, strict=True):
+        if with_reference:
+            shown["reference"] = {"text": row["reference"], "score": row.get("reference_score")}
+    Console(highlight=False).print(text_table(texts, "KL in nats per response:" if with_reference else ""))
 
 
-def _prompts(request: GenerateRequest, config: TrainConfig, loader: Loader, policy: Any, tokenizer: Any) -> Prompts:
+def _prompts(
+    texts: Sequence[str],
+    file: str | None,
+    column: str | None,
+    config: TrainConfig,
+    loader: Loader,
+    policy: Any,
+    tokenizer: Any,
+) -> Prompts:
+    """Those of the command line or of its file, else those that `train` shows."""
+    from rlhf_kl.build.parts import build_prompts, prompt_format, usable_prompts
+    from rlhf_kl.commands.stored import located
+    from rlhf_kl.config.schema import PromptsSection
+    from rlhf_kl.data.prompts import PromptStream
+    from rlhf_kl.evaluate import SHOWN
+    from rlhf_kl.models.load import context_length
+
     form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
     key = "--prompt"
-    texts: Sequence[str] = request.prompts
-    if request.file == "-":
+    if file == "-":
         key, texts = "--prompts -", sys.stdin.read().splitlines()
-    elif request.file is not None:
-        key, ref = "--prompts", located(request.file)
-        section = PromptsSection(prompts=ref, column=request.column or "prompt", chat_template=form.chat)
+    elif file is not None:
+        key, ref = "--prompts", located(file)
+        section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat)
         texts = loader.all_prompts(section, key, ref, "test")
-    elif not texts:  # those that `train` shows
+    elif not texts:
         _, kept = build_prompts(config, loader.prompts(config.data, config.eval), policy, tokenizer)
         key, size = "eval.prompts", min(SHOWN, len(kept.texts))
         texts = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows).batch(1).texts

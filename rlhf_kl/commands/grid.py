@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from rlhf_kl import ui
-from rlhf_kl.commands.session import on_this_machine
+from rlhf_kl.build.machine import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.schema import TrainConfig

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,35 +17,24 @@ IN_ORDER = 4  # the first responses of the batch: not selected, so they are typi
 BY_KL = 2  # those whose own KL is largest
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One step of the run: its row, the data behind it, and what the monitors should know."""
-
-    row: dict[str, Any]
-    rollout: RolloutBatch
-    facts: dict[str, Any]
-
-    @property
-    def sound(self) -> bool:
-        """Whether all numbers are finite, so that a checkpoint may be written."""
-        return not {"update-skipped", "weights-lost"} & self.facts.keys()
-
-
 def sample_rows(
-    result: StepResult, tokenizer: Any, columns: Sequence[str] = (), extra: Mapping[str, Sequence[Any]] | None = None
+    step: int,
+    rollout: RolloutBatch,
+    tokenizer: Any,
+    columns: Sequence[str] = (),
+    extra: Mapping[str, Sequence[Any]] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The first responses of the batch, then those with the largest KL; `chosen` is the reason.
 
     `columns`: data columns that scorers read; `extra`: values that scorers logged for each response.
     """
-    rollout = result.rollout
     of_tokens = (rollout.response_ids, rollout.logprobs, rollout.ref_logprobs, rollout.exact_kl)
     first = list(range(min(IN_ORDER, len(rollout))))
     ranked = rollout.exact_kl.sum(1).argsort(descending=True, stable=True).tolist()
     for chosen, rows in (("first", first), ("largest kl", [i for i in ranked if i not in first][:BY_KL])):
         for i in rows:
             yield {
-                "step": result.row["step"],
+                "step": step,
                 "prompt": rollout.prompts[i],
                 **_columns(rollout.prompts[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
                 "response": rollout.responses[i],

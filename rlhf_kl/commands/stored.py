@@ -1,10 +1,11 @@
-"""What `eval` and `generate` are asked for: a run with permissions to run other people's code, or any model."""
+"""What `eval` and `generate` read: a run, with permissions to run other people's code, or any model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
 from rlhf_kl.config.load import load_config, load_run_config
@@ -17,6 +18,9 @@ from rlhf_kl.hub import model_on_hub
 from rlhf_kl.run.folder import RunFolder, checkpoint_folders, newest_run
 from rlhf_kl.templates import column
 
+if TYPE_CHECKING:
+    from rlhf_kl.build.load import Loaded, Loader
+
 
 @dataclass(frozen=True)
 class Permissions:
@@ -26,20 +30,30 @@ class Permissions:
     remote_code: bool = False
     pickle: bool = False
 
-    def opened(self, path: Path | None, step: int | None) -> tuple[RunFolder, TrainConfig]:
-        """A run (None: the newest) with a checkpoint of that step, and its config with no other permissions."""
-        folder = RunFolder(path or newest_run(finished=True))
+    def opened(
+        self, run: Path | None, model: str | None, step: int | None, config: str | None = None
+    ) -> tuple[TrainConfig, RunFolder | None]:
+        """The config of a config's start, of any model or of a run (the newest), and the run's folder.
+
+        Errors: InputError, also for a run without a checkpoint of that `step`.
+        """
+        if config is not None:  # the user chose it, so its own permissions count
+            return self.added_to(load_config("train", config)), None
+        if model is not None:
+            world = {"policy": {"model": model}} if is_builtin(model) else {}
+            return self.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}})), None
+        folder = RunFolder(run or newest_run(finished=True))
         folder.require_run()
         steps = [str(int(path.name.removeprefix("step-"))) for path in checkpoint_folders(folder.checkpoints)]
         if step is not None and str(step) not in steps:
             hint = suggestion(str(step), steps)
             raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
-        config = load_run_config(folder.config, plugins=self.plugins)
-        run = config.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
-        return folder, self.added_to(config.model_copy(update={"run": run}))
+        stored = load_run_config(folder.config, plugins=self.plugins)
+        section = stored.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
+        return self.added_to(stored.model_copy(update={"run": section})), folder
 
     def added_to(self, config: TrainConfig) -> TrainConfig:
-        """A config that the user chose, with these permissions beside its own."""
+        """The config with these permissions beside its own."""
         names = {"trust_remote_code": self.remote_code, "allow_pickle": self.pickle}
         run = config.run.model_copy(update={name: True for name, allowed in names.items() if allowed})
         return config.model_copy(update={"run": run})
@@ -52,86 +66,8 @@ class Permissions:
         return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
 
 
-NO_PERMISSIONS = Permissions()
-
-
-@dataclass(frozen=True)
-class EvalRequest:
-    """The options of the command line; None = not given."""
-
-    run: Path | None = None
-    model: str | None = None
-    config: str | None = None
-    checkpoint: int | None = None
-    reference: str | None = None
-    texts: str | None = None
-    column: str | None = None
-    samples: int | None = None
-    permissions: Permissions = NO_PERMISSIONS
-
-    def resolved(self) -> tuple[TrainConfig, RunFolder | None]:
-        """The config, and the folder of a run. Errors: InputError for all that cannot be used; imports no torch."""
-        given = [f"--{name}" for name in ("run", "model", "config") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
-        if self.model is not None or self.config is not None:
-            refuse(*_of_a_run(plugins=self.permissions.plugins, checkpoint=self.checkpoint))
-        if self.model is not None and self.texts is None and not is_builtin(self.model):
-            raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
-        folder, permissions = None, self.permissions
-        if self.config is not None:  # the user chose it, so its own permissions count
-            config = permissions.added_to(load_config("train", self.config))
-        elif self.model is not None:
-            world = {"policy": {"model": self.model}} if is_builtin(self.model) else {}
-            config = permissions.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}}))
-        else:
-            folder, config = permissions.opened(self.run, self.checkpoint)
-        name = self.column or config.eval.column
-        check_given({"--model": self.model, "--reference": self.reference}, "--texts", self.texts, name, config)
-        return config, folder
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """The options of the command line; None = not given: then the run's own value."""
-
-    run: Path | None = None
-    model: str | None = None
-    checkpoint: int | None = None
-    prompts: tuple[str, ...] = ()
-    file: str | None = None
-    column: str | None = None
-    samples: int = 1
-    with_reference: bool = False
-    scores: bool = False
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    seed: int = 0
-    permissions: Permissions = NO_PERMISSIONS
-
-    def resolved(self) -> tuple[TrainConfig, RunFolder | None]:
-        """The config, and the folder of a run. Errors: InputError for all that cannot be used; imports no torch."""
-        problems = []
-        if self.run is not None and self.model is not None:
-            problems.append("--run and --model exclude each other: name one policy")
-        if self.prompts and self.file is not None:
-            problems.append("--prompt and --prompts exclude each other: name prompts, or a file of them")
-        if self.model is not None and not self.prompts and self.file is None:
-            problems.append("name prompts with --prompt, or a file of them with --prompts")
-        if self.model is not None:
-            reference, scores, plugins = self.with_reference, self.scores, self.permissions.plugins
-            problems += _of_a_run(checkpoint=self.checkpoint, with_reference=reference, scores=scores, plugins=plugins)
-        refuse(*problems)
-        folder, config = None, self.permissions.added_to(TrainConfig.model_validate({"run": {"dtype": "auto"}}))
-        if self.model is None:
-            folder, config = self.permissions.opened(self.run, self.checkpoint)
-            if (refused := self.permissions.refused(config)[0]) and self.scores:
-                raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
-        check_given({"--model": self.model}, "--prompts", self.file, self.column or "prompt", config)
-        return config, folder
-
-
-def _of_a_run(**given: object) -> list[str]:
+def of_a_run(**given: object) -> list[str]:
+    """Problems: the options, by their names, that were given though no run was."""
     names = [name.replace("_", "-") for name, value in given.items() if value not in (None, False)]
     return [f"--{name} belongs to a run: name one with --run" for name in names]
 
@@ -156,3 +92,38 @@ def located(ref: str) -> str:
     """An existing path of the command line, made absolute; anything else unchanged."""
     path = Path(ref).expanduser()
     return str(path.absolute()) if path.exists() else ref
+
+
+def load_policy(
+    loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
+) -> tuple[Any, Any]:
+    """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
+    from torch import nn
+
+    from rlhf_kl.build.world import world_file
+    from rlhf_kl.models.lora import checkpointed
+    from rlhf_kl.run.checkpoint import checkpoints
+
+    final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
+    if model is not None or final is not None:
+        ref, key = (str(final), "--run") if model is None else (world_file(located(model), "policy"), "--model")
+        loaded = loader.language_model(ref, key)
+        return loaded.model, loaded.tokenizer
+    section = config.policy.model_copy(update={"gradient_checkpointing": False})
+    loaded = loader.trained_model(section.model, section, config.run.seed)
+    if folder is not None:
+        found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if step in (None, checkpoint.step)]
+        if not found:
+            raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
+        holder = nn.Module()
+        holder.policy = loaded.model  # as in a checkpoint, beside the value function
+        found[-1].load_model(checkpointed(holder))
+    return loaded.model, loaded.tokenizer
+
+
+def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
+    """The reference of a run, or another model in its place."""
+    from rlhf_kl.build.world import world_file
+
+    ref = other or config.reference.model or config.policy.model
+    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")

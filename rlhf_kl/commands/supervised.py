@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.session import run_device
-from rlhf_kl.commands.tasks import build_task
-from rlhf_kl.commands.world import with_files
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.machine import run_device
+from rlhf_kl.build.tasks import build_task
+from rlhf_kl.build.world import with_files
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.cli import guide
-from rlhf_kl.cli.options import overrides
+from rlhf_kl.commands import guide
+from rlhf_kl.commands.options import read_config
 from rlhf_kl.config.load import load_config
 
 Cli = Callable[..., Any]
@@ -75,14 +75,13 @@ def test_schema_is_one_json_document(kind: str, section: str, rlhf_kl: Cli) -> N
 
 
 def test_named_options_win_over_set(here: Path) -> None:
-    changes = overrides(["run.seed=1"], output_dir=Path("odd: name"), seed=2)
-    config = load_config("train", "ppo_adaptive.yaml", changes)
+    config = read_config("train", "ppo_adaptive.yaml", ["run.seed=1"], output_dir=Path("odd: name"), seed=2)
     assert (config.run.seed, config.run.output_dir) == (2, str(here / "odd: name"))
 
 
 def test_updates_are_whole_batches(rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Any] = []
-    monkeypatch.setattr("rlhf_kl.commands.session.train_command", lambda _run, config, **_: trained.append(config))
+    monkeypatch.setattr("rlhf_kl.commands.train.train_command", lambda _run, config, **_: trained.append(config))
     assert rlhf_kl("train", "ppo_adaptive", "--updates", 7, "--set", "rollout.batch_size=32").code == 0
     assert (trained[0].updates, trained[0].ppo.total_episodes) == (7, 7 * 32)
 

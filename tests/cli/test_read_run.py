@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from rlhf_kl.cli.evaluate import LABELS
+from rlhf_kl.commands.evaluate import LABELS
 from rlhf_kl.report.texts import held_out_texts
 
 Cli = Callable[..., Any]

@@ -14,7 +14,7 @@ import pytest
 from rlhf_kl.run.log import read_jsonl
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
 
 Cli = Callable[..., Any]
 

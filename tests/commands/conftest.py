@@ -12,8 +12,8 @@ import yaml
 def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     """`train(folder, "kl.target=0.2", resume=True)`: a run of the tiny model; returns its summary."""
     from rlhf_kl import ui
-    from rlhf_kl.commands.session import train_command
-    from rlhf_kl.commands.train import run_train
+    from rlhf_kl.commands.loop import run_train
+    from rlhf_kl.commands.train import train_command
     from rlhf_kl.config.load import load_config
 
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"

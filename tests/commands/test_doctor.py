@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.doctor import check_perplexity, check_rate, check_samples, check_targets, stored_bytes
+from rlhf_kl.commands.findings import check_perplexity, check_rate, check_samples, check_targets, stored_bytes
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream

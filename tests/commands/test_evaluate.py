@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -9,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.commands.evaluate import run_eval
-from rlhf_kl.commands.stored import EvalRequest, Permissions
+from rlhf_kl.commands.evaluate import evaluate as command
 from rlhf_kl.errors import InputError
 from rlhf_kl.evaluate import perplexity_of, text_sums
 from rlhf_kl.models.lm import LM
@@ -23,15 +24,16 @@ OF_BOTH = {"scores", "gold", "length", "eos_rate", "distinct_2"}
 POLICY_KEYS = OF_BOTH | {"kl_token", "kl_sequence", "forward_kl_token", "prompts", "responses", "texts"}
 
 
-def evaluate(**request: Any) -> dict[str, Any]:
-    if not request.keys() & {"model", "config"}:
-        request.setdefault("permissions", Permissions(plugins=True))  # the reward function of the tiny run
-    return run_eval(EvalRequest(**request))
+def evaluate(**options: Any) -> dict[str, Any]:
+    of_run = not options.keys() & {"model", "config"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        command(**options, plugins=of_run, as_json=True, quiet=True)  # plugins: the reward function of the tiny run
+    return dict(json.loads(out.getvalue()))
 
 
-def problem(**request: Any) -> str:
+def problem(**options: Any) -> str:
     with pytest.raises(InputError) as caught:
-        evaluate(**request)
+        evaluate(**options)
     return str(caught.value)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.train import TrainLoop
+from rlhf_kl.commands.loop import TrainLoop
 from rlhf_kl.errors import GuardStop, RunFailed
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Rollouts

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.evaluate import run_eval
-from rlhf_kl.commands.stored import EvalRequest
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.run.log import read_jsonl
 
@@ -50,11 +48,8 @@ def test_final_and_checkpoints_hold_the_adapter_alone(run: Path, tiny_folder: Pa
     assert all("lora" in name or "critic" in name for name in stored)
 
 
-def test_eval_reads_the_adapter_and_its_checkpoints(run: Path) -> None:
-    def evaluated(**request: Any) -> dict[str, Any]:
-        return run_eval(EvalRequest(run=run, **request))
-
-    last, early = evaluated(), evaluated(checkpoint=2)
+def test_eval_reads_the_adapter_and_its_checkpoints(run: Path, rlhf_kl: Callable[..., Any]) -> None:
+    last, early = (json.loads(rlhf_kl("eval", "--run", run, "--json", *more).out) for more in ((), ("--checkpoint", 2)))
     summary = json.loads((run / "summary.json").read_text())["final"]
     assert last["perplexity"] == pytest.approx(summary["eval/perplexity"], rel=1e-4)
     assert last["kl_token"] > early["kl_token"] > 0

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.load import Loader
+from rlhf_kl.build.load import Loader
 from rlhf_kl.config.schema import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm

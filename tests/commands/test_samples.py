@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.commands.samples import StepResult, sample_rows
+from rlhf_kl.commands.samples import sample_rows
 from rlhf_kl.types import RolloutBatch
 
 ROWS, WIDTH = 8, 3
@@ -13,14 +13,14 @@ LENGTHS = torch.tensor([3, 2, 3, 3, 1, 3, 3, 3])
 
 
 @pytest.fixture
-def result() -> StepResult:
+def rollout() -> RolloutBatch:
     mask = torch.arange(WIDTH) < LENGTHS.unsqueeze(1)
     kl = torch.where(mask, torch.full((ROWS, WIDTH), 0.1), 0.0)
     kl[4, 0], kl[6, 1], kl[1, 1] = 3.0, 2.0, 1.0  # the furthest tokens, in responses of 3.0, 2.2 and 1.1 nats
     ids = torch.full((ROWS, WIDTH), 3)
     ids[6, 1] = 4
     zeros = torch.zeros(ROWS, WIDTH)
-    rollout = RolloutBatch(
+    return RolloutBatch(
         prompt_ids=torch.full((ROWS, 1), 3),
         prompt_mask=torch.ones(ROWS, 1, dtype=torch.bool),
         response_ids=ids,
@@ -38,11 +38,10 @@ def result() -> StepResult:
         prompts=[f"p{i}" for i in range(ROWS)],
         responses=[f"r{i}" for i in range(ROWS)],
     )
-    return StepResult({"step": 7}, rollout, {})
 
 
-def test_the_first_ones_and_those_that_diverge_most(result: StepResult, letters: Any) -> None:
-    rows = list(sample_rows(result, letters))
+def test_the_first_ones_and_those_that_diverge_most(rollout: RolloutBatch, letters: Any) -> None:
+    rows = list(sample_rows(7, rollout, letters))
     assert [(row["response"], row["chosen"]) for row in rows] == [
         *((f"r{i}", "first") for i in range(4)),
         ("r4", "largest kl"),

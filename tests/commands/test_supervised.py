@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.session import train_command
 from rlhf_kl.commands.supervised import run_supervised
+from rlhf_kl.commands.train import train_command
 from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer

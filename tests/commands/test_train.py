@@ -12,8 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.session import train_command
-from rlhf_kl.commands.train import run_train
+from rlhf_kl.commands.loop import run_train
+from rlhf_kl.commands.train import train_command
 from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.lm import LM

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.commands.world import World
+from rlhf_kl.build.world import World
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rlhf_kl import distributed
-from rlhf_kl.commands.start import check_sizes
+from rlhf_kl.build.start import check_sizes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import can_shard
 from rlhf_kl.errors import InputError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.cli.guide import FOLDER
+from rlhf_kl.commands.guide import FOLDER
 from rlhf_kl.run.log import read_jsonl
 
 GUIDE = FOLDER / "running.md"

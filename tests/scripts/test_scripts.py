@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

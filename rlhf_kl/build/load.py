@@ -14,7 +14,6 @@ from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema import (
     EvalSection,
-    LoraSection,
     PairsSection,
     PromptsSection,
     RewardSection,
@@ -22,6 +21,7 @@ from rlhf_kl.config.schema import (
     ScorerSection,
     SFTDataSection,
 )
+from rlhf_kl.config.schema.base import TunedSection
 from rlhf_kl.data.files import HELDOUT_SHARE, Row, drawn, load_rows, split_heldout, text_column, without_leaks
 from rlhf_kl.data.texts import (
     Example,
@@ -63,11 +63,11 @@ from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
 from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 
 T = TypeVar("T")
-Source = tuple[str, str | None, str]  # config key, file or data set, split
 
 
 @dataclass(frozen=True)
@@ -121,20 +121,14 @@ class Loader:
         tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
         return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
 
-    def trained_model(
-        self, ref: str, lora: LoraSection | None, seed: int, *, gradient_checkpointing: bool = False
-    ) -> Loaded:
-        """`policy.model`, to be trained: with a fresh adapter if the config names one; an adapter is trained further.
+    def trained_model(self, ref: str, section: TunedSection, seed: int) -> Loaded:
+        """`policy.model`, to be trained in a run with this seed: with a fresh adapter if the config names one.
 
-        `seed`: for the weights of a fresh adapter.
+        An adapter is trained further, or with a fresh one merged first.
         """
-        loaded = self.language_model(ref, "policy.model", keep_adapter=lora is None)
-        if lora is not None:
-            model = with_adapter(loaded.model, lora, base_name(ref, loaded), seed)
-            loaded = Loaded(model, loaded.tokenizer, loaded.folder, False)
-        if gradient_checkpointing:
-            recompute(loaded.model)
-        return loaded
+        loaded = self.language_model(ref, "policy.model", keep_adapter=section.lora is None)
+        model = tuned(loaded.model, section, base_name(ref, loaded), seed)
+        return Loaded(model, loaded.tokenizer, loaded.folder, loaded.began_as_adapter and section.lora is None)
 
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
@@ -240,19 +234,18 @@ class Loader:
             limit = data.max_documents if key == "data.texts" else None
             return self.texts(ref, data.column, key, split, limit=limit, template=data.template)
 
-        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
-        return _split(("data.texts", data.texts, data.split), heldout, read, str)
+        return _split(data, "texts", read, str)
 
     def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
         """Training prompts with responses, and held-out ones."""
+        columns, chat = (data.prompt_column, data.response_column or "", data.template), data.chat_template
 
         def read(key: str, ref: str, split: str) -> list[Example]:
-            columns, most = (data.prompt_column, data.response_column or "", data.template, ref), data.max_documents
-            chat = data.chat_template
-            return self._read(key, ref, split, lambda rows: read_examples(rows, *columns, chat=chat), most)
+            return self._read(
+                key, ref, split, lambda rows: read_examples(rows, *columns, ref, chat=chat), data.max_documents
+            )
 
-        heldout = ("data.eval_texts", data.eval_texts, data.eval_split)
-        return _split(("data.texts", data.texts, data.split), heldout, read, prompt_of)
+        return _split(data, "texts", read, prompt_of)
 
     def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
         """The preference pairs of one file or data set."""
@@ -261,9 +254,7 @@ class Loader:
 
     def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
         """Preference pairs, and held-out ones."""
-        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
-        read = functools.partial(self.all_pairs, data)
-        return _split(("data.pairs", data.pairs, data.split), heldout, read, prompt_of)
+        return _split(data, "pairs", functools.partial(self.all_pairs, data), prompt_of)
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
         """Labelled training texts and held-out ones."""
@@ -272,19 +263,21 @@ class Loader:
             columns = (data.text_column, data.label_column, ref)
             return self._read(key, ref, split, lambda rows: read_labels(rows, *columns), None)
 
-        heldout = ("data.eval_pairs", data.eval_pairs, data.eval_split)
-        return _split(("data.labels", data.labels, data.split), heldout, read, lambda row: row.text)
+        return _split(data, "labels", read, lambda row: row.text)
 
 
 def _split(
-    train: Source, heldout: Source, read: Callable[[str, str, str], list[T]], identity: Callable[[T], Hashable]
+    data: SFTDataSection | PairsSection,
+    name: str,
+    read: Callable[[str, str, str], list[T]],
+    identity: Callable[[T], Hashable],
 ) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows, as `read(key, ref, split)` gives them, without overlap."""
-    key, ref, split = train
-    assert ref is not None
-    rows = read(key, ref, split)
-    key_of_heldout, ref, split = heldout
-    return divided(key, rows, None if ref is None else read(key_of_heldout, ref, split), identity)
+    """Training rows, under `name`, and held-out rows, as `read(key, ref, split)` gives them, without overlap."""
+    rows = read(f"data.{name}", getattr(data, name), data.split)
+    held = "eval_texts" if isinstance(data, SFTDataSection) else "eval_pairs"
+    ref = getattr(data, held)
+    kept = None if ref is None else read(f"data.{held}", ref, data.eval_split)
+    return divided(f"data.{name}", rows, kept, identity)
 
 
 def divided(
@@ -319,17 +312,18 @@ def base_name(ref: str, loaded: Loaded) -> str:
     return loaded.folder if Path(ref).is_dir() else ref
 
 
-def with_adapter(
-    model: Any, lora: LoraSection, ref: str, seed: int, task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL
+def tuned(
+    model: Any, section: TunedSection, ref: str, seed: int, task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL
 ) -> Any:
-    """The model with a fresh adapter of `policy.lora`; `ref` is its base, for the adapter's config."""
-    with blame("policy.lora"):
-        return add_adapter(
-            model, r=lora.r, alpha=lora.alpha, target_modules=lora.target_modules, ref=ref, seed=seed, task=task
-        )
+    """The model with the fresh adapter and the gradient checkpointing of `policy`.
 
-
-def recompute(model: Any) -> None:
-    """Gradient checkpointing, for `policy.gradient_checkpointing`."""
-    with blame("policy.gradient_checkpointing"):
-        enable_recompute(model)
+    `ref`: the model's name, for the adapter's config; `seed`: of the run.
+    """
+    if (lora := section.lora) is not None:
+        options: dict[str, Any] = {"ref": ref, "seed": derive_seed(seed, "adapter"), "task": task}
+        with blame("policy.lora"):
+            model = add_adapter(model, r=lora.r, alpha=lora.alpha, target_modules=lora.target_modules, **options)
+    if section.gradient_checkpointing:
+        with blame("policy.gradient_checkpointing"):
+            enable_recompute(model)
+    return model

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.commands.build import Setup, build_trainer
-from rlhf_kl.commands.session import LAUNCH
+from rlhf_kl.build.machine import LAUNCH
+from rlhf_kl.build.parts import Setup, build_trainer
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard
 from rlhf_kl.errors import InputError

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +11,11 @@ from typing import Any, TypeVar
 from filelock import FileLock
 
 from rlhf_kl import ui
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.tasks import build_task
 from rlhf_kl.builtin.corpus import write_corpus
 from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.world import GOLD, cache_folder, is_builtin, part_key, world_spec
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.tasks import build_task
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import RewardModelConfig, Section, SFTConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
@@ -158,33 +157,27 @@ class World:
         write_json(folder / "summary.json", {"final": task.evaluate(), "versions": _versions()})
 
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
-        """The folder of a part, written under another name and renamed: where it is there, it is complete."""
+        """The folder of a part, written under another name and renamed: where it is there, it is complete.
+
+        Errors: RunFailed for a full disk, else InputError; the run would report its own folder.
+        """
         target = self.folder / name
-        with _cache_failures():
+        try:
             if not target.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock = FileLock(self.folder / f".{name}.lock")
                 with ui.waiting(f"waiting for another process that builds {name}"):
-                    lock.acquire()
-                try:
+                    held = lock.acquire()
+                with held:
                     sweep(self.folder, name)
                     if not target.is_dir():  # else another process has built it
                         write_folder(target, build)
-                finally:
-                    lock.release()
+        except OSError as error:
+            reason = f"the built-in world cannot be kept there: {error.strerror or error}"
+            kind = RunFailed if error.errno in FULL else InputError
+            advice = "make room there, or name another folder in RLHF_KL_CACHE"
+            raise kind(f"{cache_folder()}: {reason}: {advice}") from error
         return target
-
-
-@contextlib.contextmanager
-def _cache_failures() -> Iterator[None]:
-    """Errors: RunFailed for a full disk, else InputError; the run would report its own folder."""
-    try:
-        yield
-    except OSError as error:
-        folder = cache_folder()
-        reason = f"the built-in world cannot be kept there: {error.strerror or error}"
-        kind = RunFailed if error.errno in FULL else InputError
-        raise kind(f"{folder}: {reason}: make room there, or name another folder in RLHF_KL_CACHE") from error
 
 
 def _versions() -> dict[str, str]:

@@ -6,16 +6,15 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_kl.cli.options import Set
+from rlhf_kl.commands.options import Set
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import TrainConfig
-    from rlhf_kl.kl_controllers import KLController
     from rlhf_kl.simulate import SimulatedUpdate
 
 MOST_ROWS = 20  # of the table
@@ -42,7 +41,11 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw KL and beta.")] = None,
 ) -> None:
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
+    from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import controller_class, make_controller
+    from rlhf_kl.kl_controllers import stored_name
     from rlhf_kl.monitors import worded
+    from rlhf_kl.plugins import takes
     from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
     from rlhf_kl.simulate import plot as draw
 
@@ -51,59 +54,14 @@ def simulate(
     if target is not None and not 0.0 < target < math.inf:
         raise InputError(f"--target must be a finite number above 0: {target:g}")
     kls = None if kl is None else _kls(kl)
-    setup = _setup(controller, config, sets or [], target, coef, episodes, updates, len(kls) if kls else 60)
-    notes: list[str] = []
-    if kls is None:
-        try:
-            policy = Plant(tilt_law(example_scores()), speed, noise, setup.length, seed)
-        except InputError as error:  # its fields have the names of the options
-            raise InputError(*(f"--{problem}" for problem in error.problems)) from None
-        notes += worded(setup.controller.start_facts(setup.updates, setup.episodes))
-        rows = simulate_plant(setup.controller, policy, setup.updates, setup.episodes)
-    else:
-        rows = simulate_sequence(setup.controller, kls, setup.episodes, notes)
-    for note in notes:
-        print(note, file=sys.stderr)
-    if plot is not None:
-        try:
-            draw(rows, setup.target, plot)
-        except (OSError, ValueError) as error:
-            raise InputError(f"--plot {plot}: {error}") from None
-    _show(rows, setup, as_json)
-
-
-class _Setup(NamedTuple):
-    controller: KLController
-    kind: str
-    target: float
-    length: float  # tokens per response of a plant
-    episodes: int
-    updates: int
-
-
-def _setup(
-    kind: str | None,
-    config: str | None,
-    sets: list[str],
-    target: float | None,
-    coef: float | None,
-    episodes: int | None,
-    updates: int | None,
-    usual_updates: int,
-) -> _Setup:
-    """The controller with the sizes of the command line, of the config, or the defaults."""
-    from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.plugins import controller_class, make_controller
-    from rlhf_kl.kl_controllers import stored_name
-    from rlhf_kl.plugins import takes
-
     options: dict[str, Any] = {}
     total, length = None, None
-    if config is not None:
-        run: TrainConfig = load_config("train", config, sets)
+    if config is not None:  # what the command line does not say
+        run: TrainConfig = load_config("train", config, sets or [])
         section = run.kl.controller
-        if kind is None or stored_name(kind) == section.kind:
-            kind, options = section.kind, {name: v for name, v in section.arguments.items() if name != "coef"}
+        if controller is None or stored_name(controller) == section.kind:
+            controller = section.kind
+            options = {name: value for name, value in section.arguments.items() if name != "coef"}
         if coef is None and not isinstance(section.coef, str):
             coef = section.coef
         target = target or run.kl.target_value
@@ -111,13 +69,39 @@ def _setup(
         if episodes is None and updates is None:
             total = max(1, run.ppo.total_episodes - run.ppo.value_warmup * run.rollout.batch_size)
         episodes, updates = episodes or run.rollout.batch_size, updates or run.controlled_updates
-    kind, episodes, updates = stored_name(kind or "adaptive"), episodes or 64, updates or usual_updates
+    kind, episodes, updates = (
+        stored_name(controller or "adaptive"),
+        episodes or 64,
+        updates or (60 if kls is None else len(kls)),
+    )
     if coef is not None and takes(controller_class(kind), "coef"):
         options["coef"] = coef
     sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
     law = make_controller(kind, options, **sizes)
     target = float(target or getattr(law, "target", None) or 0.1)
-    return _Setup(law, kind, target, length or PLANT_NATS / target, episodes, updates)
+    notes: list[str] = []
+    if kls is None:
+        try:
+            policy = Plant(tilt_law(example_scores()), speed, noise, length or PLANT_NATS / target, seed)
+        except InputError as error:  # its fields have the names of the options
+            raise InputError(*(f"--{problem}" for problem in error.problems)) from None
+        notes += worded(law.start_facts(updates, episodes))
+        rows = simulate_plant(law, policy, updates, episodes)
+    else:
+        rows = simulate_sequence(law, kls, episodes, notes)
+    for note in notes:
+        print(note, file=sys.stderr)
+    if plot is not None:
+        try:
+            draw(rows, target, plot)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--plot {plot}: {error}") from None
+    if as_json:
+        # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl
+        print(json.dumps([{k: v if math.isfinite(v) else None for k, v in r._asdict().items()} for r in rows]))
+    else:
+        print(f"{kind}, target {target:g} nats, {episodes} responses per update\n")
+        _show(rows, target)
 
 
 def _kls(text: str) -> list[float]:
@@ -130,11 +114,7 @@ def _kls(text: str) -> list[float]:
     return kls
 
 
-def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
-    if as_json:
-        # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl
-        print(json.dumps([{k: v if math.isfinite(v) else None for k, v in r._asdict().items()} for r in rows]))
-        return
+def _show(rows: list[SimulatedUpdate], target: float) -> None:
     from rlhf_kl.report.verdict import text_table
     from rlhf_kl.simulate import conclusion, mark
 
@@ -142,10 +122,9 @@ def _show(rows: list[SimulatedUpdate], setup: _Setup, as_json: bool) -> None:
     body = []
     for step, kl, coef, coef_next in rows:
         if step % every == 0 or step in (1, len(rows)):
-            ratio = kl / setup.target
+            ratio = kl / target
             body.append([str(step), f"{kl:.4f}", f"{ratio:.2f}", *mark(ratio), f"{coef:.4f}", f"{coef_next:.4f}"])
-    print(f"{setup.kind}, target {setup.target:g} nats, {setup.episodes} responses per update\n")
     print(text_table(("update", "KL", "KL/target", "", "", "beta", "next beta"), body))
     if every > 1:
         print(f"(1 update in {every}; --json has all)")
-    print("", *conclusion(rows, setup.target), sep="\n")
+    print("", *conclusion(rows, target), sep="\n")

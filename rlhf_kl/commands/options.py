@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlhf_kl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_kl.config.schema import Kind
 
 
 class PlainFlags:
@@ -40,6 +43,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that
 Merge = Annotated[bool, typer.Option("--merge", help="With policy.lora: also write merged/, the adapter in the model.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result, alerts and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+StoredRun = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest.")]
+Model = Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal language model.")]
+Step = Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")]
 
 # A run folder may come from anybody: the command line decides what it may run, not the folder's config.
 Plugins = Annotated[bool, typer.Option("--plugins", help="Run the reward functions of the run. Read them first.")]
@@ -47,14 +53,32 @@ RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a mod
 Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run code.")]
 
 
-def overrides(sets: Sequence[str] | None, output_dir: Path | None = None, seed: int | None = None) -> list[str]:
-    """All changes of the command line in the form of `--set`; --output-dir and --seed win."""
+def read_config(
+    kind: Kind,
+    file: str,
+    sets: Sequence[str] | None,
+    output_dir: Path | None = None,
+    seed: int | None = None,
+    updates: int | None = None,
+) -> Any:
+    """The config with the changes of the command line, of which --output-dir, --seed and --updates win.
+
+    Its models and plugins are checked: errors come before torch is imported.
+    """
+    from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.plugins import check_named
+
+    check_updates(updates, sets)
     changes = list(sets or [])
     if output_dir is not None:
         changes.append(f"run.output_dir={json.dumps(str(output_dir))}")
     if seed is not None:
         changes.append(f"run.seed={seed}")
-    return changes
+    config = load_config(kind, file, changes)
+    if updates is not None:
+        config = load_config(kind, file, [*changes, f"ppo.total_episodes={updates * config.rollout.batch_size}"])
+    check_named(config)
+    return config
 
 
 def check_updates(updates: int | None, sets: Sequence[str] | None) -> None:

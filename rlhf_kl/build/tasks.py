@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_kl.commands.load import Loader, base_name, recompute, with_adapter
+from rlhf_kl.build.load import Loader, base_name, tuned
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
 from rlhf_kl.data.files import drawn
@@ -44,17 +44,13 @@ def build_model(config: SFTConfig, loader: Loader, texts: list[str]) -> tuple[An
     """The model to train and its tokenizer: a loaded one, or a new one whose tokenizer is made from `texts`."""
     section, seed = config.policy, config.run.seed
     if section.model is not None:
-        seed = derive_seed(seed, "adapter")
-        checkpointing = section.gradient_checkpointing
-        loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=checkpointing)
+        loaded = loader.trained_model(section.model, section, seed)
         return loaded.model.to(loader.device), loaded.tokenizer
     shape = section.architecture
     tokenizer = train_tokenizer(texts, shape.vocab_size, shape.context)
     sizes = shape.model_dump() | {"vocab_size": len(tokenizer)}
     model = new_gpt2(**sizes, tokenizer=tokenizer, seed=derive_seed(seed, "weights"))
-    if section.gradient_checkpointing:
-        recompute(model)
-    return model.to(loader.device), tokenizer
+    return tuned(model, section, "", seed).to(loader.device), tokenizer
 
 
 def build_reward_task(config: RewardModelConfig, loader: Loader, train: list[Any], kept: list[Any]) -> Task:
@@ -64,11 +60,7 @@ def build_reward_task(config: RewardModelConfig, loader: Loader, train: list[Any
     with blame("policy.model"):
         model = classifier_from_lm(loaded.model, loaded.tokenizer, loader.access)
     initialise_head(model.score, derive_seed(config.run.seed, "head"))
-    if section.lora is not None:
-        seed = derive_seed(config.run.seed, "adapter")
-        model = with_adapter(model, section.lora, base_name(section.model, loaded), seed, CLASSIFIER)
-    if section.gradient_checkpointing:
-        recompute(model)
+    model = tuned(model, section, base_name(section.model, loaded), config.run.seed, CLASSIFIER)
     form = TextFormat(chat=data.chat_template)
     reward = RewardModel(model.to(loader.device), loaded.tokenizer, form=form, dtype=loader.dtype)
     return (PairTask if data.labels is None else LabelTask)(reward, train, drawn(kept, most))

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl.commands import session
-from rlhf_kl.commands.build import shard_models
-from rlhf_kl.commands.doctor import check_dtype
-from rlhf_kl.commands.session import (
+from rlhf_kl.build import machine
+from rlhf_kl.build.machine import (
     bfloat16_slowdown,
     group_size,
     on_this_machine,
     pick_device,
     run_device,
-    train_command,
 )
+from rlhf_kl.build.parts import shard_models
+from rlhf_kl.commands.findings import check_dtype
+from rlhf_kl.commands.train import train_command
 from rlhf_kl.config.schema import RunSection, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers
@@ -240,7 +240,7 @@ def test_accelerates_precision_is_told_to_have_no_effect(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     run = {"output_dir": str(tmp_path / "run"), "device": "cpu", "dtype": dtype}
     config = TrainConfig.model_validate({"run": run})
-    monkeypatch.setattr(session, "bfloat16_slowdown", lambda section: 1.0)
+    monkeypatch.setattr(machine, "bfloat16_slowdown", lambda section: 1.0)
     train_command(lambda *_: {}, config, resume=False, overwrite=False)
     line = f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({dtype})"
     assert caplog.messages == [line] * told
@@ -251,7 +251,7 @@ def test_freed_memory_is_kept_where_the_model_computes_on_the_cpu(
     device: str, kept: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(session, "keep_freed_memory", lambda: calls.append(True))
+    monkeypatch.setattr("rlhf_kl.memory.keep_freed_memory", lambda: calls.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run"), "device": device}})

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.build.world import GOLD, World, with_files
 from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.builtin.world import WORLDS, WorldSpec
-from rlhf_kl.commands.world import GOLD, World, with_files
 from rlhf_kl.config.schema import SFTConfig, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.log import read_jsonl
@@ -82,7 +82,7 @@ def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlhf_kl.commands.tasks.TextTask.save", breaks)
+        patch.setattr("rlhf_kl.build.tasks.TextTask.save", breaks)
         with pytest.raises(KeyboardInterrupt):
             world.policy()
     assert not [path for path in world.folder.iterdir() if path.name.startswith("policy-")]
@@ -109,7 +109,7 @@ def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.Mo
 
 
 def test_two_builds_at_once_leave_one_whole_part(tmp_path: Path) -> None:
-    code = "from rlhf_kl.commands.world import World\nprint(World('builtin:reviews-small').corpus())"
+    code = "from rlhf_kl.build.world import World\nprint(World('builtin:reviews-small').corpus())"
     environment = os.environ | {"RLHF_KL_CACHE": str(tmp_path / "cache")}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path)

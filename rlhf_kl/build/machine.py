@@ -1,4 +1,4 @@
-"""The start of every training command: the folder, a finished run, the device, the processes."""
+"""Where a command computes: its device, its number type, its processes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from rlhf_kl import ui
 from rlhf_kl.config.schema import AnyConfig, RunSection
 from rlhf_kl.distributed import Ranks, joined_group
 from rlhf_kl.errors import InputError
-from rlhf_kl.memory import keep_freed_memory
 from rlhf_kl.program import shell_command
-from rlhf_kl.run.log import check_installed
-from rlhf_kl.run.run import Run, open_run
-from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
@@ -27,37 +22,6 @@ if TYPE_CHECKING:
 SLOWER = 1.2  # a factor that is told
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
-
-
-def train_command(
-    work: Callable[[Any, Run], dict[str, Any]], config: AnyConfig, *, resume: bool, overwrite: bool
-) -> dict[str, Any]:
-    """Open the run and do its work; a finished run with --resume gives its summary.
-
-    Of several processes the first one writes the folder; the others give {}.
-    """
-    check_installed(config.tracking.trackers)
-    if pick_device(config.run).type == "cpu":  # beside a GPU, other programs can use it
-        keep_freed_memory()
-    config = on_this_machine(config)  # the stored config repeats the run on any machine
-    with (
-        ending_on_sigterm(),
-        joined(config.run) as ranks,
-        open_run(config, ranks, resume=resume, overwrite=overwrite) as run,
-    ):
-        if run.finished is None and not ranks.writes:
-            ui.silence()
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        if ranks.writes and precision not in ("no", {"bfloat16": "bf16"}.get(config.run.dtype)):
-            log.warning(
-                f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({config.run.dtype})"
-            )
-        if ranks.writes and run.finished is None and (slowdown := bfloat16_slowdown(config.run)) > SLOWER:
-            log.warning(
-                f"run.dtype: products in bfloat16 take {slowdown:.1f} times as long here as in float32: write float32"
-            )
-        summary = work(config, run) if run.finished is None else run.finished
-        return summary if ranks.writes else {}
 
 
 def on_this_machine(config: C, *, stored: bool = False) -> C:

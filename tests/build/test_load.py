@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlhf_kl.commands.load import Loader
-from rlhf_kl.commands.world import with_files
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.world import with_files
 from rlhf_kl.config.schema import (
     EvalSection,
     PairsSection,
@@ -21,7 +21,7 @@ from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.world import World
+    from rlhf_kl.build.world import World
 
 SMALL = "builtin:reviews-small"
 HELD = EvalSection(texts="t.txt")

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from rlhf_kl import ui
-from rlhf_kl.commands.load import Loaded, Loader, divided
-from rlhf_kl.commands.stored import located
-from rlhf_kl.commands.world import with_files, world_file
+from rlhf_kl.build.load import Loaded, Loader, divided
+from rlhf_kl.build.world import with_files
 from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
@@ -31,7 +30,7 @@ from rlhf_kl.models.load import (
     texts_fingerprint,
     tokenizer_fingerprint,
 )
-from rlhf_kl.models.lora import AdapterReference, adapter_base, checkpointed, has_adapter
+from rlhf_kl.models.lora import AdapterReference, adapter_base, has_adapter
 from rlhf_kl.models.value import (
     ActorCritic,
     FeatureCritic,
@@ -49,10 +48,7 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
 from rlhf_kl.rollout.reference_scores import ReferenceScores
 from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import Clock
-from rlhf_kl.seeding import derive_seed
 from rlhf_kl.trainers.optim import adamw, usual_learning_rate
 from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.types import Sampling
@@ -86,24 +82,21 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     rows = loader.prompts(files.data, files.eval)
     texts = loader.texts(files.eval.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     config = with_files(config)
-    section = config.policy
-    seed, recompute = derive_seed(config.run.seed, "adapter"), section.gradient_checkpointing
-    loaded = loader.trained_model(section.model, section.lora, seed, gradient_checkpointing=recompute)
+    loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     model, tokenizer = loaded.model.to(device), loaded.tokenizer
     reference, is_initial_policy = build_reference(config, loader, loaded)
     scorers = loader.scorers(config.reward)
     train, kept = build_prompts(config, rows, model, tokenizer)
     scorers.columns_of([*train.texts, *kept.texts])
     scorers.begin(1, config.updates)
-    batch = config.rollout.batch_size
-    each = config.rollout.samples_per_prompt
+    batch, samples = config.rollout.batch_size, config.rollout.samples_per_prompt
     with ui.waiting("encoding the prompts"):
-        prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, each)
+        prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, samples)
     size = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
     heldout = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, dtype)
-    if not (section.shard or config.reference.shard):  # a sharded layer has one dtype
+    if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
         for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
             store_frozen(each, dtype)
     return Setup(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
@@ -170,38 +163,6 @@ def prompt_format(data: PromptsSection) -> PromptFormat:
     return PromptFormat(data.chat_template, data.system, data.first_tokens, data.chat_options)
 
 
-def load_policy(
-    loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
-) -> tuple[Any, Any]:
-    """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
-    final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
-    if model is not None or final is not None:
-        ref, key = (str(final), "--run") if model is None else (world_file(located(model), "policy"), "--model")
-        loaded = loader.language_model(ref, key)
-        return loaded.model, loaded.tokenizer
-    section = config.policy
-    seed = derive_seed(config.run.seed, "adapter")
-    loaded = loader.trained_model(section.model, section.lora, seed)
-    if folder is not None:
-        checkpoint, holder = _checkpoint(folder, step), nn.Module()
-        holder.policy = loaded.model  # as in a checkpoint, beside the value function
-        checkpoint.load_model(checkpointed(holder))
-    return loaded.model, loaded.tokenizer
-
-
-def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
-    """The reference of a run, or another model in its place."""
-    ref = other or config.reference.model or config.policy.model
-    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
-
-
-def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
-    found = [checkpoint for checkpoint in checkpoints(folder.checkpoints) if step in (None, checkpoint.step)]
-    if not found:
-        raise InputError(f"{folder.path}: holds neither a final model nor a checkpoint")
-    return found[-1]
-
-
 def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
     """The policy with its value function, if any; `mean`, `std`: of the reference's shaped scores.
 
@@ -211,7 +172,8 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
     if config.critic is None:
         return ActorCritic(policy)
     if config.critic == "features":
-        size = feature_count(setup)
+        size = int(setup.reference.model.config.get_text_config().hidden_size)
+        size += sum(reward.hidden_size for reward in feature_rewards(setup))
         return ActorCritic(policy, critic=FeatureCritic(size, mean, std, config.run.seed).to(device))
     hidden_size = policy.model.config.get_text_config().hidden_size
     if config.critic == "head":
@@ -226,12 +188,6 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
     for parameter in trunk.float().parameters():  # frozen ones may be stored in another dtype
         parameter.requires_grad_(True)
     return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))
-
-
-def feature_count(setup: Setup) -> int:
-    """Numbers that a critic on features reads for a state."""
-    size = int(setup.reference.model.config.get_text_config().hidden_size)
-    return size + sum(reward.hidden_size for reward in feature_rewards(setup))
 
 
 def feature_rewards(setup: Setup) -> list[RewardModel]:
@@ -319,19 +275,15 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
 
 def fingerprints(setup: Setup) -> dict[str, str]:
     """Fingerprints of content that a resumed run needs unchanged, by config key."""
+    read = setup.scorers.columns_of(setup.prompts.texts)
+    columns = [repr(value) for column in read for values in column.values() for value in values]
     prints = {
         "reference.model": model_fingerprint(setup.reference),
         "the tokenizer of policy.model": tokenizer_fingerprint(setup.tokenizer),
-        "data.prompts": texts_fingerprint([*setup.prompts.texts, *_columns_as_text(setup)]),
+        "data.prompts": texts_fingerprint([*setup.prompts.texts, *columns]),
     }
     if not setup.reference_is_initial_policy:
         prints["policy.model"] = model_fingerprint(setup.policy.module)
     if setup.scorers.model is not None:
         prints["reward.model"] = model_fingerprint(setup.scorers.model.model)
     return prints
-
-
-def _columns_as_text(setup: Setup) -> list[str]:
-    """The columns of the training prompts that scorers read."""
-    columns = setup.scorers.columns_of(setup.prompts.texts)
-    return [repr(value) for column in columns for values in column.values() for value in values]

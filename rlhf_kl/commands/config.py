@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlhf_kl.cli.options import Command, Group, Json, Set
+from rlhf_kl.commands.options import Command, Group, Json, Set
 from rlhf_kl.errors import InputError, collected
 from rlhf_kl.text import safe_text
 
@@ -48,8 +48,8 @@ def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
         raise InputError(*problems)
     for note in notes:
         print(f"note: {safe_text(note)}", file=sys.stderr)
-    unseen = any(map(plugins_of, configs))
-    print(f"{safe_text(file)}: ok" + ", but for the code that it names, which doctor checks" * unseen)
+    unseen = ", but for the code that it names, which doctor checks" if any(map(plugins_of, configs)) else ""
+    print(f"{safe_text(file)}: ok{unseen}")
     return 0
 
 

@@ -1,0 +1,316 @@
+"""`rlhf-kl train`: the PPO loop, with everything around an update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_kl import ui
+from rlhf_kl.build.machine import run_device
+from rlhf_kl.build.parts import Setup, build_setup, fingerprints
+from rlhf_kl.build.start import Training, check_sizes, prepare_training
+from rlhf_kl.commands.final import model_card, write_final
+from rlhf_kl.commands.samples import heldout_rows, sample_rows
+from rlhf_kl.config.load import gradient_notes, unused_notes
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import Ranks, held_share, local, unsharded
+from rlhf_kl.evaluate import Samples, TextSums, distinct_2, figures_of, perplexity_of, policy_samples, text_sums
+from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.lora import checkpointed, has_adapter
+from rlhf_kl.monitors import Decision, Monitors, worded
+from rlhf_kl.ops.masked import all_finite
+from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
+from rlhf_kl.rewards.scorer import mean_metrics
+from rlhf_kl.rollout.collect import NonFiniteRollout
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.run.log import read_jsonl, speed
+from rlhf_kl.run.run import Run
+from rlhf_kl.seeding import library_state_kept
+from rlhf_kl.trainers.checks import check_first
+from rlhf_kl.trainers.metrics import failed_row, update_row
+from rlhf_kl.types import RolloutBatch
+from rlhf_kl.ui import RunStatus, log
+
+ROLLBACK_RAISE = 2.0  # of beta
+
+
+def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
+    """Train a policy; returns the summary."""
+    check_sizes(config, run.ranks.count)
+    device = run_device(config.run, group=True)
+    setup = run.ranks.first_before_others(lambda: build_setup(config, device))
+    run.check(device, fingerprints(setup))
+    training = prepare_training(config, setup, run.ranks, run.saved("start"))
+    trainer = training.trainer
+    model = checkpointed(trainer.model.modules)
+    run.track(start=training, model=model, optimizer=trainer.optimizer, trainer=trainer, scorers=setup.scorers)
+    return TrainLoop(config, setup, training, run).work()
+
+
+class TrainLoop:
+    """The loop of one run, with everything around an update: rows, alerts, evaluations."""
+
+    def __init__(self, config: TrainConfig, setup: Setup, training: Training, run: Run) -> None:
+        self.config, self.setup, self.training, self.run = config, setup, training, run
+        self.trainer, self.ranks = training.trainer, run.ranks
+        self.scorers = setup.scorers
+        self.monitors = Monitors(
+            config,
+            coef=training.coef,
+            control=self.trainer.controller,
+            scores=training.reference_scores,
+            learning_rate=self.trainer.rate.peak,
+            from_reference=setup.reference_is_initial_policy,
+        )
+        run.track(monitors=self.monitors)
+
+    # ---- the loop
+
+    def work(self) -> dict[str, Any]:
+        """All updates, then the closing evaluation, `final/` and the summary."""
+        self.run.begin()
+        self.announce()
+        kl = self.config.kl
+        with ui.live(RunStatus(self.config.updates, kl.target_value, kl.unit, self.run.next_step - 1)):
+            self.update_all()
+            return self.finish()
+
+    def update_all(self) -> None:
+        """The updates that are left."""
+        config, total = self.config, self.config.updates
+        began = time.perf_counter()
+        self.spare()
+        if 0 in self.run.spared and self.run.checkpoint is None:
+            self.run.save(0)
+        for step in self.run.steps(total):
+            facts: dict[str, Any] = {}
+            self.scorers.begin(step, total)
+            evaluated = self.evaluate(step, facts) if (step - 1) % config.eval.every == 0 else {}
+            row, rollout, found = self.step(step)
+            row |= evaluated
+            row["alerts"], decision = self.monitors(row, facts | found)
+            ended_by = None if decision is None else self.obey(decision, row)
+            self.note_best_checkpoint(row)
+            if step % config.tracking.samples_every == 0 or step in (1, total):
+                self.record_samples(step, rollout)
+            now = time.perf_counter()
+            row |= speed(row, now - began, config.rollout.batch_size, self.setup.policy.device)
+            row["time/elapsed_s"] = self.run.seconds
+            began = now
+            # A policy with a broken number is no checkpoint.
+            self.run.log(row, sound=not {"update-skipped", "weights-lost"} & found.keys())
+            ui.show_row(row)
+            for note in worded(found, "note"):
+                log.info(f"update {step}: {note}")
+            for alert in row["alerts"]:
+                log.warning(f"update {step}: {alert}")
+            if ended_by:
+                self.run.stop(row, ended_by, episodes=row["episodes"])
+
+    def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
+        """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
+        sizes = f"{len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses"
+        with ui.waiting(f"evaluating on {sizes}"):
+            figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
+        for row in samples:
+            self.run.sample({"step": step} | row)
+        return figures
+
+    def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, dict[str, Any]]:
+        """One update: its row, the rollout and what the monitors should know. One that is not finite is left out."""
+        config, clock, trainer = self.config, self.training.clock, self.trainer
+        self.scorers.begin(step, config.updates)  # discards what an evaluation logged
+        try:
+            with clock.timed("time/update_s"):
+                update = trainer.update(step)
+        except NonFiniteRollout as failure:
+            rollout, row = failure.rollout, failed_row(failure, trainer.controller.beta, config)
+            facts: dict[str, Any] = {"update-skipped": {"reason": str(failure), "broken": failure.broken}}
+        else:
+            rollout, row, facts = update.rollout, update_row(update, config), update.facts
+        seconds = clock.read()
+        seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
+        if rollout.failures:
+            facts["gold-failed"] = {"failure": rollout.failures[0]}
+        if not all(self.ranks.all(all_finite(map(local, trainer.trained)))):
+            facts["weights-lost"] = {}
+        row |= seconds | {
+            "step": step,
+            "episodes": step * config.rollout.batch_size,
+            **mean_metrics(self.ranks.all(self.scorers.logged_metrics())),
+            "dist/world_size": self.ranks.count,
+            "dist/held": held_share(trainer.trained),
+        }
+        row = self.ranks.first(row)  # times are those of the first process
+        if step <= config.ppo.value_warmup + 1:
+            check_first(row, float32=config.run.dtype == "float32")
+        return row, rollout, facts
+
+    # ---- what the monitors decide
+
+    def obey(self, decision: Decision, row: dict[str, Any]) -> str | None:
+        """Go back to a checkpoint, with an alert in the row; returns the reason if the run must end.
+
+        For a KL above the ceiling: to the newest whose policy was below it, with beta doubled once more.
+        """
+        control, reason = self.trainer.controller, decision.reason
+        if decision.action == "stop":
+            return reason
+        # Regular steps only: a checkpoint that a signal made in between would make a resumed run differ.
+        found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
+        good = [c for c in found if c.step % self.run.every == 0]
+        if ceiling := decision.name == "kl-above-ceiling":
+            key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
+            rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
+            below = {old["step"] - 1 for old in rows if old[key] < limit}  # row k + 1 measures checkpoint k
+            good = [c for c in good if c.step in below]
+        good = self.ranks.first(good)  # only its disk counts
+        if not good:
+            return f"{reason} in update {row['step']}, with no checkpoint to go back to"
+        raised = control.raised
+        self.go_back(good[-1])
+        if ceiling and not control.raise_beta(ROLLBACK_RAISE * raised / control.raised):
+            return f"{reason}, and beta {control.beta:.4g} cannot be raised"
+        row["kl/coef_next"] = control.beta
+        row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.beta))
+        return None
+
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Restore everything that learns; the count of updates goes on."""
+        adaptive = self.trainer.rate.adaptive
+        factor = 1.0 if adaptive is None else adaptive.factor
+        self.run.restore(checkpoint, ("model", "optimizer", "trainer", "scorers"))
+        if adaptive is not None:  # a rate that was too high stays lower
+            adaptive.factor = min(factor, adaptive.factor)
+
+    def note_best_checkpoint(self, row: dict[str, Any]) -> None:
+        """Remember the checkpoint that the row measures, if it is the best and still there."""
+        best = self.monitors.better_checkpoint(row)
+        if best and any(c.step == best["step"] for c in checkpoints(self.run.folder.checkpoints)):
+            self.monitors.best_checkpoint = best
+            self.spare()
+
+    def spare(self) -> None:
+        """Keep the checkpoints that are needed beside the newest: the start for a rollback, and the best."""
+        ceiling, best = self.config.kl.ceiling, self.monitors.best_checkpoint
+        start = [0] if ceiling is not None and ceiling.action == "rollback" else []
+        self.run.spared = start + ([best["step"]] if best is not None else [])
+
+    def record_samples(self, step: int, rollout: RolloutBatch) -> None:
+        """Record some responses of the update token by token."""
+        logged = self.ranks.all(self.scorers.logged_columns(len(rollout) // self.ranks.count))
+        names = [name for name in logged[0] if all(name in each for each in logged)]
+        extra = {name: [value for each in logged for value in each[name]] for name in names}
+        for row in sample_rows(step, rollout, self.setup.tokenizer, self.scorers.column_names, extra):
+            self.run.sample(row)
+
+    # ---- the beginning and the end
+
+    def announce(self) -> None:
+        """Show the sizes of the run, its KL target and its warnings, before it starts."""
+        config, control = self.config, self.trainer.controller
+        batch, kl = config.rollout.batch_size, config.kl
+        log.info(
+            f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
+            f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
+        )
+        low, high = control.beta_range(config.controlled_updates, batch)
+        reported = "" if control.adjusts else " (only reported)"
+        ceiling = "no ceiling" if kl.ceiling_value is None else f"ceiling {kl.ceiling_value:g}"
+        course = f"stays at {control.beta:.4g}"
+        if low != high:
+            course = f"starts at {control.beta:.4g} and can move between {low:.3g} and {high:.3g}"
+        log.info(
+            f"KL target {kl.target_value:g} nats per {kl.unit}{reported}, {ceiling}; "
+            f"{kl.controller.kind} controller: beta {course}"
+        )
+        facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
+        for warning in [*worded(facts), *gradient_notes(config), *unused_notes(config)]:
+            log.warning(warning)
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate once more, write `final/` and the summary."""
+        # From the file: a resumed run has not seen all rows.
+        rows = [row for row in read_jsonl(self.run.folder.metrics) if is_update(row)]
+        step = self.config.updates
+        self.scorers.begin(step + 1, self.config.updates)
+        facts: dict[str, Any] = {}
+        evaluated = self.evaluate(step + 1, facts)
+        for alert in worded(facts):
+            log.warning(alert)
+        # The policy after the last update is the one that would sample the next row.
+        row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
+        self.run.log(row)
+        self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
+        card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
+        with ui.waiting("writing final/"):
+            write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
+        closing = closing_figures([*rows, row], self.config.kl.unit)
+        return self.run.finish(
+            steps=step,
+            episodes=step * self.config.rollout.batch_size,
+            final=(rows[-1] if rows else {}) | evaluated,
+            best=self.monitors.best,
+            best_checkpoint=self.monitors.best_checkpoint,
+            control=control_figures(rows, self.config.kl),
+            closing=closing,
+            tilt_share=self.tilt_share(closing),
+            reference=self.training.reference_scores.summary(),
+            starting_coef=self.training.coef,
+            learning_rate=self.trainer.rate.peak,
+            stopped_by=None,
+        )
+
+    def tilt_share(self, closing: Mapping[str, StartEnd]) -> float | None:
+        """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
+
+        The tilt is the best that any policy can do at that KL, so 1 is the limit.
+        """
+        scores = self.training.reference_scores
+        kl, shaped = (closing.get(name, (None, None))[1] for name in ("sequence_kl", "shaped_score"))
+        limit = None if kl is None else scores.most_gain(kl)
+        return (shaped - scores.mean) / limit if limit and shaped is not None else None
+
+
+def evaluate_policy(
+    config: TrainConfig, setup: Setup, facts: dict[str, Any], ranks: Ranks | None = None, step: int = 1
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
+
+    `facts` gets what is left out, for the monitors. Each of several processes reads its part.
+    """
+    ranks = ranks or Ranks()
+    prompts = setup.heldout.batch(1)
+    texts, rows = ranks.mine(setup.texts), ranks.mine(range(len(prompts)))
+
+    other_start = step == 1 and not setup.reference_is_initial_policy  # else the first row has the reference's figures
+
+    def evaluate() -> tuple[list[TextSums], tuple[Samples, Samples]]:
+        models = [setup.policy, setup.reference] if other_start else [setup.policy]
+        with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
+            return [text_sums(model, setup.tokenizer, texts) for model in models], policy_samples(
+                setup.policy,
+                setup.reference,
+                prompts,
+                rows,
+                config.run.seed,
+                setup.sampling,
+                setup.tokenizer,
+                setup.scorers,
+                batch_size=config.rollout.batch_size // ranks.count,
+                cached=setup.cached,
+            )
+
+    sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
+    own, other = map(Samples.joined, zip(*samples, strict=True))
+    text, *of_reference = map(perplexity_of, zip(*sums, strict=True))
+    figures = figures_of(own, other, facts)
+    names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
+    row = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
+    row |= {f"eval/{name}": figures[name] for name in names}
+    for perplexity in of_reference:
+        row["eval/reference_perplexity"] = perplexity.perplexity
+        row["eval/reference_distinct_2"] = distinct_2(other.texts)
+    return row, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)
