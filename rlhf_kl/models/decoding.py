@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.pytorch_utils import Conv1D
 
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.head import Head, in_chunks
@@ -47,7 +44,7 @@ def decode(
     hidden, cache, mask = model.read_prompts(prompts)
     width = mask.shape[1]
     reserve(cache, width + limit, model.dtype)
-    padded, ready = not bool(mask.all()), model.ready_masks
+    ready = model.ready_masks
     stops = torch.tensor(sampling.eos_ids, device=device)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
     mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
@@ -65,7 +62,7 @@ def decode(
     for column in range(limit):
         if column:
             end = width + column
-            seen = mask[:, :end] if not ready else mask[:, None, None, :end] if padded else None
+            seen = mask[:, None, None, :end] if ready else mask[:, :end]
             hidden, cache = model.step(tokens.unsqueeze(1), seen, positions[:, end - 1 : end], cache)
             hidden = hidden[:, -1]
         tokens, logprobs = in_chunks(pick, head, hidden, noise[:, column])
@@ -107,42 +104,6 @@ def _states_of(mask: Tensor, drawn: list[tuple[Tensor, Tensor, Tensor]], states:
     for column in range(mask.shape[1]):
         grid[drawn[column][0], column] = states[column]
     return grid[mask]
-
-
-@contextlib.contextmanager
-def casting_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, linear layers under autocast to `dtype` cast their weights once, and what several of them read once.
-
-    The same bits. For passes without gradients, with weights that do not change.
-    """
-    plain = (x for x in model.modules() if type(x) in (nn.Linear, Conv1D) and "forward" not in vars(x))
-    layers: list[Any] = [] if dtype == torch.float32 else list(plain)
-    last: tuple[Any, int, Any] = None, 0, None  # what was cast last, its version, and the result
-
-    def faster(layer: Any) -> Callable[[Tensor], Tensor]:
-        usual, device, weight, bias = layer.forward, layer.weight.device.type, layer.weight.to(dtype), layer.bias
-        weight, bias = weight.T if type(layer) is Conv1D else weight, None if bias is None else bias.to(dtype)
-
-        def forward(x: Tensor) -> Tensor:
-            nonlocal last
-            if not torch.is_autocast_enabled(device):
-                result: Tensor = usual(x)
-                return result
-            if x.dtype != dtype:
-                if x is not last[0] or x._version != last[1]:
-                    last = x, x._version, x.to(dtype)
-                x = last[2]
-            return nn.functional.linear(x, weight, bias)
-
-        return forward
-
-    try:
-        for layer in layers:
-            layer.forward = faster(layer)
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
 
 
 # ---- the key-value cache: space is reserved once, and finished rows are removed

@@ -19,8 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
-from rlhf_kl.models.attention import install
-from rlhf_kl.models.decoding import attends_to_everything, casting_once, decode, keeps_each_token
+from rlhf_kl.models.decoding import attends_to_everything, decode, keeps_each_token
 from rlhf_kl.models.logits import (
     Project,
     RoundedHead,
@@ -35,7 +34,7 @@ from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layou
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
-READY_MASKS: set[type] = set()  # kinds of models whose steps take a mask of four dimensions, or none
+READY_MASKS: set[type] = set()  # kinds of models whose steps take a mask of four dimensions
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -53,7 +52,6 @@ class Trunk(nn.Module):
         super().__init__()
         self.model, self.dtype, self.active = model, dtype, active
         self.cache_name = cache_name(self.base.base_model)
-        install()
 
     @property
     def module(self) -> nn.Module:
@@ -185,7 +183,7 @@ class LM(Trunk):
         # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
         keep = self.dtype == torch.float32
         head = self._finished(decoding_head(layer)) if self._rounds(layer) else self.head()
-        with self.active(), self.precision(), casting_once(self.base.base_model, self.dtype):
+        with self.active(), self.precision():
             return decode(self, head, share_prompts(rows, self.device), noise, sampling, keep_states=keep)
 
 
@@ -226,7 +224,7 @@ def check_head(model: Any) -> None:
 
 
 def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
-    """Whether a step is right with a mask of four dimensions, and without one where no row of `ids` is padded."""
+    """Whether a step is right with a mask of four dimensions."""
     mask = torch.ones_like(ids, dtype=torch.bool)
     for padding in (0, 2):
         mask[0, :padding] = False
@@ -234,7 +232,7 @@ def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
         usual, short = (lm.step(ids[:, :-1], mask[:, :-1], position_ids(mask)[:, :-1], None)[1] for _ in range(2))
         expected, _ = lm.step(last[0], mask, last[1], usual)
         try:
-            found, _ = lm.step(last[0], mask[:, None, None] if padding else None, last[1], short)
+            found, _ = lm.step(last[0], mask[:, None, None], last[1], short)
             if not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
                 return False
         except (ValueError, RuntimeError, IndexError):
