@@ -29,7 +29,10 @@ def doctor(
     quiet: Quiet = False,
 ) -> int:
     """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
+    from rlhf_kl.commands.stored import check_given
+
     settings = read_config("train", config, set_, None, seed, updates)
+    check_given({}, "--pairs", pairs, "chosen", settings)  # its errors come before torch is imported
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.findings import run_doctor

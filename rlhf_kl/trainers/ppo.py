@@ -118,7 +118,6 @@ class PPOTrainer:
 
     def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
         """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
-
         passes = []
         for packed in self.passes(layout, self.ranks.mine(rows).tolist()):
             with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", SMALLER_PASS):

@@ -114,6 +114,8 @@ UNLOADED = {
         "reward.gold: {place}/thesis: the folder has no config.json",
     ],
     "doctor --config tiny.yaml --set reference.model=no/such/model": [f"reference.model: {NO_MODEL}"],
+    "doctor --config tiny.yaml --pairs x.jsonl": ["--pairs: no such file: x.jsonl"],
+    "doctor --config tiny.yaml --pairs column.jsonl": ["--pairs: column.jsonl: row 1 has no column 'chosen'"],
     "sft --config sft_reviews.yaml --set policy.model=no/such/model --set data.texts=column.jsonl": [
         f"policy.model: {NO_MODEL}"
     ],

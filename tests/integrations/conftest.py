@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "trl_budget_picture.py"
+
+
+@pytest.fixture(autouse=True)
+def library_warnings(library_warnings: list[str]) -> Iterator[None]:
+    """The trainers of TRL load and call models in their own way: what transformers tells them is no error here."""
+    yield
+    library_warnings.clear()
 
 
 @pytest.fixture(scope="session")
