@@ -19,6 +19,7 @@ from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import new_gpt2
+from rlhf_kl.ops.head import Head
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 
@@ -182,9 +183,9 @@ def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm
 ) -> None:
     own = LM.head
 
-    def drifting(self: LM) -> Callable[[torch.Tensor], torch.Tensor]:
+    def drifting(self: LM) -> Head:
         head = own(self)
-        return lambda hidden: head(hidden) * (1.05 if torch.is_grad_enabled() else 1.0)
+        return head._replace(logits=lambda hidden: head.logits(hidden) * (1.05 if torch.is_grad_enabled() else 1.0))
 
     monkeypatch.setattr(LM, "head", drifting)
     with pytest.raises(GuardStop, match=r"step 2: before the policy's first optimizer step a log-prob differs by 0\."):
