@@ -81,6 +81,8 @@ class Run:
             self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
             if resume:
                 self._find_checkpoint()
+            else:  # a start that did not fit left it; this one's passes have their usual size
+                self.folder.passes.unlink(missing_ok=True)
 
         self._overwrites = overwrite
         self.ranks.run(first if self.ranks.writes else lambda: None)
@@ -355,7 +357,7 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
     except MemoryFull as error:
         with contextlib.suppress(OSError):
             write_atomic(run.folder.passes, f"{pass_share() / 2}\n")
-        raise RunFailed(f"{error}; {run.way_on()}, with half the rows in a pass") from error
+        raise RunFailed(f"{error}; {run.way_on()}. With --resume passes have half the rows") from error
     except OSError as error:
         message = disk_message(run.folder, error)
         if message is None:

@@ -19,6 +19,7 @@ from rlhf_kl.errors import GuardStop, RunFailed
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.run.folder import LOCK
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
 from rlhf_kl.trainers.ppo import PPOTrainer
@@ -163,7 +164,7 @@ def test_full_memory_ends_the_run_and_a_resumed_one_has_half_the_rows_in_a_pass(
         with pytest.raises(RunFailed) as caught:
             train(tmp_path / "run", resume=rows_of_a_pass == 4)
         assert f"a training pass of {rows_of_a_pass} rows does not fit: lower microbatch_size" in str(caught.value)
-        assert str(caught.value).endswith("with half the rows in a pass")
+        assert str(caught.value).endswith("With --resume passes have half the rows")
     train(tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "passes.json").read_text() == "0.25\n"
     train(tmp_path / "small", "ppo.microbatch_size=2")
@@ -172,6 +173,17 @@ def test_full_memory_ends_the_run_and_a_resumed_one_has_half_the_rows_in_a_pass(
     train(tmp_path / "run", "ppo.microbatch_size=2", overwrite=True)
     assert rows(tmp_path / "run") == rows(tmp_path / "small")
     assert not (tmp_path / "run" / "passes.json").exists()
+
+
+@pytest.mark.usefixtures("small_device")
+def test_what_a_start_that_did_not_fit_has_left_is_not_for_another_start(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).touch()
+    (tmp_path / "run" / "passes.json").write_text("0.5\n")
+    train(tmp_path / "run", "ppo.microbatch_size=2")
+    train(tmp_path / "small", "ppo.microbatch_size=2")
+    assert not (tmp_path / "run" / "passes.json").exists()
+    assert rows(tmp_path / "run") == rows(tmp_path / "small")
 
 
 # ---- the best checkpoint ----
