@@ -22,7 +22,7 @@ from rlhf_kl.text import read_number
 
 if TYPE_CHECKING:  # what shows a run needs no torch
     from rlhf_kl.config.schema import TrainConfig
-    from rlhf_kl.rollout.reference_scores import ReferenceScores
+    from rlhf_kl.ppo.reference import ReferenceScores
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
 Facts = Mapping[str, Any]  # of an update: the names of alarms, each with its figures

@@ -19,7 +19,7 @@ from rlhf_kl.memory import kept_per_token, memory_for, memory_is_full, pass_shar
 from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.masked import all_finite
-from rlhf_kl.rollout.collect import non_finite_figure
+from rlhf_kl.ppo.rollout import non_finite_figure
 from rlhf_kl.types import RolloutBatch
 
 

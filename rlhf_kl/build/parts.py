@@ -18,7 +18,6 @@ from rlhf_kl.config.schema import PromptsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
 from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.evaluate import CachedSamples
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
     check_vocabulary,
@@ -42,15 +41,16 @@ from rlhf_kl.models.value import (
     zero_head,
 )
 from rlhf_kl.ops.packing import pack_last
+from rlhf_kl.optim import adamw, usual_learning_rate
+from rlhf_kl.ppo.evaluate import CachedSamples
+from rlhf_kl.ppo.reference import ReferenceScores
+from rlhf_kl.ppo.rollout import Assessor, Rollouts, Sampler
+from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rollout.collect import Assessor, Rollouts, Sampler
-from rlhf_kl.rollout.reference_scores import ReferenceScores
-from rlhf_kl.rollout.states import ReferenceStates, StateFeatures
 from rlhf_kl.run.log import Clock
-from rlhf_kl.trainers.optim import adamw, usual_learning_rate
-from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.types import Sampling
 from rlhf_kl.ui import log
 

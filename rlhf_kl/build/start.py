@@ -16,9 +16,8 @@ from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
-from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rollout.collect import Responses, measure, respond, response_layout
-from rlhf_kl.rollout.reference_scores import (
+from rlhf_kl.ppo.checks import check_start, checked_prompts
+from rlhf_kl.ppo.reference import (
     PLANS,
     ReferenceSamples,
     ReferenceScores,
@@ -27,11 +26,12 @@ from rlhf_kl.rollout.reference_scores import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.rollout.states import ReferenceStates
+from rlhf_kl.ppo.rollout import Responses, measure, respond, response_layout
+from rlhf_kl.ppo.states import ReferenceStates
+from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.trainers.checks import check_start, checked_prompts
-from rlhf_kl.trainers.ppo import PPOTrainer
 from rlhf_kl.ui import log
 
 

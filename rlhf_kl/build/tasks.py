@@ -16,8 +16,8 @@ from rlhf_kl.models.lora import CLASSIFIER
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2, train_tokenizer
 from rlhf_kl.rewards.model import RewardModel, TextFormat
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.trainers.supervised import Task
-from rlhf_kl.trainers.tasks import LabelTask, PairTask, ResponseTask, TextTask
+from rlhf_kl.supervised.loop import Task
+from rlhf_kl.supervised.tasks import LabelTask, PairTask, ResponseTask, TextTask
 
 
 def build_task(config: SFTConfig | RewardModelConfig, loader: Loader, files: Callable[..., Any]) -> Task:

@@ -24,7 +24,7 @@ from rlhf_kl.monitors import worded
 from rlhf_kl.run.folder import FULL, sweep, write_folder
 from rlhf_kl.run.log import write_json
 from rlhf_kl.seeding import seed_libraries
-from rlhf_kl.trainers.supervised import SupervisedTrainer
+from rlhf_kl.supervised.loop import SupervisedTrainer
 from rlhf_kl.ui import log
 
 C = TypeVar("C", bound=Section)

@@ -122,7 +122,8 @@ def evaluate(
 
 
 def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> dict[str, Any]:
-    from rlhf_kl.evaluate import perplexity_of, safe_exp, standard_error, text_sums
+    from rlhf_kl.models.perplexity import perplexity_of, safe_exp, text_sums
+    from rlhf_kl.ppo.evaluate import standard_error
 
     with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
         sums = text_sums(lm, tokenizer, texts, advance=advance)
@@ -144,8 +145,8 @@ def _add_prompts(
     from rlhf_kl.build.parts import sampling_of
     from rlhf_kl.commands.samples import heldout_rows
     from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.evaluate import errors_of, figures_of, policy_samples
     from rlhf_kl.monitors import worded
+    from rlhf_kl.ppo.evaluate import errors_of, figures_of, policy_samples
     from rlhf_kl.report.texts import grouped
 
     policy = pair[0]

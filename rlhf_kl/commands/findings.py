@@ -35,15 +35,15 @@ from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.monitors import worded
-from rlhf_kl.rollout.collect import NonFiniteRollout, Sampler
-from rlhf_kl.rollout.reference_scores import ReferenceScores
+from rlhf_kl.optim import usual_learning_rate
+from rlhf_kl.ppo.metrics import update_row
+from rlhf_kl.ppo.reference import ReferenceScores
+from rlhf_kl.ppo.rollout import NonFiniteRollout, Sampler
+from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.run import LESS_MEMORY
+from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
-from rlhf_kl.trainers.metrics import update_row
-from rlhf_kl.trainers.optim import usual_learning_rate
-from rlhf_kl.trainers.ppo import PPOTrainer
-from rlhf_kl.trainers.reward_figures import histogram, pair_figures, sketch
 
 SHARE = 0.85  # usable share of the free memory
 PROBES = 64  # prompts that the tokenizer checks read

@@ -72,9 +72,9 @@ def generate(
         from rlhf_kl.commands.samples import score_at
         from rlhf_kl.commands.stored import load_policy, load_run_reference
         from rlhf_kl.data.prompts import PromptStream
-        from rlhf_kl.evaluate import NO_SCORERS, policy_samples
         from rlhf_kl.models.load import compute_dtype
         from rlhf_kl.models.value import frozen_lm
+        from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples
 
     if folder is not None:
         config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * scores))
@@ -144,8 +144,8 @@ def _prompts(
     from rlhf_kl.commands.stored import located
     from rlhf_kl.config.schema import PromptsSection
     from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.evaluate import SHOWN
     from rlhf_kl.models.load import context_length
+    from rlhf_kl.ppo.evaluate import SHOWN
 
     form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
     key = "--prompt"

@@ -16,20 +16,21 @@ from rlhf_kl.commands.samples import heldout_rows, sample_rows
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
-from rlhf_kl.evaluate import Samples, TextSums, distinct_2, figures_of, perplexity_of, policy_samples, text_sums
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
+from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.ops.masked import all_finite
+from rlhf_kl.ppo.checks import check_first
+from rlhf_kl.ppo.evaluate import Samples, distinct_2, figures_of, policy_samples
+from rlhf_kl.ppo.metrics import failed_row, update_row
+from rlhf_kl.ppo.rollout import NonFiniteRollout
 from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
-from rlhf_kl.rollout.collect import NonFiniteRollout
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept
-from rlhf_kl.trainers.checks import check_first
-from rlhf_kl.trainers.metrics import failed_row, update_row
 from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import RunStatus, log
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_kl.evaluate import SHOWN, Samples, token_rows
+from rlhf_kl.ppo.evaluate import SHOWN, Samples, token_rows
 from rlhf_kl.report.texts import HELD_OUT
 from rlhf_kl.rewards.scorer import GOLD, REWARD
 from rlhf_kl.types import RolloutBatch

@@ -17,7 +17,7 @@ from rlhf_kl.monitors import worded
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.run.folder import write_folder
 from rlhf_kl.run.run import Run
-from rlhf_kl.trainers.supervised import SupervisedTrainer
+from rlhf_kl.supervised.loop import SupervisedTrainer
 from rlhf_kl.ui import log
 
 

@@ -158,7 +158,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
 
 def supervised_closing(summary: dict[str, Any], config: SFTConfig | RewardModelConfig) -> Closing:
     """Figures and next steps after `sft` and `reward-model`, as `train_closing`."""
-    from rlhf_kl.trainers.reward_figures import sketch
+    from rlhf_kl.supervised.figures import sketch
 
     final = summary["final"]
     figures: dict[str, object] = {"steps": f"{summary['steps']} in {duration(summary['seconds'])}"}

@@ -21,7 +21,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import can_shard
 from rlhf_kl.models.lm import LM
-from rlhf_kl.rollout.reference_scores import ReferenceScores, reference_responses
+from rlhf_kl.ppo.reference import ReferenceScores, reference_responses
 from rlhf_kl.types import Sampling
 
 Cli = Callable[..., Any]

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 
 from rlhf_kl.commands.loop import TrainLoop
 from rlhf_kl.errors import GuardStop, RunFailed
+from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult
+from rlhf_kl.ppo.rollout import Rollouts
+from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.scorer import Scorers
-from rlhf_kl.rollout.collect import Rollouts
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.folder import LOCK
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.trainers.ceiling import Ceiling, CeilingResult
-from rlhf_kl.trainers.ppo import PPOTrainer
 
 Train = Callable[..., dict[str, Any]]
 NOISE = """

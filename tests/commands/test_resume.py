@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.rollout.collect import Sampler
+from rlhf_kl.ppo.rollout import Sampler
+from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.run.run import Run
-from rlhf_kl.trainers.ppo import PPOTrainer
 
 Train = Callable[..., dict[str, Any]]
 

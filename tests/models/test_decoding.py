@@ -17,7 +17,7 @@ from rlhf_kl.models.decoding import pick_tokens, reserve
 from rlhf_kl.models.lm import LM, check_head
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.value import store_frozen
-from rlhf_kl.rollout.collect import response_layout
+from rlhf_kl.ppo.rollout import response_layout
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, Sampled, Sampling
 

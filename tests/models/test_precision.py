@@ -17,14 +17,14 @@ from rlhf_kl.models.logits import RoundedHead, decoding_head, has_rounding_produ
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
+from rlhf_kl.ppo.checks import check_start, padding_gap
+from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_loss
+from rlhf_kl.ppo.rollout import Assessor, exact_kl_now, measure, respond, response_layout
+from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.rollout.collect import Assessor, exact_kl_now, measure, respond, response_layout
-from rlhf_kl.rollout.states import ReferenceStates
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.trainers.checks import check_start, padding_gap
-from rlhf_kl.trainers.objectives import Targets, Tokens, ppo_loss
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
 
 Make = Callable[..., Any]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_kl import cli
-from rlhf_kl.rollout.collect import Sampler
+from rlhf_kl.ppo.rollout import Sampler
+from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run import checkpoint
 from rlhf_kl.run.run import Run
-from rlhf_kl.trainers.ppo import PPOTrainer
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which call
     "rollout": (Sampler, "__call__", 3),

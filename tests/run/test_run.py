@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from rlhf_kl.config.load import load_config
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
+from rlhf_kl.optim import adamw
 from rlhf_kl.run import run as run_module
 from rlhf_kl.run.checkpoint import checkpoints, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
 from rlhf_kl.run.run import Run, open_run
-from rlhf_kl.trainers.optim import adamw
 
 
 class Counter:

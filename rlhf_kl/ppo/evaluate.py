@@ -1,0 +1,198 @@
+"""Evaluates a policy by its figures on held-out prompts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from statistics import fmean, pvariance
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.ops.masked import float64
+from rlhf_kl.ppo.rollout import Responses, measure, respond, response_layout
+from rlhf_kl.ppo.states import ReferenceStates
+from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import PromptBatch, Sampling
+
+ROWS = 32
+SHOWN = 2  # held-out prompts whose responses people read
+NO_SCORERS = Scorers()
+
+
+CachedSamples = dict[tuple[int, int], Responses]  # by the first prompt and the one after the last
+
+
+def _word_pairs(text: str) -> list[tuple[str, str]]:
+    return list(pairwise(text.split()))
+
+
+def distinct_2(texts: Sequence[str]) -> float:
+    """Share of pairs of words that are distinct, over all texts (Li et al. 2016, 1510.03055)."""
+    pairs = [pair for text in texts for pair in _word_pairs(text)]
+    return len(set(pairs)) / len(pairs) if pairs else 0.0
+
+
+@dataclass
+class Samples:
+    """A model's responses to held-out prompts: one entry for each."""
+
+    kl: list[float] = field(default_factory=list)  # exact KL of this model to the other one, nats
+    lengths: list[int] = field(default_factory=list)  # tokens, EOS included
+    ended: list[bool] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # NaN = not scored
+    gold: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of the gold scorer
+    tokens: list[list[dict[str, Any]]] = field(default_factory=list)  # of the first `SHOWN` texts, as `token_rows`
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of all ranks."""
+        return cls(*([x for part in parts for x in getattr(part, column.name)] for column in fields(cls)))
+
+    def score(self, scorers: Scorers, prompts: Sequence[str], responses: Sequence[str]) -> None:
+        """Score some more responses; gold no more after a failure."""
+        values, failures = (scorers.trained if self.failures else scorers)(prompts, responses)
+        self.scores += values.get(REWARD, torch.empty(0)).tolist()
+        self.gold += values.get(GOLD, torch.empty(0)).tolist()
+        self.failures += failures
+
+
+def policy_samples(
+    policy: LM,
+    reference: LM | None,
+    prompts: PromptBatch,
+    part: range,
+    seed: int,
+    sampling: Sampling,
+    tokenizer: Any,
+    scorers: Scorers = NO_SCORERS,
+    batch_size: int = ROWS,
+    advance: Callable[[int], None] = lambda _: None,
+    cached: CachedSamples | None = None,
+    purpose: str = "evaluation",
+    shown: int = SHOWN,
+) -> tuple[Samples, Samples]:
+    """One response of policy and of reference (if any) to each prompt of `part`, at most `batch_size` at a time.
+
+    The noise that decides the tokens depends on seed, `purpose` and the prompt's row: only the models differ. What a
+    policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
+    2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: for so many of the
+    prompts the tokens are kept, and the reference's responses are scored too, after all of the policy's.
+    `advance(n)` is called after every n responses. Errors: InputError from a reward function.
+    """
+    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
+    prompts = prompts.part(part.start, part.stop)
+    pair = own, other = Samples(), Samples()
+
+    def sampled_by(made: Samples, one: LM, to: LM | None, before: CachedSamples) -> Iterator[Responses]:
+        """Batches of responses of `one`, with its exact KL at their tokens."""
+        model, states = ActorCritic(one), None if to is None else ReferenceStates(to)
+
+        for start in range(0, len(prompts), batch_size):
+            stop = min(start + batch_size, len(prompts))
+            batch = prompts.part(start, stop)
+            if (start, stop) not in before:
+                new = respond(one, batch, noise[start:stop], sampling, tokenizer)
+                before[start, stop] = new._replace(sampled=new.sampled._replace(states=None))  # large, and not read
+            responses = before[start, stop]
+            _, sampled, texts = responses
+            layout = response_layout(batch, sampled)
+            stats = None if states is None else measure(model, states, layout, sampling.temperature)
+            made.lengths += sampled.mask.sum(1).tolist()
+            made.ended += sampled.ended.tolist()
+            made.texts += texts
+            if stats is not None:
+                made.kl += float64(stats.exact_kl).sum(1).tolist()
+                read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
+                mask, *columns = (x.cpu() for x in read)  # at once: each read of a row would wait for a GPU
+                for i in range(min(shown - len(made.tokens), len(texts))):
+                    made.tokens.append(token_rows(tokenizer, *(column[i][mask[i]] for column in columns)))
+            advance(len(texts))
+            yield responses
+
+    cached = {} if cached is None else cached
+    drawn = [] if reference is None else list(sampled_by(other, reference, policy, cached))
+    for batch, _, texts in sampled_by(own, policy, reference, {}):
+        own.score(scorers, batch.texts, texts)
+    left = shown - part.start
+    for batch, _, texts in drawn:
+        if left > 0:
+            other.score(scorers, batch.texts[:left], texts[:left])
+        left -= len(texts)
+    return pair
+
+
+def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
+    """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
+    front = tokenizer.encode("a", add_special_tokens=False)  # at the start of a text some tokenizers drop a blank
+    size = len(tokenizer.decode(front))
+    texts = [tokenizer.decode([*front, i])[size:] for i in ids.tolist()]
+    columns = zip(texts, logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
+    return [{"text": text, "logprob": p, "ref_logprob": q, "kl": nats} for text, p, q, nats in columns]
+
+
+def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a model on held-out prompts by the keys of `eval --json`, with the KL of the other one to it.
+
+    KL in nats; scores are raw, over what was scored. `facts` gets what is left out, for `monitors.worded`.
+    """
+    if own.failures:
+        facts["gold-failed"] = {"failure": own.failures[0]}
+    known, golds = ([score for score in each if not math.isnan(score)] for each in (own.scores, own.gold))
+    unscored = len(own.scores) - len(known)
+    if math.inf in map(abs, known):
+        facts["eval-scores"] = {}
+        known = []
+    return {
+        "kl_token": sum(own.kl) / sum(own.lengths),
+        "kl_sequence": fmean(own.kl),
+        "forward_kl_token": sum(other.kl) / sum(other.lengths),
+        "scores": fmean(known) if known else None,
+        "unscored": unscored,
+        "gold": fmean(golds) if golds and not own.failures else None,
+        "length": fmean(own.lengths),
+        "eos_rate": fmean(own.ended),
+        "distinct_2": distinct_2(own.texts),
+    }
+
+
+def errors_of(samples: Samples) -> dict[str, float | None]:
+    """Standard errors of the figures on held-out prompts, by the keys of `figures_of`."""
+    ones, pairs = [1.0] * len(samples.texts), [_word_pairs(text) for text in samples.texts]
+    texts_with = Counter(pair for each in pairs for pair in set(each))
+    own = [sum(texts_with[pair] == 1 for pair in set(each)) for each in pairs]  # that no other text has
+    scores, gold = ([x for x in each if not math.isnan(x)] for each in (samples.scores, samples.gold))
+    return {
+        "scores": standard_error(scores, ones),
+        "gold": standard_error(gold, ones),
+        "kl_token": standard_error(samples.kl, samples.lengths),
+        "kl_sequence": standard_error(samples.kl, ones),
+        "length": standard_error(samples.lengths, ones),
+        "eos_rate": standard_error(samples.ended, ones),
+        "distinct_2": standard_error(own, list(map(len, pairs)), len(texts_with)),
+    }
+
+
+def standard_error(
+    amounts: Sequence[float],
+    counts: Sequence[float],
+    total: float | None = None,
+    of: Callable[[float], float] = float,
+) -> float | None:
+    """Of `of(sum(amounts) / sum(counts))`, by leaving out each entry in turn (jackknife); None where unknown.
+
+    `total`: in place of the first sum, where an amount is what is missing without its entry.
+    """
+    pairs = list(zip(amounts, counts, strict=False))
+    total, count = sum(amounts) if total is None else total, sum(n for _, n in pairs)
+    left = [of((total - x) / (count - n)) if count > n else math.nan for x, n in pairs]
+    return math.sqrt((len(left) - 1) * pvariance(left)) if left[1:] and all(map(math.isfinite, left)) else None

@@ -1,0 +1,225 @@
+"""One rollout: samples responses, scores them, and compares policy and reference at every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.distributed import Ranks, unsharded
+from rlhf_kl.memory import sized
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.text import decode_responses
+from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.ops.head import token_kl, token_stats
+from rlhf_kl.ops.packing import Layout
+from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+from rlhf_kl.rewards.scorer import REWARD, Scorers
+from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
+
+
+class Responses(NamedTuple):
+    """Prompts and the policy's responses."""
+
+    prompts: PromptBatch
+    sampled: Sampled
+    texts: Sequence[str]  # of the responses (`Response`), without special tokens
+
+
+class TokenStats(NamedTuple):
+    """Policy and reference at sampled tokens; every tensor (B, T), zeros in padding."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    exact_kl: Tensor
+    entropy: Tensor
+    k1_variance: Tensor
+    logprob_variance: Tensor
+    values: Tensor
+
+
+class Sampler:
+    """Step -> responses of the policy. Prompts and noise depend only on the seed and the step."""
+
+    def __init__(
+        self,
+        policy: LM,
+        prompts: PromptStream,
+        tokenizer: Any,
+        sampling: Sampling,
+        seed: int,
+        rows: range | None = None,
+    ) -> None:
+        """`rows`: this process's rows of the global batch; None = all."""
+        self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
+        self.rows = rows or range(prompts.batch_size)
+
+    def __call__(self, step: int) -> Responses:
+        """Responses of update `step` (from 1)."""
+        prompts = self.prompts.batch(step, self.rows.start, len(self.rows))
+        noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)
+        return respond(self.policy, prompts, noise[self.rows.start : self.rows.stop], self.sampling, self.tokenizer)
+
+
+def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
+    """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
+    size = sized(len(prompts))
+    places = [slice(start, start + size) for start in range(0, len(prompts), size)]
+    parts = [policy.sample(prompts.part(at.start, at.stop), noise[at], sampling) for at in places]
+    sampled = Sampled.concat(parts, sampling.pad_id)
+    return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask, sampling.eos_ids))
+
+
+class Assessor:
+    """Responses -> a rollout: scores, KL, and values."""
+
+    def __init__(
+        self,
+        model: ActorCritic,
+        reference: ReferenceStates,
+        features: StateFeatures | None,
+        scorers: Scorers,
+        shaping: ScoreShaping,
+        temperature: float,
+        group: int = 1,
+    ) -> None:
+        """`group`: neighbours in a batch that have the same prompt."""
+        self.model, self.reference, self.features = model, reference, features
+        self.scorers, self.shaping, self.temperature, self.group = scorers, shaping, temperature, group
+
+    def __call__(self, responses: Responses) -> RolloutBatch:
+        """The rollout of one batch. Errors: InputError from a reward function."""
+        prompts, sampled, texts = responses
+        device = sampled.ids.device
+        scores, failures = self.scorers(prompts.texts, texts)
+        raw, traits = scores[REWARD], response_traits(sampled.ids, sampled.mask, sampled.ended)
+        # A clip would make an infinite score finite.
+        shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
+        layout = response_layout(prompts, sampled)
+        stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
+        return RolloutBatch(
+            prompt_ids=prompts.ids.to(device),
+            prompt_mask=prompts.mask.to(device),
+            response_ids=sampled.ids,
+            mask=sampled.mask,
+            **stats._asdict(),
+            scores=scores,
+            shaped_scores=shaped.to(device),
+            ended=sampled.ended,
+            prompts=prompts.texts,
+            responses=list(texts),
+            failures=failures,
+            penalties=self.shaping.penalties(traits),
+            group=self.group,
+            device=device,
+        )
+
+
+class NonFiniteRollout(Exception):
+    """A rollout that cannot be trained on: one of its figures is not finite, or (None) no response has a score."""
+
+    def __init__(self, figure: str | None, rollout: RolloutBatch) -> None:
+        self.broken = figure is not None
+        super().__init__(f"{figure} was not finite" if self.broken else "the reward returned None for all responses")
+        self.rollout = rollout
+
+
+class Rollouts:
+    """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values."""
+
+    def __init__(
+        self,
+        sample: Callable[[int], Responses],
+        assess: Callable[[Responses], RolloutBatch],
+        ranks: Ranks | None = None,
+        sharded: Sequence[nn.Module] = (),
+    ) -> None:
+        """`sample` and `assess` work on the rows of this rank; `sharded`: models that they use."""
+        self.sample, self.assess, self.ranks, self.sharded = sample, assess, ranks or Ranks(), sharded
+
+    def __call__(self, step: int) -> RolloutBatch:
+        """The rollout of update `step` (from 1). Errors: NonFiniteRollout."""
+        ranks = self.ranks
+        with unsharded(*self.sharded):
+            responses = ranks.run(lambda: self.sample(step))
+            part = ranks.run(lambda: self.assess(responses), scores=True)
+        rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
+        rollout = replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
+        figure = non_finite_figure(rollout)
+        if figure is not None or not bool(rollout.scored.any()):
+            raise NonFiniteRollout(figure, rollout)
+        return rollout
+
+
+def non_finite_figure(rollout: RolloutBatch) -> str | None:
+    """The name of a figure of the rollout that is not finite; None if there is none."""
+    figures = {
+        "a log-prob of the policy": rollout.logprobs,
+        "a log-prob of the reference": rollout.ref_logprobs,
+        "a KL": rollout.exact_kl,
+        "a value": rollout.values,
+        "a score": (rollout.scores[REWARD] + rollout.shaped_scores)[rollout.scored],  # a clip makes inf finite
+    }
+    return next((name for name, x in figures.items() if not bool(torch.isfinite(x).all())), None)
+
+
+def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:
+    """Positions of the tokens of prompts and responses."""
+    ids = torch.cat([prompts.ids.to(sampled.ids.device), sampled.ids], 1)
+    return Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
+
+
+@torch.no_grad()
+def measure(
+    model: ActorCritic,
+    reference: ReferenceStates,
+    layout: Layout,
+    temperature: float,
+    features: StateFeatures | None = None,
+    states: Tensor | None = None,
+) -> TokenStats:
+    """Policy, reference and values at the response tokens of a batch.
+
+    `features` give the values if the model has no value function; without either they are 0. The reference's
+    states are kept for later. `states` (N, H): the policy's, if sampling has kept them; else they are computed.
+    """
+    reference.read(layout)
+    chosen = layout.response_ids
+    stats = torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device)
+    for rows in reference.passes(layout):
+        hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
+        ids, ref = chosen.flatten()[rows.places], reference.at(rows.numbers)
+        columns = [*token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)]
+        if model.value is not None:
+            columns.append(model.value(rows, hidden))
+        for row, column in zip(stats.flatten(1), columns, strict=False):
+            row[rows.places] = column
+    if features is not None:
+        features.read(layout, reference)
+        mask = torch.arange(chosen.shape[1]) < layout.responses.unsqueeze(1)
+        stats[-1][mask.to(chosen.device)] = features.values()
+    return TokenStats(*stats.unbind())
+
+
+@torch.no_grad()
+def exact_kl_now(
+    policy: LM,
+    reference: ReferenceStates,
+    rollout: RolloutBatch,
+    temperature: float,
+    mine: Sequence[int] | None = None,
+) -> Tensor:
+    """Exact KL (B, T) of the current policy at the states of an earlier rollout, or of the rows `mine`, elsewhere 0."""
+    kl = torch.zeros(rollout.mask.shape, device=rollout.device)
+    ids = rollout.response_ids.flatten().to(rollout.device)
+    for rows in reference.passes(rollout.layout, mine):
+        ref, chosen = reference.at(rows.numbers), ids[rows.places]
+        _, found = token_kl(policy(rows), policy.head(), chosen, ref, reference.head(), temperature)
+        kl.view(-1)[rows.places] = found
+    return kl

@@ -1,0 +1,224 @@
+"""PPO with a KL penalty to a frozen reference. Source: Ziegler et al. 2019 (1909.08593); Schulman et al. 2017."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import is_sharded, local, unsharded
+from rlhf_kl.kl_controllers import KLController
+from rlhf_kl.memory import SMALLER_PASS, memory_for, sized, tokens_of_a_pass
+from rlhf_kl.models.value import ActorCritic, freezing, values_in
+from rlhf_kl.ops.head import token_kl, token_logprobs
+from rlhf_kl.ops.kl import ESTIMATORS
+from rlhf_kl.ops.masked import Mean
+from rlhf_kl.ops.packing import Layout, Packed, split_groups
+from rlhf_kl.optim import fit_critic, set_learning_rate
+from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult
+from rlhf_kl.ppo.objectives import Loss, Stats, Taken, Targets, Tokens, ppo_loss, ppo_targets
+from rlhf_kl.ppo.rate import LearningRate
+from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now
+from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import RolloutBatch
+
+ENOUGH = 16  # responses for the change of the KL in an update
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: the row of metrics, the alarms and the samples are made from it."""
+
+    rollout: RolloutBatch
+    coef: float  # beta of this update
+    coef_next: float
+    stats: Stats
+    ceiling: CeilingResult
+    facts: dict[str, Any]  # what the monitors should know: names of alarms with their figures
+
+
+class PPOTrainer:
+    """The PPO algorithm. It builds no objects, prints nothing and opens no file."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: ActorCritic,
+        optimizer: torch.optim.Optimizer,
+        rollouts: Rollouts,
+        reference: ReferenceStates,
+        controller: KLController,
+        features: StateFeatures | None = None,
+    ) -> None:
+        """`reference` holds the states of the last rollout; `features` are those of the critic, if there is one.
+
+        The optimizer comes with the peak learning rate.
+        """
+        self.config, self.model, self.optimizer, self.rollouts = config, model, optimizer, rollouts
+        self.reference, self.controller, self.features = reference, controller, features
+        self.ranks = rollouts.ranks
+        self.policy = [p for p in model.policy.parameters() if p.requires_grad]
+        self.trained = model.trained  # the policy, and a value function that learns in its loss
+        self.sharded = any(map(is_sharded, self.trained))
+        self.rows = sized(config.ppo.microbatch_size or config.minibatch_size)  # of a pass, at most
+        self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
+        section = config.kl.ceiling
+        self.ceiling = Ceiling(
+            [local(p) for p in self.policy],
+            values_in(reference.lm, model.policy),
+            self.kl_now,
+            limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
+            measures=controller.needs_update_kl or self.rate.adaptive is not None,
+        )
+
+    def update(self, step: int) -> Update:
+        """Update number `step` (from 1). Errors: NonFiniteRollout, before anything has changed."""
+        rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
+        coef, kl = self.controller.beta, rollout.kl(self.config.kl.unit)
+        targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
+        before = self.ceiling.snapshot()
+        stats = self.optimize(rollout, targets, step)  # 4. epochs of clipped steps
+        move, facts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), {}
+        if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
+            move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
+            seen = move.kl_before, move.kl_after, move.kl_uncut
+            facts = self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
+            growth = self.controller.beta / coef if coef else 1.0
+            update_kl = stats.update_kl * rollout.tokens_per(self.config.kl.unit)
+            facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the learning rate
+        if stats.skipped is not None:
+            facts["update-skipped"] = {"reason": f"{stats.skipped} was not finite", "broken": True}
+        return Update(rollout, coef, self.controller.beta, stats, move, facts)
+
+    def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> Stats:
+        """Several epochs of clipped minibatch steps; then the fit of a critic on features, if there is one."""
+        cfg, stats, tokens = self.config.ppo, Stats(), Tokens.of(rollout, targets)
+        set_learning_rate(self.optimizer, self.rate(step))
+        with freezing(self.policy if step <= cfg.value_warmup else []):
+            for rows in self.minibatches(step):
+                weight = float(targets.weights[rows].sum())
+                if not weight:
+                    continue  # nothing to learn from
+                loss = self.backward(rollout.layout, tokens, rows, weight)
+                if cfg.max_update_kl is not None and loss.approx_kl > cfg.max_update_kl * weight:
+                    stats.kl_at_stop = loss.approx_kl / weight
+                    self.optimizer.zero_grad()
+                    break
+                norm = self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm)
+                stats.steps.append(Taken(loss, weight, float(norm)))
+        critic = None if self.features is None else self.fit_critic(self.features, rollout, targets, step)
+        stats.finish(rollout, targets, self.config, self.rate(step), critic)
+        return stats
+
+    def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
+        """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
+        passes = []
+        for packed in self.passes(layout, self.ranks.mine(rows).tolist()):
+            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", SMALLER_PASS):
+                loss = self.loss(tokens.at(packed.places), packed)
+                # Token sums over the *global* count, so that microbatches of unequal length weigh right.
+                ((self.config.ppo.vf_coef * loss.value + loss.policy) / weight).backward()
+            passes.append(loss.detached())
+        return Loss.total(self.ranks.all(Loss.of_passes(passes)))
+
+    def loss(self, x: Tokens, rows: Packed) -> Loss:
+        """One forward pass: the loss summed over its tokens."""
+        model, kl, temperature = self.model, self.config.kl, self.config.rollout.temperature
+        hidden, head = model.policy(rows), model.policy.head()
+        if x.kl_weight and kl.estimator == "exact":
+            ref = self.reference.at(rows.numbers)
+            logprobs, penalty = token_kl(hidden, head, x.ids, ref, self.reference.head(), temperature)
+        else:
+            logprobs = token_logprobs(hidden, head, x.ids, temperature)
+            penalty = ESTIMATORS[kl.estimator](logprobs, x.ref_logprobs) if x.kl_weight else torch.zeros_like(logprobs)
+        values = None if model.value is None else model.value(rows, hidden)
+        return ppo_loss(x, logprobs, penalty, values, self.config.ppo)
+
+    def minibatches(self, step: int) -> Iterator[Tensor]:
+        """The rows of every minibatch of an update, epoch after epoch, each in an order of its own.
+
+        Responses to one prompt stay together where a minibatch holds whole groups of them, so that a pass reads the
+        prompt once. Each minibatch has one group (or row) from every few neighbours in the batch. So all ranks have
+        equally many of its rows, and the minibatches are the same on any number of ranks.
+        """
+        if self.features is not None and step <= self.config.ppo.value_warmup:
+            return  # the critic is not trained in the policy's epochs
+        size, together = self.config.minibatch_size, self.config.rows_together
+        several = self.config.rollout.batch_size // size
+        neighbours = several * torch.arange(size // together).unsqueeze(1)
+        for epoch in range(self.config.ppo.epochs):
+            order = uniforms(len(neighbours), several, self.config.run.seed, "minibatches", step, epoch).argsort(1)
+            for groups in (order + neighbours).unbind(1):
+                yield (groups.unsqueeze(1) * together + torch.arange(together)).flatten()
+
+    def kl_now(self, rollout: RolloutBatch, whole: bool) -> Mean:
+        """Mean KL of the current policy at the rollout's states: that of the rollout, and the change since then.
+
+        Unless `whole`, the change is read at half of the prompts, where these have ENOUGH responses: before and after
+        at the same states, so it varies much less than the KL.
+        """
+        unit, mine = self.config.kl.unit, self.ranks.mine(range(len(rollout)))
+        half = [row for row in range(len(rollout)) if row // rollout.group % 2 == 0]
+        rows = range(len(rollout)) if whole or len(half) < ENOUGH else half
+        read = [row for row in rows if row in mine]
+        with unsharded(*self.rollouts.sharded):
+            kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature, read)
+        before, change = rollout.kl(unit), rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
+        after = before.mean + change.mean  # can be below 0, by its error
+        return Mean(0.0 if after < 0.0 else after, math.hypot(before.stderr, change.stderr))
+
+    def passes(self, layout: Layout, rows: list[int]) -> Iterator[Packed]:
+        """These rows in microbatches of near-equal length."""
+        most, models = 1 << 40, 2 if self.config.critic == "separate" else 1  # the value function is about as large
+        if self.config.ppo.microbatch_size is None:
+            most = tokens_of_a_pass(self.model.policy.module, layout.device, self.config.run.dtype, models=models)
+        if self.sharded:  # the ranks gather each layer together, so all make equally many passes
+            groups = layout.groups(rows, most_rows=self.rows, most_tokens=most)
+            yield from map(layout.pack, split_groups(groups, max(self.ranks.all(len(groups)))))
+            return
+        # Layers that recompute their activations keep no keys and values that rows could share.
+        share = self.model.policy.shares_prompts and not self.config.policy.gradient_checkpointing
+        yield from layout.passes(rows, most_rows=self.rows, most_tokens=most, share=share)
+
+    # ---- the critic on features
+
+    def fit_critic(
+        self, features: StateFeatures, rollout: RolloutBatch, targets: Targets, step: int
+    ) -> tuple[float, bool]:
+        """Fit the critic to the returns of this rollout; returns its loss before that, and whether all was finite."""
+        mine = self.ranks.mine(range(len(rollout)))
+        rows = slice(mine.start, mine.stop)
+        mask, learned = rollout.mask[rows], targets.weights[rows] > 0
+        known = learned[mask]
+        return fit_critic(
+            features.critic,
+            self.optimizer,
+            features.kept if bool(known.all()) else features.kept[known.to(features.kept.device)],
+            targets.returns[rows][learned].to(features.kept),
+            epochs=self.config.ppo.critic_epochs,
+            seed=self.config.run.seed,
+            step=step,
+            ranks=self.ranks,
+        )
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State besides tensors, JSON-able."""
+        return {
+            "rate": self.rate.state_dict(),
+            "controller": self.controller.save(),
+            "ceiling": self.ceiling.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; the optimizer and the weights are loaded beside it."""
+        self.rate.load_state_dict(state["rate"])
+        self.controller.restore(state["controller"])
+        self.ceiling.load_state_dict(state["ceiling"])

@@ -1,1 +1,0 @@
-"""The training loops: PPO, supervised fine-tuning, reward models."""

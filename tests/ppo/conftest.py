@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+Make = Callable[..., Any]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "rollout": {"batch_size": 32, "max_new_tokens": 8},
+    "ppo": {
+        "total_episodes": 640,
+        "minibatch_size": 16,
+        "microbatch_size": 8,
+        "epochs": 2,
+        "learning_rate": 3e-3,
+        "lr_schedule": "constant",
+    },
+    "kl": {"ceiling": None, "controller": {"kind": "fixed", "coef": 0.05}},
+    "reward": {"missing_eos_penalty": 0.0},
+}
+
+
+def count_a(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """The task: as many letters a as possible."""
+    return [float(response.count("a")) for response in responses]
+
+
+@pytest.fixture
+def make_trainer(new_model: Make, letters: Any) -> Make:
+    """`make_trainer(ppo={...}, kl={...}, ...)`: a PPO trainer of a seven-letter model, nothing on disk.
+
+    `policy`, `reference` and `trunk` (of a separate value function) are models of transformers, `critic` a
+    `FeatureCritic`; without the last two the value function is a head. `optimizer(modules)` makes another one.
+    """
+    from rlhf_kl.config.plugins import configured_controller
+    from rlhf_kl.config.schema import TrainConfig
+    from rlhf_kl.data.prompts import PromptStream
+    from rlhf_kl.models.lm import LM, Trunk
+    from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
+    from rlhf_kl.optim import adamw
+    from rlhf_kl.ppo.rollout import Assessor, Rollouts, Sampler
+    from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+    from rlhf_kl.ppo.step import PPOTrainer
+    from rlhf_kl.rewards.plugin import PluginReward
+    from rlhf_kl.rewards.scorer import Scorer, Scorers
+    from rlhf_kl.rewards.shaping import ScoreShaping
+    from rlhf_kl.types import Sampling
+
+    def make(
+        *,
+        policy: Any = None,
+        reference: Any = None,
+        trunk: Any = None,
+        critic: Any = None,
+        optimizer: Callable[[Any], Any] | None = None,
+        controller: Any = None,
+        reward: Any = count_a,
+        shaping: ScoreShaping | None = None,
+        **sections: dict[str, Any],
+    ) -> PPOTrainer:
+        settings = copy.deepcopy(SETTINGS)
+        for name, values in sections.items():
+            settings[name] = settings.get(name, {}) | values
+        settings["policy"] = {
+            "value": "separate" if trunk is not None else "features" if critic is not None else "head"
+        }
+        config = TrainConfig.model_validate(settings)
+        policy = policy if policy is not None else new_model(seed=3, spread=0.1)
+        lm, size = LM(policy), policy.config.hidden_size
+        other = frozen_lm(copy.deepcopy(policy) if reference is None else reference, torch.float32, lm.device)
+        if trunk is not None:
+            model = ActorCritic(lm, SeparateValue(Trunk(trunk), zero_head(size)))
+        else:
+            model = ActorCritic(lm, critic=critic) if critic is not None else ActorCritic(lm, HeadValue(size))
+        states = ReferenceStates(other)
+        features = StateFeatures(critic) if critic is not None else None
+        prompts = PromptStream(["a", "ab", "cd", "dcba", "bbb"], letters, config.rollout.batch_size, 0)
+        sampling = Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0)
+        shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
+        own = adamw(
+            model.policy.module,
+            config.ppo.learning_rate,
+            0.0,
+            critic,
+            config.ppo.critic_learning_rate,
+            value=model.value,
+        )
+        return PPOTrainer(
+            config,
+            model,
+            optimizer(model.modules) if optimizer else own,
+            Rollouts(
+                Sampler(lm, prompts, letters, sampling, config.run.seed),
+                Assessor(
+                    model,
+                    states,
+                    features,
+                    Scorers(Scorer("reward", PluginReward(reward))),
+                    shaping,
+                    config.rollout.temperature,
+                    config.rollout.samples_per_prompt,
+                ),
+            ),
+            states,
+            controller or configured_controller(config.kl, config.ppo, config.rollout, 0.05),
+            features,
+        )
+
+    return make
+
+
+class Recorder:
+    """A controller that only writes down what it is given."""
+
+    def __init__(self, coef: float = 0.2) -> None:
+        self.coef = coef
+        self.updates: list[tuple[float, int]] = []
+        self.observed: list[tuple[float, float, float]] = []
+
+    def update(self, kl: float, episodes: int) -> None:
+        self.updates.append((kl, episodes))
+        self.coef *= 2
+
+    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
+        assert len(self.observed) == len(self.updates)  # before the update that it belongs to
+        self.observed.append((kl_before, kl_after, kl_whole))
+
+
+@pytest.fixture
+def recorder() -> type[Recorder]:
+    """`recorder(coef)`: a controller whose `updates` and `observed` updates can be looked at."""
+    return Recorder

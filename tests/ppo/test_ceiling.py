@@ -1,0 +1,221 @@
+"""The ceiling on an analytic KL (that of a point at `p` is |p|^2), and in the trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rlhf_kl.kl_controllers import as_controller
+from rlhf_kl.ops.masked import Mean
+from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult, KLForecast
+from rlhf_kl.ppo.metrics import update_row
+from rlhf_kl.ppo.step import PPOTrainer
+
+Make = Callable[..., Any]
+
+
+class Point:
+    """A policy of two tensors whose KL is known; its reference is at 0."""
+
+    def __init__(
+        self, start: float, end: float, kl: Callable[[float], float] = lambda x: x * x, stderr: float = 0.0
+    ) -> None:
+        self.parameters = [nn.Parameter(torch.tensor([end])), nn.Parameter(torch.tensor([-end, 0.0]))]
+        self.before = [torch.tensor([start]), torch.tensor([-start, 0.0])]
+        self.law, self.stderr, self.measured = kl, stderr, 0
+        self.wholes: list[bool] = []
+
+    @property
+    def place(self) -> float:
+        first, second = (float(p.detach()[0]) for p in self.parameters)
+        assert second == pytest.approx(-first)  # all tensors move together
+        return first
+
+    def read(self, rollout: Any, whole: bool) -> Mean:
+        self.measured += 1
+        self.wholes.append(whole)
+        return Mean(self.law(self.place), self.stderr)
+
+    def ceiling(self, limit: float | None, *, measures: bool = False, reference: bool = True) -> Ceiling:
+        origin = (lambda: [torch.zeros(1), torch.zeros(2)]) if reference else None
+        return Ceiling(self.parameters, origin, self.read, limit=limit, measures=measures)
+
+    def shorten(self, limit: float, *, reference: bool = True) -> CeilingResult:
+        start = Mean(self.law(float(self.before[0][0])), self.stderr)
+        return self.ceiling(limit, reference=reference).hold(None, self.before, start)  # type: ignore[arg-type]
+
+
+def test_below_the_ceiling_an_update_stays_whole() -> None:
+    point = Point(0.1, 0.9)
+    assert point.shorten(1.0) == CeilingResult(1.0, pytest.approx(0.01), pytest.approx(0.81), pytest.approx(0.81))
+    assert point.place == pytest.approx(0.9)
+    assert point.measured == 1
+
+
+@pytest.mark.parametrize("stderr", [0.0, 0.2])
+@pytest.mark.parametrize("end", [1.01, 2.0, 8.0])
+def test_an_update_that_would_cross_is_kept_as_far_as_it_may_go(end: float, stderr: float) -> None:
+    point = Point(0.1, end, stderr=stderr)
+    result = point.shorten(1.0)
+    assert result.kl_after <= 1.0 - stderr
+    assert result.kl_after == pytest.approx(point.place**2)
+    assert result.kl_uncut == pytest.approx(end**2)
+    assert point.place == pytest.approx(0.1 + result.factor * (end - 0.1))
+    # the longest part that may be kept, to within what six halvings can tell
+    longest = ((1.0 - stderr) ** 0.5 - 0.1) / (end - 0.1)
+    assert longest - result.factor < 2**-5
+    assert not result.pulled_back
+
+
+@pytest.mark.parametrize(("end", "near"), [(0.8, False), (0.85, True), (0.99, True), (1.01, True)])
+def test_near_the_limit_all_states_are_read(end: float, near: bool) -> None:
+    """From 3 standard errors below it on, one more being kept free (0.82 squared), and in the line search."""
+    point = Point(0.0, end, stderr=0.08)
+    point.shorten(1.0)
+    assert point.wholes[:2] == [False, True][: 1 + near]
+    assert all(point.wholes[1:])
+
+
+@pytest.mark.parametrize("start", [0.5, 2.0])  # below and above the limit
+def test_weights_that_are_no_numbers_are_undone(start: float) -> None:
+    weight = nn.Parameter(torch.tensor([math.nan]))
+    ceiling = Ceiling([weight], None, lambda *_: Mean(float(weight.detach()) ** 2, 0.0), limit=1.0, measures=False)
+    result = ceiling.hold(None, [torch.tensor([start])], Mean(start**2, 0.0))  # type: ignore[arg-type]
+    assert (result.factor, result.kl_after, weight.item()) == (0.0, start**2, start)
+
+
+def test_started_above_an_update_that_ends_below_stays_whole() -> None:
+    point = Point(3.0, 0.5)
+    assert point.shorten(1.0).factor == 1.0
+    assert point.place == 0.5
+
+
+@pytest.mark.parametrize("end", [2.0, 4.0, -2.0])
+def test_started_above_the_policy_goes_back_towards_its_reference_until_it_is_below(end: float) -> None:
+    """From where its KL is lower, before the update or after it; however far above it stands."""
+    point = Point(3.0, end)
+    result = point.shorten(1.0)
+    assert 0.9 < result.kl_after <= 1.0
+    assert result.kl_after == pytest.approx(point.place**2)
+    assert math.copysign(1.0, point.place) == math.copysign(1.0, end)
+    assert (result.factor, result.pulled_back) == (0.0, True)
+
+
+@pytest.mark.parametrize(("end", "kept"), [(2.0, 2.0), (4.0, 3.0)])
+def test_where_no_reference_lies_on_a_line_the_lower_of_both_ends_is_kept(end: float, kept: float) -> None:
+    point = Point(3.0, end)
+    result = point.shorten(1.0, reference=False)
+    assert point.place == pytest.approx(kept)
+    assert result.kl_after == pytest.approx(kept**2)
+    assert result.factor == (1.0 if kept == end else 0.0)
+
+
+@given(start=st.floats(-3, 3), end=st.floats(-6, 6), limit=st.floats(0.01, 4), waves=st.floats(0, 2))
+@settings(max_examples=150, deadline=None)
+def test_it_ends_and_never_leaves_the_kl_above_the_ceiling(
+    start: float, end: float, limit: float, waves: float
+) -> None:
+    def bumpy(x: float) -> float:
+        return x * x * (1.5 + math.sin(9 * waves * x))
+
+    point = Point(start, end, bumpy)
+    result = point.shorten(limit)
+    assert bumpy(point.place) <= limit * (1 + 1e-5)
+    assert result.kl_after == pytest.approx(bumpy(point.place), rel=1e-4, abs=1e-6)
+    assert 0.0 <= result.factor <= 1.0
+    assert point.measured < 20
+
+
+# ---- the forecast
+
+
+def test_the_forecast_learns_how_much_more_the_next_rollout_reads() -> None:
+    """States of the new policy lie further away: a change by 0.05 at the old states is one by 0.08 at its own."""
+    forecast, kl = KLForecast(0.15), 0.02
+    assert forecast(0.1, 0.14) == pytest.approx(0.14)
+    for change in [0.05, -0.05] * 30:
+        forecast.observe(kl)
+        forecast.made = (kl, kl + change)
+        kl += 1.6 * change
+    assert forecast.gain == pytest.approx(1.6, rel=0.02)
+    assert forecast(0.1, 0.12) == pytest.approx(0.1 + 1.6 * 0.02, rel=0.02)
+    assert forecast(0.1, 0.1) == 0.1  # a policy that did not move measures what it measured
+    assert forecast(0.1, 0.05) == 0.05
+
+
+def test_a_ceiling_goes_on_from_its_state() -> None:
+    """A rollout that read three times the change raises the gain: less of the next update is kept."""
+    kept = []
+    for resumed in (False, True):
+        point = Point(0.0, 0.5)
+        first = point.ceiling(1.0)
+        before = [torch.tensor([0.0]), torch.tensor([0.0, 0.0])]
+        first.hold(None, before, Mean(0.0, 0.0))  # type: ignore[arg-type]
+        other = point.ceiling(1.0)
+        other.load_state_dict(first.state_dict())
+        with torch.no_grad():
+            for p in point.parameters:
+                p.mul_(8)
+        ceiling = other if resumed else first
+        kept.append(ceiling.hold(None, before, Mean(0.75, 0.0)))  # type: ignore[arg-type]
+        assert 2.0 < ceiling.forecast.gain < 3.0
+    assert kept[0] == kept[1]
+    assert 0.75 < kept[0].kl_after <= 0.75 + 0.25 / 2.0
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_without_a_limit_the_kl_is_measured_for_who_uses_it(measures: bool) -> None:
+    point = Point(0.1, 0.9)
+    ceiling = point.ceiling(None, measures=measures)
+    assert ceiling.snapshot() == []
+    result = ceiling.hold(None, [], Mean(0.5, 0.0))  # type: ignore[arg-type]
+    assert (result.factor, result.kl_before) == (1.0, 0.5)
+    assert result.kl_after == pytest.approx(0.81 if measures else math.nan, nan_ok=True)
+    assert point.measured == measures
+    assert point.place == pytest.approx(0.9)
+
+
+# ---- in the trainer ----
+
+
+def moved_far(trainer: PPOTrainer, updates: int) -> list[dict[str, Any]]:
+    return [update_row(trainer.update(step), trainer.config) for step in range(1, updates + 1)]
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, recorder: Make, unit: str) -> None:
+    ceiling = 0.1 if unit == "token" else 0.5
+    law = recorder(0.01)
+    trainer = make_trainer(
+        controller=as_controller(law, max_coef=0.02),
+        ppo={"learning_rate": 1e-2},
+        kl={"unit": unit, "target": ceiling / 2, "ceiling": {"value": ceiling, "action": "backtrack"}},
+    )
+    rows = moved_far(trainer, 6)
+    assert max(row[f"kl/{unit}"] for row in rows) < 1.3 * ceiling  # the old states read a little low
+    assert min(row["kl/backtrack_factor"] for row in rows) < 1.0
+    for row, (_, after, whole) in zip(rows, law.observed, strict=True):
+        assert (whole > after) == (row["kl/backtrack_factor"] < 1)
+    assert all(row["kl/after_update"] <= ceiling for row in rows)
+    assert rows[0]["kl/ceiling"] == ceiling
+
+
+def test_from_above_the_ceiling_it_comes_back_at_once(make_trainer: Make, new_model: Make, recorder: Make) -> None:
+    """A policy that starts far from its reference, with a reward that pulls nowhere near."""
+    trainer = make_trainer(
+        policy=new_model(seed=3, spread=0.15),
+        reference=new_model(seed=3, spread=0.1),
+        controller=as_controller(recorder(1e-3), max_coef=1e-3),
+        kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
+        ppo={"learning_rate": 1e-3},
+    )
+    kls = [row["kl/token"] for row in moved_far(trainer, 10)]
+    assert kls[0] > 0.015
+    assert max(kls[1:]) < 0.012

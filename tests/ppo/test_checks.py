@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.errors import GuardStop
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.value import ActorCritic, freeze
+from rlhf_kl.ppo.checks import check_start, checked_prompts
+from rlhf_kl.ppo.rollout import measure, response_layout
+from rlhf_kl.ppo.states import ReferenceStates
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import Sampling
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def check(letters: Any) -> Callable[..., list[str]]:
+    """The checks on a policy and a reference, of samples drawn from the policy."""
+
+    def check(
+        policy: Any,
+        reference: Any,
+        initial: bool = True,
+        share: bool = False,
+        lm: type[LM] = LM,
+        dtype: torch.dtype = torch.float32,
+        texts: Sequence[str] = ("a", "abcdab", "dd", "cab"),
+    ) -> list[str]:
+        prompts, own = checked_prompts(PromptStream(texts, letters, 4, 0)), lm(policy, dtype)
+        other = lm(reference if share else freeze(reference), dtype)
+        sampled = own.sample(prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
+        plain = ReferenceStates(other, share=False)
+        stats = measure(ActorCritic(own), plain, response_layout(prompts, sampled), 0.8)
+        float32 = dtype == torch.float32
+        return check_start(own, other, sampled, stats, reference_is_initial_policy=initial, float32=float32)
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sound_start_says_what_was_checked(check: Make, new_model: Make, dtype: torch.dtype) -> None:
+    policy = new_model()
+    results = check(policy, copy.deepcopy(policy), dtype=dtype)
+    assert len(results) == 2
+    assert any("KL" in line for line in results)
+    assert any("padded" in line and str(dtype).partition(".")[2] in line for line in results)
+
+
+def test_a_reference_that_trains_along(check: Make, new_model: Make) -> None:
+    policy = new_model()
+    with pytest.raises(GuardStop, match="share"):
+        check(policy, policy, share=True)
+
+
+def test_a_reference_that_is_not_the_start(check: Make, new_model: Make) -> None:
+    with pytest.raises(GuardStop, match="exact KL"):
+        check(new_model(seed=1), new_model(seed=2))
+    check(new_model(seed=1), new_model(seed=2), initial=False)
+
+
+def test_weights_that_are_not_numbers(check: Make, new_model: Make) -> None:
+    policy = new_model()
+    broken = copy.deepcopy(policy)
+    with torch.no_grad():
+        broken.transformer.ln_f.weight.fill_(torch.nan)
+    with pytest.raises(GuardStop, match="not finite"):
+        check(policy, broken, initial=False)
+
+
+class IgnoresPadding(LM):
+    """A model that reads padding as text, as one without attention masks would."""
+
+    def step(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
+        return super().step(ids, torch.ones_like(mask), positions, cache)
+
+
+class IgnoresPositions(LM):
+    """A model that counts positions from the padding on."""
+
+    def step(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
+        end = mask.shape[1]
+        return super().step(ids, mask, torch.arange(end - ids.shape[1], end).expand_as(ids), cache)
+
+
+class IgnoresItsCache(LM):
+    """A model that begins anew with every token."""
+
+    ready_masks = False
+
+    def step(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
+        hidden, new = super().step(ids, mask if cache is None else mask[:, -1:], positions, None)
+        return hidden, new if cache is None else cache
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("a", "abcdab", "dd", "cab"),
+        ("abab",),
+        ("",),  # the bos alone
+    ],
+    ids=["lengths differ", "one prompt", "one token"],
+)
+@pytest.mark.parametrize("lm", [IgnoresPadding, IgnoresPositions, IgnoresItsCache])
+def test_a_model_that_samples_otherwise_than_it_reads(
+    check: Make, new_model: Make, lm: type[LM], texts: Sequence[str]
+) -> None:
+    policy = new_model()
+    assert check(policy, copy.deepcopy(policy), texts=texts)
+    with pytest.raises(GuardStop, match="padding"):
+        check(policy, copy.deepcopy(policy), lm=lm, texts=texts)

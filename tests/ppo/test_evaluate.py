@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from torch.distributions import Categorical, kl_divergence
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_sums, windows
+from rlhf_kl.models.text import decode_responses, encode
+from rlhf_kl.ppo.evaluate import Samples, distinct_2, errors_of, figures_of, policy_samples, standard_error, token_rows
+from rlhf_kl.ppo.rollout import respond
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import PromptBatch, Sampling
+
+Make = Callable[..., Any]
+TEXTS = ["abcd", "a", "ddddcccc", "badc" * 6]
+
+
+def perplexity(*arguments: Any, **options: Any) -> Perplexity:
+    return perplexity_of([text_sums(*arguments, **options)])
+
+
+def policy_figures(
+    policy: LM, reference: LM, prompts: PromptBatch, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
+) -> Any:
+    every = range(len(prompts))
+    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)
+    return SimpleNamespace(**figures_of(*samples, {}))
+
+
+@torch.no_grad()
+def nll(model: Any, ids: list[int], first: int = 1) -> float:
+    """Of the tokens from `first` on, by one plain pass over the whole text."""
+    logp = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    return -sum(float(logp[t - 1, ids[t]]) for t in range(first, len(ids)))
+
+
+def test_against_a_direct_computation(new_model: Make, letters: Any) -> None:
+    model = new_model()
+    result = perplexity(LM(model), letters, TEXTS)
+    rows = [encode(letters, text) for text in TEXTS]  # bos in front, no eos
+    total, tokens = sum(nll(model, row) for row in rows), sum(len(text) for text in TEXTS)
+    assert result.tokens == tokens
+    assert result.documents == 4
+    assert result.bytes == tokens  # one byte a letter
+    assert result.nats_per_token == pytest.approx(total / tokens, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert result.bits_per_byte == pytest.approx(total / math.log(2) / tokens, rel=1e-5)
+
+
+def test_bytes_are_those_of_utf8(new_model: Make, letters: Any) -> None:
+    assert perplexity(LM(new_model()), letters, ["aé🙂"]).bytes == 1 + 2 + 4
+
+
+def byte_level(**special: str) -> Any:
+    """A tokenizer of the 256 bytes without merges, and what is special beside them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from tokenizers.decoders import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor, tokenizer.decoder = processors.ByteLevel(trim_offsets=True), ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.mark.parametrize("bos", [{}, {"bos_token": "<bos>"}], ids=["no bos", "bos"])
+@pytest.mark.parametrize(
+    "texts",
+    [["abcd"], ["hello world", " leading", "  x", "\n"], ["naïve"], ["a", "bc"], ["", "ab"]],
+    ids=["letters", "spaces", "characters of several bytes", "a single one", "an empty one"],
+)
+def test_a_uniform_model_over_bytes_has_the_bits_of_its_vocabulary(texts: list[str], bos: dict[str, str]) -> None:
+    """8 bits a byte for 256 tokens, whatever the first token of a document is."""
+    from rlhf_kl.models.scratch import new_gpt2
+
+    tokenizer = byte_level(**bos)
+    size, first = len(tokenizer), 0 if bos else 1
+    model = new_gpt2(vocab_size=size, hidden_size=8, layers=1, heads=1, context=32, tokenizer=tokenizer, seed=0)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    result = perplexity(LM(model), tokenizer, texts)
+    assert result.tokens == result.bytes == sum(max(0, len(text.encode()) - first) for text in texts)
+    assert result.bits_per_byte == pytest.approx(math.log2(size), rel=1e-6)
+    assert size == 256 + len(bos)
+
+
+def test_order_and_batches_change_nothing(new_model: Make, letters: Any) -> None:
+    model = new_model()
+    whole = perplexity(LM(model), letters, TEXTS)
+    for texts, rows in ((TEXTS[::-1], 32), (TEXTS, 1), (TEXTS, 3)):
+        result = perplexity(LM(model), letters, texts, rows=rows)
+        assert result.nats_per_token == pytest.approx(whole.nats_per_token, rel=1e-6)
+        assert result.tokens == whole.tokens
+
+
+def test_the_mean_is_over_tokens_and_not_over_documents(new_model: Make, letters: Any) -> None:
+    model = new_model()
+    one, other = (perplexity(LM(model), letters, [text]) for text in ("a", "badc" * 6))
+    both = perplexity(LM(model), letters, ["a", "badc" * 6])
+    assert both.nats_per_token == pytest.approx((one.nats_per_token + 24 * other.nats_per_token) / 25)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 12, 13, 40, 41])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_windows_score_every_token_but_the_first_once(length: int, size: int) -> None:
+    ids = list(range(length))
+    pieces = list(windows(ids, size))
+    scored = [token for row, first in pieces for token in row[first:]]
+    assert scored == ids[1:]
+    assert all(len(row) <= size for row, _ in pieces)
+    assert {first for _, first in pieces[1:-1]} <= {size // 2}  # half of each window is there for its context only
+
+
+def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> None:
+    """Each later window starts half a window back and scores its second half."""
+    model, text = new_model(context=8), "abcdbacdda"
+    ids = encode(letters, text)  # 11 tokens
+    result = perplexity(LM(model), letters, [text])
+    by_hand = nll(model, ids[0:8]) + nll(model, ids[4:11], first=4)
+    assert result.tokens == 10
+    assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
+
+
+def test_smaller_passes_change_no_figure(
+    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], smaller_passes: Callable[[], list[int]]
+) -> None:
+    policy, reference = (LM(new_model(seed)) for seed in (0, 1))
+    prompts = prompts_of(*(x + y for x in "abcd" for y in "abcd"))
+    sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_ids=[letters.eos_token_id], pad_id=letters.pad_token_id)
+
+    def figures() -> tuple[Any, Any]:
+        on_prompts = policy_figures(policy, reference, prompts, 0, sampling, letters, scorers=WITH_GOLD, batch_size=16)
+        return perplexity(policy, letters, TEXTS * 4), on_prompts
+
+    before = figures()
+    passes = smaller_passes()
+    after = figures()
+    assert max(passes) < 16
+    for one, other in zip(before, after, strict=True):
+        assert vars(one) == pytest.approx(vars(other), rel=1e-5)
+
+
+def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:
+    model = new_model()
+    written = perplexity(LM(model), letters, ["<bos>abcd"])
+    assert written.nats_per_token == perplexity(LM(model), letters, ["abcd"]).nats_per_token
+    assert written.tokens == written.bytes == 4
+
+
+def test_empty_documents_count_for_nothing(new_model: Make, letters: Any) -> None:
+    model = new_model()
+    beside, alone = (perplexity(LM(model), letters, texts) for texts in (["", "abcd", ""], ["abcd"]))
+    assert beside.nats_per_token == alone.nats_per_token
+    with pytest.raises(InputError, match="no document has a token"):
+        perplexity(LM(model), letters, ["", ""])
+
+
+def test_progress_tells_of_every_window(new_model: Make, letters: Any) -> None:
+    told: list[int] = []
+    perplexity(LM(new_model(context=8)), letters, TEXTS, rows=2, advance=told.append)
+    assert sum(told) == sum(len(list(windows(encode(letters, text), 8))) for text in TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("texts", "share"),
+    [
+        (["a b c"], 1.0),
+        (["a b a b a"], 0.5),  # ab ba ab ba
+        (["a b", "a b", "a c"], 2 / 3),
+        (["a", ""], 0.0),
+    ],
+)
+def test_share_of_distinct_word_pairs(texts: list[str], share: float) -> None:
+    assert distinct_2(texts) == pytest.approx(share)
+
+
+def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
+    """Of a mean sd / sqrt(n); of a ratio, a perplexity and word pairs as far apart as figures of new samples."""
+    draws = random.Random(0)
+    scores = [draws.gauss(0, 1) for _ in range(50)]
+    assert standard_error(scores, [1.0] * 50) == pytest.approx(stdev(scores) / math.sqrt(50))
+    assert standard_error([1.0], [1.0]) is None
+    assert standard_error([7.0, 0.0, 0.0], [5, 0, 0]) is None  # nothing is left without the first
+    assert standard_error([5000.0, 4000.0], [5, 5], of=safe_exp) is None
+
+    def drawn() -> Samples:
+        lengths = [draws.randint(1, 20) for _ in range(60)]
+        kl = [draws.expovariate(1 / n) for n in lengths]
+        texts = [" ".join(str(min(int(draws.expovariate(0.1)), 50)) for _ in range(n)) for n in lengths]
+        return Samples(kl, lengths, [True] * 60, texts, [1.0, math.nan] * 30, [1.0] * 60)
+
+    made = [drawn() for _ in range(300)]
+    figures, errors = [figures_of(each, each, {}) for each in made], [errors_of(each) for each in made]
+    for name in ("kl_token", "kl_sequence", "length", "distinct_2"):
+        told = math.sqrt(fmean(error[name] ** 2 for error in errors))  # type: ignore[operator]
+        assert told == pytest.approx(stdev(figure[name] for figure in figures), rel=0.2), name
+    assert errors[0]["scores"] == errors[0]["eos_rate"] == 0.0
+    nats = [[(draws.gauss(1, 0.5) * n, n) for n in (5, 10, 20) * 10] for _ in range(300)]
+    told = math.sqrt(fmean(standard_error(*zip(*each, strict=True), of=math.exp) ** 2 for each in nats))
+    found = [math.exp(sum(x for x, _ in each) / sum(n for _, n in each)) for each in nats]
+    assert told == pytest.approx(stdev(found), rel=0.2)
+
+
+def test_the_parts_of_a_perplexity_are_those_of_its_documents(new_model: Make, letters: Any) -> None:
+    lm, texts = LM(new_model(context=8)), ["abcd", "", "ddddcccc", "badc" * 6]
+    for each, text in zip(text_sums(lm, letters, texts).each, texts, strict=True):
+        alone = text_sums(lm, letters, [text])
+        assert each == (pytest.approx(alone.nats, rel=1e-5), len(text))
+
+
+def lengths(prompts: Any, responses: Any) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
+def twice(prompts: Any, responses: Any) -> list[float]:
+    return [2.0 * len(response) for response in responses]
+
+
+WITH_GOLD = Scorers(Scorer("reward", PluginReward(lengths)), Scorer("gold", PluginReward(twice), 0.0))
+
+
+@pytest.fixture
+def figures(new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch]) -> Make:
+    """`figures(reference=..., batch_size=...)` of one policy on twelve prompts."""
+
+    def make(policy: LM, reference: LM, seed: int = 0, **arguments: Any) -> Any:
+        prompts, sampling = prompts_of(*["ab", "c", "dabc"] * 4), Sampling(6, 1.0, [2], 0)
+        return policy_figures(policy, reference, prompts, seed, sampling, letters, **arguments)
+
+    return make
+
+
+def test_figures_of_a_policy(
+    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], figures: Make, own_logits: Make
+) -> None:
+    """Against each response of the same noise by itself, in float64."""
+    policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
+    result = figures(policy, reference, scorers=WITH_GOLD)
+    prompts = prompts_of(*["ab", "c", "dabc"] * 4)
+    sampled = policy.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
+    texts, tokens = decode_responses(letters, sampled.ids, sampled.mask, [2]), sampled.mask.sum(1).tolist()
+    kl = 0.0
+    for i, count in enumerate(tokens):
+        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])
+        pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (policy, reference))
+        kl += float(kl_divergence(*pair).sum())
+    assert result.kl_sequence == pytest.approx(kl / 12, rel=1e-4)
+    assert result.kl_token == pytest.approx(kl / sum(tokens), rel=1e-4)
+    assert result.forward_kl_token == pytest.approx(forward_kl(policy, reference, prompts, own_logits), rel=1e-4)
+    assert result.scores == pytest.approx(sum(map(len, texts)) / 12)
+    assert result.gold == pytest.approx(2 * result.scores)
+    assert result.length == pytest.approx(sum(tokens) / 12)
+    assert result.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
+
+
+def test_the_samples_of_the_reference_are_drawn_once(
+    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second evaluation has another policy, and the forward KL of that policy."""
+    first, second, reference = (LM(new_model(seed=seed)) for seed in (3, 4, 2))
+    prompts, drawn, count = prompts_of(*["ab", "c", "dabc"] * 4), {}, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += arguments[0] is reference
+        return respond(*arguments)
+
+    monkeypatch.setattr("rlhf_kl.ppo.evaluate.respond", counted)
+    for policy in (first, second):
+        rest = (prompts, range(12), 0, Sampling(6, 1.0, [2], 0), letters)
+        kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
+        assert kept == policy_samples(policy, reference, *rest, batch_size=5)
+    assert all(responses.sampled.states is None for responses in drawn.values())
+    assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
+
+
+def forward_kl(policy: LM, reference: LM, prompts: PromptBatch, own_logits: Make) -> float:
+    """KL of the reference to the policy, per token of the reference's own samples."""
+    sampled = reference.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
+    tokens, kl = sampled.mask.sum(1).tolist(), 0.0
+    for i, count in enumerate(tokens):
+        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])
+        pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (reference, policy))
+        kl += float(kl_divergence(*pair).sum())
+    return kl / sum(tokens)
+
+
+def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:
+    lm = LM(new_model(seed=2))
+    same = figures(lm, lm)
+    assert same.kl_token == same.forward_kl_token == pytest.approx(0.0, abs=1e-6)
+    assert same.scores is None
+    assert same.gold is None
+
+
+def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
+    samples = Samples([0.1] * 3, [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
+    facts: dict[str, Any] = {}
+    figures = figures_of(samples, samples, facts)
+    assert (figures["scores"], figures["unscored"], facts) == (None, 1, {"eval-scores": {}})
+
+
+def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:
+    policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
+    rows: list[int] = []
+    hook = reference.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    by_five = figures(policy, reference, scorers=WITH_GOLD, batch_size=5)
+    hook.remove()
+    assert rows[0] == 5
+    whole = figures(policy, reference, scorers=WITH_GOLD)
+    for name, value in vars(whole).items():
+        assert getattr(by_five, name) == pytest.approx(value, rel=1e-5), name
+    assert figures(policy, reference, scorers=WITH_GOLD, seed=1) != whole
+
+
+def test_a_real_model_on_real_stories(real_data: Path, own_logits: Any) -> None:
+    """The figures of its own forward pass over each text alone: bos prepended, eos not scored."""
+    folder = str(real_data / "models" / "TinyStories-656K-resaved")
+    stories = real_data / "data" / "tinystories-1000" / "stories.jsonl"
+    texts = [json.loads(line)["text"] for line in stories.read_text(encoding="utf-8").split("\n")[:60]]
+    model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
+    rows = [[1, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in texts]
+    own = [own_logits(model, row)[:-1].log_softmax(-1) for row in rows]
+    nats = -sum(float(logp.gather(1, torch.tensor([row[1:]]).T).sum()) for logp, row in zip(own, rows, strict=True))
+    result = perplexity(LM(model), tokenizer, texts)
+    assert result.documents == 60
+    assert result.nats_per_token == pytest.approx(nats / sum(len(row) - 1 for row in rows), rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / sum(len(text.encode()) for text in texts))
+
+
+def test_a_token_keeps_the_blank_that_a_decoder_drops_at_the_start_of_a_text() -> None:
+    raw = Tokenizer(WordLevel({"▁a": 0, "▁": 1, "always": 2, "d": 3}, unk_token="d"))
+    raw.pre_tokenizer, raw.decoder = Metaspace(), decoders.Metaspace()
+    zeros = torch.zeros(3)
+    rows = token_rows(PreTrainedTokenizerFast(tokenizer_object=raw), torch.tensor([3, 1, 2]), zeros, zeros, zeros)
+    assert [row["text"] for row in rows] == ["d", " ", "always"]

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
+from rlhf_kl.ops.head import LOGIT_ELEMENTS
+from rlhf_kl.ppo import states as reference_module
+from rlhf_kl.ppo.rollout import (
+    Assessor,
+    Responses,
+    Sampler,
+    TokenStats,
+    exact_kl_now,
+    measure,
+    respond,
+    response_layout,
+)
+from rlhf_kl.ppo.states import ReferenceStates
+from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.scorer import Scorer, Scorers
+from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
+
+Make = Callable[..., Any]
+TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
+SAMPLING = Sampling(12, 0.8, [2], 0)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+class Setup(NamedTuple):
+    model: ActorCritic
+    reference: ReferenceStates
+    responses: Responses
+
+    def measure(self) -> TokenStats:
+        return measure(self.model, self.reference, response_layout(*self.responses[:2]), 0.8)
+
+    def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
+        shaping = shaping or ScoreShaping()
+        scorers = reward if isinstance(reward, Scorers) else Scorers(Scorer("reward", PluginReward(reward)))
+        return Assessor(self.model, self.reference, None, scorers, shaping, 0.8)(self.responses)
+
+
+@pytest.fixture
+def setup(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any) -> Setup:
+    policy, value = LM(new_model(seed=3)), HeadValue(16)
+    torch.nn.init.ones_(value.head.weight)
+    reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
+    responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x"), SAMPLING, letters)
+    return Setup(ActorCritic(policy, value), reference, responses)
+
+
+def lengths(prompts: Any, responses: Any) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
+# ---- measuring ----
+
+
+def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
+    """By one pass of either model over the bare text, in float64."""
+    stats, (prompts, sampled, _) = setup.measure(), setup.responses
+    for row, live in enumerate(sampled.mask):
+        ids = sampled.ids[row, live]
+        whole = torch.cat([prompts.ids[row, prompts.mask[row]], ids])
+        own = [own_logits(lm.model, whole)[-len(ids) - 1 : -1] / 0.8 for lm in (setup.model.policy, setup.reference.lm)]
+        policy, reference = (Categorical(logits=logits) for logits in own)
+        torch.testing.assert_close(stats.logprobs[row, live].double(), policy.log_prob(ids), **CLOSE)
+        torch.testing.assert_close(stats.ref_logprobs[row, live].double(), reference.log_prob(ids), **CLOSE)
+        torch.testing.assert_close(stats.exact_kl[row, live].double(), kl_divergence(policy, reference), **CLOSE)
+        torch.testing.assert_close(stats.entropy[row, live].double(), policy.entropy(), **CLOSE)
+        with torch.no_grad():
+            states = setup.model.policy.model.base_model(input_ids=whole.unsqueeze(0)).last_hidden_state[0]
+        torch.testing.assert_close(stats.values[row, live], states[-len(ids) - 1 : -1].sum(1), **CLOSE)
+
+
+def test_padding_is_zero_everywhere(setup: Setup) -> None:
+    mask = setup.responses.sampled.mask
+    assert not mask.all()
+    for tensor in setup.measure():
+        assert (tensor[~mask] == 0).all()
+        assert (tensor[mask] != 0).any()
+
+
+def test_the_size_of_a_pass_changes_nothing(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = setup.measure()
+    monkeypatch.setattr(reference_module, "PASS_ROWS", 1)
+    for one, other in zip(setup.measure(), whole, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make) -> None:
+    rollout = setup.assess(lengths)
+    policy = setup.model.policy
+    torch.testing.assert_close(exact_kl_now(policy, setup.reference, rollout, 0.8), rollout.exact_kl, **CLOSE)
+    moved = LM(new_model(seed=4))
+    now = exact_kl_now(moved, setup.reference, rollout, 0.8)
+    torch.testing.assert_close(now, setup._replace(model=ActorCritic(moved)).measure().exact_kl, **CLOSE)
+    assert float((now - rollout.exact_kl).abs().max()) > 0.01
+
+
+# ---- a rollout ----
+
+
+def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
+    prompts, sampled, texts = setup.responses
+    one = PluginReward(lambda p, r: [1.0] * len(r))
+    reward = Scorers(Scorer("terms.x", PluginReward(lengths), 2.0), Scorer("terms.y", one), Scorer("gold", one, 0.0))
+    rollout = setup.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
+    assert torch.equal(rollout.input_ids, torch.cat([prompts.ids, sampled.ids], 1))
+    assert torch.equal(torch.cat([rollout.prompt_mask, rollout.mask], 1), torch.cat([prompts.mask, sampled.mask], 1))
+    assert torch.equal(rollout.ended, sampled.ended)
+    assert (rollout.prompts, rollout.responses) == (list(TEXTS), texts)
+    assert rollout.scores["reward"].tolist() == [2.0 * len(text) + 1.0 for text in texts]
+    assert rollout.scores["terms.x"].tolist() == [2.0 * len(text) for text in texts]
+    assert rollout.scores["gold"].tolist() == [1.0] * len(texts)
+    assert 0 < int(sampled.ended.sum()) < len(TEXTS)
+    missing = [0.0 if ended else 0.5 for ended in sampled.ended]
+    assert rollout.penalties["missing_eos"].tolist() == missing
+    assert rollout.shaped_scores.tolist() == [len(text) - less for text, less in zip(texts, missing, strict=True)]
+    for name, tensor in setup.measure()._asdict().items():
+        torch.testing.assert_close(getattr(rollout, name), tensor, rtol=1e-4, atol=1e-5)
+
+
+# ---- the sampler ----
+
+
+@pytest.fixture
+def sampler(new_model: Make, letters: Any) -> Callable[..., Sampler]:
+    def make(seed: int = 0, rows: range | None = None) -> Sampler:
+        stream = PromptStream(TEXTS, letters, 6, seed)
+        return Sampler(LM(new_model(seed=3)), stream, letters, SAMPLING, seed, rows)
+
+    return make
+
+
+def drawn(responses: Responses) -> list[tuple[str, str]]:
+    return list(zip(responses.prompts.texts, responses.texts, strict=True))
+
+
+def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sampler]) -> None:
+    first = sampler()
+    whole = [drawn(first(step)) for step in (1, 2, 3)]
+    assert drawn(sampler()(3)) == whole[2]
+    assert len({str(step) for step in whole}) == 3
+    assert drawn(sampler(seed=1)(1)) != whole[0]
+
+
+def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Sampler]) -> None:
+    whole = drawn(sampler()(2))
+    assert drawn(sampler(rows=range(2))(2)) + drawn(sampler(rows=range(2, 6))(2)) == whole
+
+
+# ---- the states of the reference
+
+
+def roll_out(setup: Setup, letters: Any, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:
+    sampling = Sampling(6, 0.8, list(eos), 0)
+    drawn = respond(setup.model.policy, setup.responses.prompts, uniforms(len(TEXTS), 6, 0, noise), sampling, letters)
+    rollout: RolloutBatch = setup._replace(responses=drawn).assess(lengths)
+    return rollout
+
+
+@pytest.mark.parametrize("elements", [1 << 25, 1])
+def test_its_logits_are_those_of_its_own_pass(
+    setup: Setup, letters: Any, own_logits: Make, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rollout that was read last, in any order of its tokens; stored where they fit into a chunk."""
+    monkeypatch.setitem(LOGIT_ELEMENTS, "cpu", elements)
+    for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
+        rollout = roll_out(setup, letters, noise, eos)
+        mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
+        rows = [row[keep] for row, keep in zip(rollout.input_ids, mask, strict=True)]
+        own = [
+            own_logits(setup.reference.lm.model, row)[-length - 1 : -1]
+            for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
+        ]
+        expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
+        result = setup.reference.head().logits(setup.reference.at(order))
+        assert (setup.reference.kept is not setup.reference.hidden) == (elements > 1)
+        torch.testing.assert_close(result.double(), expected[order], rtol=1e-4, atol=1e-4)
+        assert not result.requires_grad
+
+
+def test_a_rollout_costs_one_reading_of_its_rows(setup: Setup, letters: Any) -> None:
+    rows: list[int] = []
+    trunk = setup.reference.lm.model.base_model
+    trunk.register_forward_pre_hook(lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    for noise in ("x", "y"):
+        rollout = roll_out(setup, letters, noise)
+        for _ in range(2):
+            exact_kl_now(setup.model.policy, setup.reference, rollout, 0.8)
+    assert sum(rows) == 2 * len(TEXTS)
+
+
+def test_smaller_passes_draw_the_same_texts(
+    sampler: Callable[..., Sampler], smaller_passes: Callable[[], list[int]]
+) -> None:
+    whole = drawn(sampler()(1))
+    passes = smaller_passes()
+    assert drawn(sampler()(1)) == whole
+    assert max(passes) == 1
+
+
+def test_smaller_passes_read_the_same_rollout(setup: Setup, smaller_passes: Callable[[], list[int]]) -> None:
+    whole, passes = setup.assess(lengths), smaller_passes()
+    again = setup.assess(lengths)
+    assert max(passes) <= 8
+    for name in ("logprobs", "ref_logprobs", "exact_kl"):
+        torch.testing.assert_close(getattr(again, name), getattr(whole, name), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,280 @@
+"""The loop: it learns, what one update does and returns, and what goes on from a saved state."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlhf_kl.ppo.step as ppo_module
+from rlhf_kl.kl_controllers import as_controller
+from rlhf_kl.models.value import FeatureCritic
+from rlhf_kl.ppo.metrics import update_row
+from rlhf_kl.ppo.rollout import NonFiniteRollout
+from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.types import RolloutBatch
+
+Make = Callable[..., Any]
+
+
+def weights(module: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def row_of(trainer: PPOTrainer, step: int) -> dict[str, Any]:
+    return update_row(trainer.update(step), trainer.config)
+
+
+# ---- it learns ----
+
+
+def test_it_learns_to_write_one_letter(make_trainer: Make) -> None:
+    trainer: PPOTrainer = make_trainer(rollout={"batch_size": 64}, ppo={"total_episodes": 20 * 64})
+    rows = [row_of(trainer, step) for step in range(1, 21)]
+    scores = [row["objective/scores"] for row in rows]
+    assert scores[0] < 2.5
+    assert sum(scores[-3:]) / 3 > scores[0] + 2.0
+    for row in rows:
+        for key in ("policy/loss", "value/loss", "kl/token", "policy/grad_norm"):
+            assert math.isfinite(row[key]), (row["step"], key)
+    assert rows[0]["kl/token"] == pytest.approx(0.0, abs=1e-5)
+    assert rows[-1]["kl/token"] > 0.05
+
+
+@pytest.mark.parametrize("coef", [0.02, 2.0])
+def test_the_kl_lands_at_its_target(make_trainer: Make, coef: float) -> None:
+    """From a beta that, left alone, ends at eleven times the target, and from one that ends at half of it."""
+    trainer: PPOTrainer = make_trainer(
+        rollout={"batch_size": 64},
+        ppo={"total_episodes": 40 * 64, "learning_rate": 1e-3},
+        kl={"target": 0.1, "ceiling": {"value": "1.5x"}, "controller": {"kind": "adaptive", "coef": coef}},
+    )
+    tail = [row_of(trainer, step)["kl/token"] for step in range(1, 41)][-16:]
+    assert sum(tail) / len(tail) == pytest.approx(0.1, rel=0.25)
+    assert min(tail) > 0.03
+    assert max(tail) < 0.155  # the ceiling is 0.15
+
+
+# ---- one update ----
+
+
+def test_before_its_first_step_the_policy_agrees_with_its_rollout(make_trainer: Make) -> None:
+    assert row_of(make_trainer(rollout={"temperature": 0.7}), 1)["policy/logratio_first_max"] < 1e-3
+
+
+def test_an_update_depends_on_seed_and_step_alone(make_trainer: Make) -> None:
+    one, same = make_trainer(), make_trainer()
+    torch.manual_seed(1)
+    first = one.update(3)
+    torch.manual_seed(2)
+    again = same.update(3)
+    assert torch.equal(first.rollout.response_ids, again.rollout.response_ids)
+    assert torch.equal(weights(one.model.modules), weights(same.model.modules))
+    other = make_trainer(run={"seed": 1}).update(3)
+    assert other.rollout.responses != first.rollout.responses
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(
+    make_trainer: Make, recorder: Make, unit: str
+) -> None:
+    law = recorder(0.2)
+    trainer = make_trainer(controller=as_controller(law), kl={"unit": unit})
+    updates = [trainer.update(step) for step in (1, 2, 3)]
+    rows = [update_row(update, trainer.config) for update in updates]
+    assert law.updates == [(pytest.approx(row[f"kl/{unit}"], rel=1e-6), 32) for row in rows]
+    assert [before for before, _, _ in law.observed] == [kl for kl, _ in law.updates]
+    assert [after for _, after, _ in law.observed] == [row["kl/after_update"] for row in rows]
+    assert [row["kl/coef"] for row in rows] == pytest.approx([0.2, 0.4, 0.8])
+    assert [row["kl/coef_next"] for row in rows] == pytest.approx([0.4, 0.8, 1.6])
+    for update, row in zip(updates, rows, strict=True):
+        rollout = update.rollout
+        per_row = [float(kl[mask].sum()) for kl, mask in zip(rollout.exact_kl, rollout.mask, strict=True)]
+        assert row["kl/sequence"] == pytest.approx(sum(per_row) / 32, rel=1e-5, abs=1e-9)
+        assert row["kl/token"] == pytest.approx(sum(per_row) / int(rollout.mask.sum()), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(("size", "group", "read"), [(64, 2, 32), (64, 64, 64), (16, 2, 16), (96, 32, 64)])
+def test_the_kl_after_an_update_needs_the_change_at_half_of_the_prompts(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, size: int, group: int, read: int
+) -> None:
+    """Beside the KL at all states, which the rollout's own formula gives for its columns of the moved policy."""
+    passes: list[Sequence[int]] = []
+    inner = ppo_module.exact_kl_now
+
+    def counted(*args: Any) -> Tensor:
+        passes.append(args[-1])
+        return inner(*args)
+
+    monkeypatch.setattr(ppo_module, "exact_kl_now", counted)
+    rollout = {"batch_size": size, "samples_per_prompt": group}
+    trainer = make_trainer(
+        rollout=rollout, ppo={"minibatch_size": size}, kl={"ceiling": {"value": 1e3}, "unit": "sequence"}
+    )
+    batch, row = (update := trainer.update(1)).rollout, update.ceiling
+    assert [len(rows) for rows in passes] == [read]
+    moved = inner(trainer.model.policy, trainer.reference, batch, 1.0, range(size))
+    exact = replace(batch, exact_kl=moved).kl("sequence")
+    assert exact.mean > 1e-4
+    assert row.kl_after == pytest.approx(exact.mean, rel=0.2)
+    if read == size:
+        assert row.kl_after == pytest.approx(exact.mean, rel=1e-4)
+
+
+@pytest.mark.parametrize("value", ["head", "separate", "features"])
+def test_a_warm_up_trains_the_value_function_only(make_trainer: Make, new_model: Make, value: str) -> None:
+    """Also one that is a head on the policy's own trunk."""
+    kinds = {
+        "head": {},
+        "separate": {"trunk": new_model(seed=8, spread=0.1).base_model},
+        "features": {"critic": FeatureCritic(16, mean=0.0, scale=1.0, seed=0)},
+    }
+    trainer = make_trainer(**kinds[value], ppo={"value_warmup": 1})
+    learns = trainer.model.value or trainer.model.critic
+    policy, before = weights(trainer.model.policy.module), weights(learns)
+    row = trainer.update(1).stats.row
+    assert math.isfinite(row["value/loss"])
+    assert math.isnan(row["policy/logratio_first_max"]) == (value == "features")  # no pass of the policy
+    assert torch.equal(weights(trainer.model.policy.module), policy)
+    assert not torch.equal(weights(learns), before)
+    trainer.update(2)
+    assert not torch.equal(weights(trainer.model.policy.module), policy)
+
+
+def test_the_value_function_learns_the_returns(make_trainer: Make, new_model: Make) -> None:
+    """A score that the prompt alone decides can be told from the first token on."""
+
+    def of_prompt(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [2.0 * len(prompt) for prompt in prompts]
+
+    ppo = {"value_warmup": 100, "vf_coef": 1.0, "cliprange_value": 10.0, "lam": 1.0, "learning_rate": 1e-2}
+    trunk = new_model(seed=8, spread=0.1).base_model
+    trainer = make_trainer(trunk=trunk, ppo=ppo, reward=of_prompt, shaping=ScoreShaping(mean=4.8, std=2.0))
+    explained = [row_of(trainer, step)["value/explained_variance"] for step in range(1, 13)]
+    assert explained[0] == pytest.approx(0.0, abs=1e-3)  # the head starts at zero
+    assert explained[-1] > 0.5
+
+
+def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make) -> None:
+    """At the first minibatch the policy has not moved; at the second it has, and takes no step any more."""
+    free, short = make_trainer(ppo={"epochs": 4}), make_trainer(ppo={"epochs": 4, "max_update_kl": 1e-9})
+    assert row_of(free, 1)["policy/epochs"] == 4
+    row = row_of(short, 1)
+    assert row["policy/epochs"] == 0.5
+    assert row["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert max(int(state["step"]) for state in short.optimizer.state.values()) == 1
+
+
+def test_while_the_policy_is_frozen_its_controller_and_its_ceiling_learn_nothing(
+    make_trainer: Make, recorder: Make
+) -> None:
+    law = recorder(0.2)
+    trainer = make_trainer(
+        ppo={"value_warmup": 3}, controller=as_controller(law), kl={"target": 0.1, "ceiling": {"value": "1.5x"}}
+    )
+    start = trainer.state_dict()["ceiling"]
+    assert start["made"] is None
+    rows = [row_of(trainer, step) for step in (1, 2, 3)]
+    assert [row["kl/coef_next"] for row in rows] == [0.2, 0.2, 0.2]
+    assert (law.updates, law.observed) == ([], [])
+    assert trainer.state_dict()["ceiling"] == start
+    assert [row["kl/after_update"] for row in rows] == [row["kl/token"] for row in rows]
+    row_of(trainer, 4)
+    assert len(law.updates) == len(law.observed) == 1
+    assert trainer.state_dict()["ceiling"]["made"] is not None
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_trainer: Make, unit: str) -> None:
+    settings = {
+        "ppo": {"lr_schedule": "adaptive", "total_episodes": 320, "learning_rate": 0.03},
+        "kl": {"unit": unit, "target": 0.1, "controller": {"kind": "adaptive", "coef": 0.05}},
+    }
+    trainer, told = make_trainer(**settings), []
+    inner, observe = trainer.controller, trainer.rate.adaptive.observe
+    inner.observe_rate = told.append
+    moves: list[float] = []
+
+    def noted(*args: Any, update_kl: float, **others: Any) -> str:
+        moves.append(update_kl)
+        return observe(*args, update_kl=update_kl, **others)
+
+    trainer.rate.adaptive.observe = noted
+    update = trainer.update(1)
+    tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
+    assert moves == [pytest.approx(update.stats.row["policy/approx_kl"] * tokens)]
+    assert "learning-rate-changed" in update.facts
+    factor = trainer.rate.adaptive.factor
+    assert factor < 1.0
+    assert told == [pytest.approx(0.9 * factor)]  # the schedule falls by a tenth besides
+    again = make_trainer(**settings)
+    again.load_state_dict(trainer.state_dict())
+    assert row_of(again, 2)["policy/learning_rate"] == pytest.approx(0.03 * 0.9 * factor)
+
+
+def test_a_constant_beta_leaves_the_rate_to_its_schedule(make_trainer: Make) -> None:
+    trainer = make_trainer(ppo={"lr_schedule": "adaptive", "total_episodes": 128, "learning_rate": 0.03})
+    rates = [row_of(trainer, step)["policy/learning_rate"] for step in (1, 2)]
+    assert rates == pytest.approx([0.03, 0.0225])
+
+
+def test_a_rollout_that_is_not_finite_raises_before_anything_has_changed(make_trainer: Make) -> None:
+    trainer = make_trainer()
+    assess = trainer.rollouts.assess
+    before, state = weights(trainer.model.modules), trainer.state_dict()
+
+    def spoilt(responses: Any) -> RolloutBatch:
+        rollout = assess(responses)
+        return replace(rollout, shaped_scores=rollout.shaped_scores * torch.nan)
+
+    trainer.rollouts.assess = spoilt
+    with pytest.raises(NonFiniteRollout, match="a score was not finite") as caught:
+        trainer.update(1)
+    assert len(caught.value.rollout) == 32
+    assert torch.equal(weights(trainer.model.modules), before)
+    assert trainer.state_dict() == state
+
+
+def test_an_update_with_a_gradient_that_is_not_finite_says_so(make_trainer: Make) -> None:
+    trainer = make_trainer(ppo={"epochs": 1})
+    head = trainer.model.value.head
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient * torch.nan
+
+    handle = head.weight.register_hook(spoil)
+    before = weights(trainer.model.modules)
+    assert trainer.update(1).stats.skipped == "a gradient"
+    assert torch.equal(weights(trainer.model.modules), before)
+    handle.remove()
+    assert trainer.update(2).stats.skipped is None
+
+
+# ---- state ----
+
+
+def test_a_trainer_goes_on_from_its_state(make_trainer: Make) -> None:
+    kl = {"controller": {"kind": "adaptive", "coef": 0.05}, "target": 0.02, "ceiling": {"value": "1.5x"}}
+    one = make_trainer(kl=kl)
+    for step in (1, 2, 3):
+        one.update(step)
+    state = json.loads(json.dumps(one.state_dict()))
+    other = make_trainer(kl=kl)
+    other.model.modules.load_state_dict(one.model.modules.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+    other.load_state_dict(state)
+    assert other.state_dict() == one.state_dict()
+    for step in (4, 5):
+        a, b = row_of(one, step), row_of(other, step)
+        for key in a:
+            if not key.startswith(("time/", "perf/")):
+                assert a[key] == b[key] or (a[key] != a[key] and b[key] != b[key]), key
+    assert torch.equal(weights(one.model.modules), weights(other.model.modules))
