@@ -5,7 +5,6 @@ It starts like `train`, makes two updates (the second with responses of full len
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
@@ -38,7 +37,7 @@ from rlhf_kl.monitors import worded
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
-from rlhf_kl.ppo.rollout import NonFiniteRollout, Sampler
+from rlhf_kl.ppo.rollout import Sampler
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.run import LESS_MEMORY
@@ -211,11 +210,10 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     yield from check_scores(training)
     yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
-    try:
-        with ui.waiting("one update"):
-            result = training.trainer.update(1)
-    except NonFiniteRollout as failure:
-        yield Finding("fatal", "update", str(failure))
+    with ui.waiting("one update"):
+        result = training.trainer.update(1)
+    if skipped := result.facts.get("update-skipped"):
+        yield Finding("fatal", "update", skipped["reason"])
         return
     row, facts = update_row(result, config), dict(result.facts)
     update = time.perf_counter() - began - start
@@ -247,7 +245,7 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     longest = PromptStream(texts, setup.tokenizer, stream.batch_size, stream.seed, rows, stream.samples)
     endless = replace(setup.sampling, eos_ids=[-1])  # no token
     trainer.rollouts.sample = Sampler(setup.policy, longest, setup.tokenizer, endless, stream.seed)
-    with ui.waiting("one update with responses of full length"), contextlib.suppress(NonFiniteRollout):
+    with ui.waiting("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20)
 

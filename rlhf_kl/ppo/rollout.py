@@ -121,15 +121,6 @@ class Assessor:
         )
 
 
-class NonFiniteRollout(Exception):
-    """A rollout that cannot be trained on: one of its figures is not finite, or (None) no response has a score."""
-
-    def __init__(self, figure: str | None, rollout: RolloutBatch) -> None:
-        self.broken = figure is not None
-        super().__init__(f"{figure} was not finite" if self.broken else "the reward returned None for all responses")
-        self.rollout = rollout
-
-
 class Rollouts:
     """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values."""
 
@@ -144,21 +135,20 @@ class Rollouts:
         self.sample, self.assess, self.ranks, self.sharded = sample, assess, ranks or Ranks(), sharded
 
     def __call__(self, step: int) -> RolloutBatch:
-        """The rollout of update `step` (from 1). Errors: NonFiniteRollout."""
+        """The rollout of update `step` (from 1)."""
         ranks = self.ranks
         with unsharded(*self.sharded):
             responses = ranks.run(lambda: self.sample(step))
             part = ranks.run(lambda: self.assess(responses), scores=True)
         rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
-        rollout = replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
-        figure = non_finite_figure(rollout)
-        if figure is not None or not bool(rollout.scored.any()):
-            raise NonFiniteRollout(figure, rollout)
-        return rollout
+        return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
 
 
-def non_finite_figure(rollout: RolloutBatch) -> str | None:
-    """The name of a figure of the rollout that is not finite; None if there is none."""
+def unusable(rollout: RolloutBatch) -> dict[str, Any] | None:
+    """Why a rollout cannot be trained on, as a fact for the monitors; None if it can.
+
+    One of its figures is not finite, or no response has a score.
+    """
     figures = {
         "a log-prob of the policy": rollout.logprobs,
         "a log-prob of the reference": rollout.ref_logprobs,
@@ -166,7 +156,12 @@ def non_finite_figure(rollout: RolloutBatch) -> str | None:
         "a value": rollout.values,
         "a score": (rollout.scores[REWARD] + rollout.shaped_scores)[rollout.scored],  # a clip makes inf finite
     }
-    return next((name for name, x in figures.items() if not bool(torch.isfinite(x).all())), None)
+    for name, x in figures.items():
+        if not bool(torch.isfinite(x).all()):
+            return {"reason": f"{name} was not finite", "broken": True}
+    if not bool(rollout.scored.any()):
+        return {"reason": "the reward returned None for all responses", "broken": False}
+    return None
 
 
 def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:
