@@ -44,7 +44,7 @@ from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.optim import adamw, usual_learning_rate
 from rlhf_kl.ppo.evaluate import CachedSamples
 from rlhf_kl.ppo.reference import ReferenceScores
-from rlhf_kl.ppo.rollout import Assessor, Rollouts, Sampler
+from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.model import RewardModel
@@ -252,12 +252,19 @@ def build_trainer(
     shard_models(config, setup, model)
     reference = ReferenceStates(setup.reference)
     features = StateFeatures(model.critic, feature_rewards(setup)) if model.critic is not None else None
-    rows = ranks.mine(range(config.rollout.batch_size))
-    sampler = Sampler(setup.policy, setup.prompts, setup.tokenizer, setup.sampling, config.run.seed, rows)
-    sample = clock.timed("time/rollout_s")(sampler)
-    temperature, group = config.rollout.temperature, config.rollout.samples_per_prompt
-    assessor = Assessor(model, reference, features, setup.scorers, shaping, temperature, group)
-    rollouts = Rollouts(sample, clock.timed("time/score_s")(assessor), ranks, setup.sharded)
+    rollouts = Rollouts(
+        model,
+        reference,
+        setup.scorers,
+        shaping,
+        setup.prompts,
+        setup.sampling,
+        setup.tokenizer,
+        features=features,
+        ranks=ranks,
+        sharded=setup.sharded,
+        clock=clock,
+    )
     policy, ppo = model.policy.module, config.ppo
     rate = learning_rate(config, policy)
     optimizer = adamw(policy, rate, ppo.weight_decay, model.critic, ppo.critic_learning_rate, value=model.value)

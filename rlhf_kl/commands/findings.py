@@ -37,7 +37,6 @@ from rlhf_kl.monitors import worded
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
-from rlhf_kl.ppo.rollout import Sampler
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.run import LESS_MEMORY
@@ -244,7 +243,8 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     texts, rows = [stream.texts[i] for i in order], [stream.rows[i] for i in order]
     longest = PromptStream(texts, setup.tokenizer, stream.batch_size, stream.seed, rows, stream.samples)
     endless = replace(setup.sampling, eos_ids=[-1])  # no token
-    trainer.rollouts.sample = Sampler(setup.policy, longest, setup.tokenizer, endless, stream.seed)
+    trainer.rollouts.prompts = longest
+    trainer.rollouts.sampling = endless
     with ui.waiting("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
+from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
 
@@ -44,29 +45,6 @@ class TokenStats(NamedTuple):
     values: Tensor
 
 
-class Sampler:
-    """Step -> responses of the policy. Prompts and noise depend only on the seed and the step."""
-
-    def __init__(
-        self,
-        policy: LM,
-        prompts: PromptStream,
-        tokenizer: Any,
-        sampling: Sampling,
-        seed: int,
-        rows: range | None = None,
-    ) -> None:
-        """`rows`: this process's rows of the global batch; None = all."""
-        self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
-        self.rows = rows or range(prompts.batch_size)
-
-    def __call__(self, step: int) -> Responses:
-        """Responses of update `step` (from 1)."""
-        prompts = self.prompts.batch(step, self.rows.start, len(self.rows))
-        noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)
-        return respond(self.policy, prompts, noise[self.rows.start : self.rows.stop], self.sampling, self.tokenizer)
-
-
 def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
     size = sized(len(prompts))
@@ -76,25 +54,52 @@ def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling,
     return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask, sampling.eos_ids))
 
 
-class Assessor:
-    """Responses -> a rollout: scores, KL, and values."""
+class Rollouts:
+    """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values.
+
+    Prompts and noise depend only on the seed and the step.
+    """
 
     def __init__(
         self,
         model: ActorCritic,
         reference: ReferenceStates,
-        features: StateFeatures | None,
         scorers: Scorers,
         shaping: ScoreShaping,
-        temperature: float,
-        group: int = 1,
+        prompts: PromptStream,
+        sampling: Sampling,
+        tokenizer: Any,
+        *,
+        features: StateFeatures | None = None,
+        ranks: Ranks | None = None,
+        sharded: Sequence[nn.Module] = (),
+        clock: Clock | None = None,
     ) -> None:
-        """`group`: neighbours in a batch that have the same prompt."""
+        """`features`: of the critic, if it has some; `sharded`: models that sampling and scoring need whole."""
         self.model, self.reference, self.features = model, reference, features
-        self.scorers, self.shaping, self.temperature, self.group = scorers, shaping, temperature, group
+        self.scorers, self.shaping = scorers, shaping
+        self.prompts, self.sampling, self.tokenizer = prompts, sampling, tokenizer
+        self.ranks, self.sharded, self.clock = ranks or Ranks(), sharded, clock or Clock()
 
-    def __call__(self, responses: Responses) -> RolloutBatch:
-        """The rollout of one batch. Errors: InputError from a reward function."""
+    def __call__(self, step: int) -> RolloutBatch:
+        """The rollout of update `step` (from 1). Errors: InputError from a reward function."""
+        ranks, timed = self.ranks, self.clock.timed
+        with unsharded(*self.sharded):
+            responses = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
+            part = ranks.run(lambda: timed("time/score_s")(self.assess)(responses), scores=True)
+        rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
+        return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
+
+    def sample(self, step: int) -> Responses:
+        """This rank's responses of update `step`."""
+        prompts, limit = self.prompts, self.sampling.max_new_tokens
+        rows = self.ranks.mine(range(prompts.batch_size))
+        noise = uniforms(prompts.batch_size, limit, prompts.seed, "rollout", step)[rows.start : rows.stop]
+        batch = prompts.batch(step, rows.start, len(rows))
+        return respond(self.model.policy, batch, noise, self.sampling, self.tokenizer)
+
+    def assess(self, responses: Responses) -> RolloutBatch:
+        """Score these responses, and compare policy and reference at their tokens."""
         prompts, sampled, texts = responses
         device = sampled.ids.device
         scores, failures = self.scorers(prompts.texts, texts)
@@ -102,7 +107,7 @@ class Assessor:
         # A clip would make an infinite score finite.
         shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
         layout = response_layout(prompts, sampled)
-        stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
+        stats = measure(self.model, self.reference, layout, self.sampling.temperature, self.features, sampled.states)
         return RolloutBatch(
             prompt_ids=prompts.ids.to(device),
             prompt_mask=prompts.mask.to(device),
@@ -116,32 +121,9 @@ class Assessor:
             responses=list(texts),
             failures=failures,
             penalties=self.shaping.penalties(traits),
-            group=self.group,
+            group=self.prompts.samples,
             device=device,
         )
-
-
-class Rollouts:
-    """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values."""
-
-    def __init__(
-        self,
-        sample: Callable[[int], Responses],
-        assess: Callable[[Responses], RolloutBatch],
-        ranks: Ranks | None = None,
-        sharded: Sequence[nn.Module] = (),
-    ) -> None:
-        """`sample` and `assess` work on the rows of this rank; `sharded`: models that they use."""
-        self.sample, self.assess, self.ranks, self.sharded = sample, assess, ranks or Ranks(), sharded
-
-    def __call__(self, step: int) -> RolloutBatch:
-        """The rollout of update `step` (from 1)."""
-        ranks = self.ranks
-        with unsharded(*self.sharded):
-            responses = ranks.run(lambda: self.sample(step))
-            part = ranks.run(lambda: self.assess(responses), scores=True)
-        rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
-        return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
 
 
 def unusable(rollout: RolloutBatch) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import RoundedHead, decoding_head, has_rounding_products
 from rlhf_kl.models.value import ActorCritic, frozen_lm
@@ -19,7 +20,7 @@ from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ppo.checks import check_start, padding_gap
 from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_loss
-from rlhf_kl.ppo.rollout import Assessor, exact_kl_now, measure, respond, response_layout
+from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, respond, response_layout
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
@@ -58,9 +59,10 @@ def assessed(policy: LM, reference: LM, prompts: PromptBatch, letters: Any) -> A
     """A rollout, and the reference's states that belong to it."""
     states = ReferenceStates(reference)
     scorers = Scorers(Scorer("reward", PluginReward(lambda p, r: [float(len(x)) for x in r])))
-    assess = Assessor(ActorCritic(policy), states, None, scorers, ScoreShaping(), 0.8)
+    stream = PromptStream(prompts.texts, letters, len(prompts), 0)
+    rollouts = Rollouts(ActorCritic(policy), states, scorers, ScoreShaping(), stream, SAMPLING, letters)
     responses = respond(policy, prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING, letters)
-    return responses.sampled, assess(responses), states
+    return responses.sampled, rollouts.assess(responses), states
 
 
 def in_float64(lm: LM, rollout: RolloutBatch, rounded: torch.dtype = torch.float64) -> Tensor:

@@ -8,14 +8,14 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ppo import states as reference_module
 from rlhf_kl.ppo.rollout import (
-    Assessor,
     Responses,
-    Sampler,
+    Rollouts,
     TokenStats,
     exact_kl_now,
     measure,
@@ -39,6 +39,8 @@ class Setup(NamedTuple):
     model: ActorCritic
     reference: ReferenceStates
     responses: Responses
+    prompts: PromptStream
+    tokenizer: Any
 
     def measure(self) -> TokenStats:
         return measure(self.model, self.reference, response_layout(*self.responses[:2]), 0.8)
@@ -46,7 +48,8 @@ class Setup(NamedTuple):
     def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
         shaping = shaping or ScoreShaping()
         scorers = reward if isinstance(reward, Scorers) else Scorers(Scorer("reward", PluginReward(reward)))
-        return Assessor(self.model, self.reference, None, scorers, shaping, 0.8)(self.responses)
+        rollouts = Rollouts(self.model, self.reference, scorers, shaping, self.prompts, SAMPLING, self.tokenizer)
+        return rollouts.assess(self.responses)
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ def setup(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any)
     torch.nn.init.ones_(value.head.weight)
     reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
     responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x"), SAMPLING, letters)
-    return Setup(ActorCritic(policy, value), reference, responses)
+    return Setup(ActorCritic(policy, value), reference, responses, PromptStream(TEXTS, letters, 6, 0), letters)
 
 
 def lengths(prompts: Any, responses: Any) -> list[float]:
@@ -133,20 +136,34 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
 # ---- the sampler ----
 
 
+Sample = Callable[[int], Responses]
+
+
 @pytest.fixture
-def sampler(new_model: Make, letters: Any) -> Callable[..., Sampler]:
-    def make(seed: int = 0, rows: range | None = None) -> Sampler:
+def sampler(setup: Setup, letters: Any) -> Callable[..., Sample]:
+    def make(seed: int = 0, ranks: Ranks | None = None) -> Sample:
         stream = PromptStream(TEXTS, letters, 6, seed)
-        return Sampler(LM(new_model(seed=3)), stream, letters, SAMPLING, seed, rows)
+        parts = setup.model, setup.reference, Scorers(), ScoreShaping()
+        return Rollouts(*parts, stream, SAMPLING, letters, ranks=ranks).sample
 
     return make
+
+
+class Part(Ranks):
+    """A process with some rows of its own."""
+
+    def __init__(self, rows: range) -> None:
+        self.rows = rows
+
+    def mine(self, rows: Any) -> Any:
+        return rows[self.rows.start : self.rows.stop]
 
 
 def drawn(responses: Responses) -> list[tuple[str, str]]:
     return list(zip(responses.prompts.texts, responses.texts, strict=True))
 
 
-def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sampler]) -> None:
+def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sample]) -> None:
     first = sampler()
     whole = [drawn(first(step)) for step in (1, 2, 3)]
     assert drawn(sampler()(3)) == whole[2]
@@ -154,9 +171,9 @@ def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sam
     assert drawn(sampler(seed=1)(1)) != whole[0]
 
 
-def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Sampler]) -> None:
+def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Sample]) -> None:
     whole = drawn(sampler()(2))
-    assert drawn(sampler(rows=range(2))(2)) + drawn(sampler(rows=range(2, 6))(2)) == whole
+    assert drawn(sampler(ranks=Part(range(2)))(2)) + drawn(sampler(ranks=Part(range(2, 6)))(2)) == whole
 
 
 # ---- the states of the reference
@@ -202,7 +219,7 @@ def test_a_rollout_costs_one_reading_of_its_rows(setup: Setup, letters: Any) -> 
 
 
 def test_smaller_passes_draw_the_same_texts(
-    sampler: Callable[..., Sampler], smaller_passes: Callable[[], list[int]]
+    sampler: Callable[..., Sample], smaller_passes: Callable[[], list[int]]
 ) -> None:
     whole = drawn(sampler()(1))
     passes = smaller_passes()
