@@ -30,7 +30,7 @@ def count_a(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 
 
 @pytest.fixture
-def make_trainer(new_model: Make, letters: Any) -> Make:
+def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     """`make_trainer(ppo={...}, kl={...}, ...)`: a PPO trainer of a seven-letter model, nothing on disk.
 
     `policy`, `reference` and `trunk` (of a separate value function) are models of transformers, `critic` a
@@ -78,7 +78,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
             model = ActorCritic(lm, critic=critic) if critic is not None else ActorCritic(lm, HeadValue(size))
         states = ReferenceStates(other)
         features = StateFeatures(critic) if critic is not None else None
-        prompts = PromptStream(["a", "ab", "cd", "dcba", "bbb"], letters, config.rollout.batch_size, 0)
+        prompts = PromptStream(prompts_of("a", "ab", "cd", "dcba", "bbb"), config.rollout.batch_size, 0)
         sampling = Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0)
         shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
         own = adamw(

@@ -231,8 +231,8 @@ def test_a_rollout_that_is_not_finite_raises_before_anything_has_changed(make_tr
     assess = trainer.rollouts.assess
     before, state = weights(trainer.model.modules), trainer.state_dict()
 
-    def spoilt(responses: Any) -> RolloutBatch:
-        rollout = assess(responses)
+    def spoilt(*drawn: Any) -> RolloutBatch:
+        rollout = assess(*drawn)
         return replace(rollout, shaped_scores=rollout.shaped_scores * torch.nan)
 
     trainer.rollouts.assess = spoilt
