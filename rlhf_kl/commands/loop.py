@@ -309,4 +309,4 @@ def evaluate_policy(
     for perplexity in of_reference:
         row["eval/reference_perplexity"] = perplexity.perplexity
         row["eval/reference_distinct_2"] = distinct_2(other.texts)
-    return row, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)
+    return row, heldout_rows(prompts, own, other if step == 1 else None, setup.scorers.column_names)

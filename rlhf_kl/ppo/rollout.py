@@ -13,7 +13,7 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks, unsharded
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.text import decode_responses
+from rlhf_kl.models.text import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.packing import Layout
@@ -22,15 +22,7 @@ from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
-
-
-class Responses(NamedTuple):
-    """Prompts and the policy's responses."""
-
-    prompts: PromptBatch
-    sampled: Sampled
-    texts: Sequence[str]  # of the responses (`Response`), without special tokens
+from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
 
 
 class TokenStats(NamedTuple):
@@ -45,13 +37,20 @@ class TokenStats(NamedTuple):
     values: Tensor
 
 
-def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
+def sample(
+    policy: LM, prompts: Prompts, noise: Tensor, sampling: Sampling, tokenizer: Any
+) -> tuple[Responses, Sampled]:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
+    sampled = draw(policy, prompts.ids, noise, sampling)
+    ids = sampled.rows()
+    return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids), sampled
+
+
+def draw(policy: LM, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
+    """The tokens of one response to each prompt, given as tokens; in several passes where memory is short."""
     size = sized(len(prompts))
     places = [slice(start, start + size) for start in range(0, len(prompts), size)]
-    parts = [policy.sample(prompts.part(at.start, at.stop), noise[at], sampling) for at in places]
-    sampled = Sampled.concat(parts, sampling.pad_id)
-    return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask, sampling.eos_ids))
+    return Sampled.concat([policy.sample(prompts[at], noise[at], sampling) for at in places], sampling.pad_id)
 
 
 class Rollouts:
@@ -85,32 +84,32 @@ class Rollouts:
         """The rollout of update `step` (from 1). Errors: InputError from a reward function."""
         ranks, timed = self.ranks, self.clock.timed
         with unsharded(*self.sharded):
-            responses = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
-            part = ranks.run(lambda: timed("time/score_s")(self.assess)(responses), scores=True)
+            sampled = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
+            part = ranks.run(lambda: timed("time/score_s")(self.assess)(*sampled), scores=True)
         rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
         return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
 
-    def sample(self, step: int) -> Responses:
+    def sample(self, step: int) -> tuple[Responses, Sampled]:
         """This rank's responses of update `step`."""
         prompts, limit = self.prompts, self.sampling.max_new_tokens
         rows = self.ranks.mine(range(prompts.batch_size))
         noise = uniforms(prompts.batch_size, limit, prompts.seed, "rollout", step)[rows.start : rows.stop]
         batch = prompts.batch(step, rows.start, len(rows))
-        return respond(self.model.policy, batch, noise, self.sampling, self.tokenizer)
+        return sample(self.model.policy, batch, noise, self.sampling, self.tokenizer)
 
-    def assess(self, responses: Responses) -> RolloutBatch:
+    def assess(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
         """Score these responses, and compare policy and reference at their tokens."""
-        prompts, sampled, texts = responses
-        device = sampled.ids.device
-        scores, failures = self.scorers(prompts.texts, texts)
-        raw, traits = scores[REWARD], response_traits(sampled.ids, sampled.mask, sampled.ended)
+        prompts, device = responses.prompts, sampled.ids.device
+        scores, failures = self.scorers(responses)
+        raw, traits = scores[REWARD], response_traits(responses.ids, sampled.ended)
         # A clip would make an infinite score finite.
         shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
-        layout = response_layout(prompts, sampled)
+        layout = response_layout(prompts.ids, sampled)
+        prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
         stats = measure(self.model, self.reference, layout, self.sampling.temperature, self.features, sampled.states)
         return RolloutBatch(
-            prompt_ids=prompts.ids.to(device),
-            prompt_mask=prompts.mask.to(device),
+            prompt_ids=prompt_ids.to(device),
+            prompt_mask=prompt_mask.to(device),
             response_ids=sampled.ids,
             mask=sampled.mask,
             **stats._asdict(),
@@ -118,7 +117,8 @@ class Rollouts:
             shaped_scores=shaped.to(device),
             ended=sampled.ended,
             prompts=prompts.texts,
-            responses=list(texts),
+            responses=responses.texts,
+            rows=prompts.rows,
             failures=failures,
             penalties=self.shaping.penalties(traits),
             group=self.prompts.samples,
@@ -146,10 +146,11 @@ def unusable(rollout: RolloutBatch) -> dict[str, Any] | None:
     return None
 
 
-def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:
+def response_layout(prompts: Sequence[Sequence[int]], sampled: Sampled) -> Layout:
     """Positions of the tokens of prompts and responses."""
-    ids = torch.cat([prompts.ids.to(sampled.ids.device), sampled.ids], 1)
-    return Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
+    ids, mask = pad(prompts, 0, left=True)
+    whole = torch.cat([ids.to(sampled.ids.device), sampled.ids], 1)
+    return Layout(whole, ids.shape[1], mask.sum(1), sampled.mask.sum(1))
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ def count_a(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 
 
 @pytest.fixture
-def make_trainer(new_model: Make, letters: Any) -> Make:
+def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     """`make_trainer(ppo={...}, kl={...}, ...)`: a PPO trainer of a seven-letter model, nothing on disk.
 
     `policy`, `reference` and `trunk` (of a separate value function) are models of transformers, `critic` a
@@ -80,7 +80,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
         features = StateFeatures(critic) if critic is not None else None
         scorers, size = Scorers(Scorer("reward", PluginReward(reward))), config.rollout.batch_size
         group = config.rollout.samples_per_prompt
-        prompts = PromptStream(["a", "ab", "cd", "dcba", "bbb"], letters, size, config.run.seed, samples=group)
+        prompts = PromptStream(prompts_of("a", "ab", "cd", "dcba", "bbb"), size, config.run.seed, group)
         sampling = Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0)
         shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
         own = adamw(

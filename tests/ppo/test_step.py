@@ -230,8 +230,8 @@ def test_a_rollout_that_is_not_finite_changes_nothing(make_trainer: Make) -> Non
     assess = trainer.rollouts.assess
     before, state = weights(trainer.model.modules), trainer.state_dict()
 
-    def spoilt(responses: Any) -> RolloutBatch:
-        rollout = assess(responses)
+    def spoilt(*drawn: Any) -> RolloutBatch:
+        rollout = assess(*drawn)
         return replace(rollout, shaped_scores=rollout.shaped_scores * torch.nan)
 
     trainer.rollouts.assess = spoilt
