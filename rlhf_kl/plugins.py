@@ -20,7 +20,7 @@ from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NotRequired
+from typing import Any, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -46,31 +46,23 @@ def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
 # ---- in the source ----
 
 
-def look_up(ref: str) -> Literal["function", "value"] | None:
-    """Whether `ref` names a plain function, or a number or text; None for a class, and where the source does not tell.
+def look_up(ref: str) -> None:
+    """Look whether the source of a module or file holds the name of `ref`; runs nothing.
 
-    Runs nothing. Errors: InputError if `ref` names no file, module or name.
+    Errors: InputError if there is no such file, module or name.
     """
     module, _, name = ref.rpartition(":")
     path = _existing_file(ref) if module.endswith(".py") else _module_file(module)
     if path is None:
-        return None
+        return
     try:
         tree = ast.parse(path.read_bytes(), path.name)
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"{path} is not Python: {error}") from None
-    public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
-    names = [(node, {getattr(node, key, None) for key in ("name", "asname", "id")}) for node in ast.walk(tree)]
-    makes = [node for node, named in names if name in named and not isinstance(getattr(node, "ctx", None), ast.Load)]
-    unseen = any(named & {"*", "__getattr__", "globals"} for _, named in names)
-    if not (unseen or any(name in named for _, named in names)):
+    named = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
+    if not named & {name, "*", "__getattr__", "globals"}:  # which may make any name
+        public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
         raise InputError(f"{module} has no {name!r}{suggestion(name, public)}")
-    for node in tree.body if len(makes) == 1 and not unseen else ():
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node is makes[0] and not node.decorator_list:
-            return "function"
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and makes[0] in node.targets:
-            return "value"
-    return None
 
 
 def _existing_file(ref: str) -> Path:

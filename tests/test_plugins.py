@@ -70,26 +70,6 @@ def test_what_the_source_tells(folder: Path, source: str, words: str | None) -> 
         assert words in problem(look_up, "mine.py:Law")
 
 
-@pytest.mark.parametrize(
-    ("source", "made"),
-    [
-        ("def f(): ...\n", "function"),
-        ("async def f(): ...\n", "function"),
-        ("f = 3\n", "value"),
-        ("class f: ...\n", None),
-        ("f = make()\n", None),
-        ("@decorated\ndef f(): ...\n", None),  # which may make a class of it
-        ("def f(): ...\nf = make(f)\n", None),
-        ("from other import *\ndef f(): ...\n", None),
-        ("if here:\n    def f(): ...\n", None),
-        ("from other import f\n", None),
-    ],
-)
-def test_what_cannot_be_a_class_or_a_function(folder: Path, source: str, made: str | None) -> None:
-    (folder / "mine.py").write_text(source)
-    assert look_up("mine.py:f") == made
-
-
 @pytest.mark.parametrize("call", [look_up, load_attribute])
 @pytest.mark.parametrize(
     ("ref", "words"),

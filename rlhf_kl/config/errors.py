@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rlhf_kl.config.schema import Section, section_of, subsections
+from rlhf_kl.config.schema import Section, section_of
 from rlhf_kl.config.schema.base import inner, named_section
 from rlhf_kl.errors import FAMILIAR, InputError, nearest
 
@@ -31,30 +31,26 @@ EXPECTED = {
 }
 
 
-def check_mapping(model: type[AnySection], raw: dict[str, Any]) -> tuple[dict[str, Any], AnySection | None, list[str]]:
-    """`raw` without its unknown keys, the config if it is valid, and the problems. Reads nothing from disk."""
-    known, problems = copy.deepcopy(raw), list[str]()
-    _drop_unknown_keys(model, known, "", all_keys(model), problems, inner(raw, "rollout").get("batch_size", 64))
-    config, found = _validate(model, known)
-    if config is None:
-        # pydantic does not compare the keys of a section with a wrong value: without these values it does.
-        wrong = {key.removesuffix(".kind") for key in found if key}  # the options beside a kind depend on it
-        rest = copy.deepcopy(known)
-        for key in wrong:
-            *parents, name = key.split(".")
-            inner(rest, *parents).pop(name, None)
-        conflicts = [line for lines in _validate(model, rest)[1].values() for line in lines]
-        problems += [line for lines in found.values() for line in lines]
-        problems += [line for line in conflicts if not any(_names(line, key) for key in wrong)]
-    return known, config, list(dict.fromkeys(problems))
+def checked(model: type[AnySection], raw: dict[str, Any]) -> AnySection:
+    """The config that a mapping is. Errors: InputError with every problem."""
+    config, found = _validate(model, raw)
+    if config is not None:
+        return config
+    # pydantic compares the keys of a section only where each is right by itself: once more without the wrong ones.
+    wrong = {key.removesuffix(".kind") for key in found if key}  # the options beside a kind depend on it
+    rest = copy.deepcopy(raw)
+    for key in wrong:
+        *parents, name = key.split(".")
+        inner(rest, *parents).pop(name, None)
+    problems = [line for lines in found.values() for line in lines]
+    for lines in _validate(model, rest)[1].values():
+        problems += [line for line in lines if not any(_names(line, key) for key in wrong)]
+    raise InputError(*dict.fromkeys(problems))
 
 
 def _names(line: str, key: str) -> bool:
     """Whether a problem is about `key` or a key below it."""
     return any(f"{word}.".startswith(f"{key}.") for word in re.findall(r"[\w.]+", line))
-
-
-# ---- unknown keys ----
 
 
 def all_keys(model: type[Section], prefix: str = "") -> list[str]:
@@ -66,19 +62,12 @@ def all_keys(model: type[Section], prefix: str = "") -> list[str]:
     return keys
 
 
-def _drop_unknown_keys(
-    model: type[Section], raw: dict[str, Any], prefix: str, known: Sequence[str], problems: list[str], batch: Any
-) -> None:
-    """Remove the keys that `model` does not have from `raw`, and add a problem for each. batch: its size."""
-    fields = list(model.model_fields)
-    for key in [] if model.takes_options(raw) else [key for key in raw if key not in fields]:
-        close, value = nearest_keys(key, known, {name: prefix + name for name in fields}), raw.pop(key)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(fields)}"
-        if close == ["ppo.total_episodes"] and isinstance(value, int) and isinstance(batch, int):
-            hint = f"did you mean ppo.total_episodes: {value * batch}? It counts responses, {batch} an update"
-        problems.append(f"{prefix}{key}: unknown key; {hint}")
-    for name, section, mapping in subsections(model, raw):
-        _drop_unknown_keys(section, mapping, f"{prefix}{name}.", known, problems, batch)
+def unknown_key(key: str, path: str, section: type[Section], model: type[Section]) -> str:
+    """The problem of a key that the section at `path` of a config does not have."""
+    fields = {name: f"{path}.{name}".lstrip(".") for name in section.model_fields}
+    close = nearest_keys(key, all_keys(model), fields)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(fields)}"
+    return f"{path}.{key}: unknown key; {hint}".lstrip(".")
 
 
 def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = MappingProxyType({})) -> list[str]:
@@ -90,9 +79,6 @@ def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = Map
         return [beside[close]]
     leaf = key if key in leaves else nearest(key, leaves)
     return [dotted for dotted, last in zip(known, leaves, strict=True) if last == leaf][:3]
-
-
-# ---- pydantic's errors in words ----
 
 
 def _validate(model: type[AnySection], raw: dict[str, Any]) -> tuple[AnySection | None, dict[str, list[str]]]:
@@ -109,8 +95,14 @@ def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[st
     for problem in error.errors(include_url=False):
         kind, cause = problem["type"], problem.get("ctx", {}).get("error")
         path, field = _field(problem["loc"], model)
-        if isinstance(cause, InputError):
+        section = model if field is None else section_of(field.annotation)
+        if kind == "extra_forbidden" and section is not None:
+            key = str(problem["loc"][-1])
+            found[f"{path}.{key}".lstrip(".")] = [unknown_key(key, path, section, model)]
+        elif isinstance(cause, InputError) and section is not None:  # of keys that do not agree: it names them
             found.setdefault("", []).extend(cause.problems)
+        elif isinstance(cause, InputError):
+            found[path] = [f"{path}: {line}" for line in cause.problems]
         elif kind == "missing":
             about = ((field and field.description) or "").partition("\n")[0].rstrip(".")
             found[path] = [f"{path} is missing{about and f': {about[0].lower()}{about[1:]}'}"]
@@ -120,9 +112,7 @@ def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[st
             null = ["null"] if field is not None and type(None) in get_args(field.annotation) else []
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
-            section = section_of(field and field.annotation)
-            hint = f"; its keys: {', '.join(section.model_fields)}" if section and "a mapping" in phrases else ""
-            found[path] = [f"{path} must be {' or '.join(phrases + null)}: {_shown(problem['input'])}{hint}"]
+            found[path] = [f"{path} must be {' or '.join(phrases + null)}: {_shown(problem['input'])}"]
     return found
 
 
@@ -147,6 +137,4 @@ def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+,[0-9]+(e[-+]?[0-9]+)?", value):
-        return f"{text}; a number has no comma, but may have a decimal point (0.05)"
     return text if len(text) <= 80 else text[:77] + "..."
