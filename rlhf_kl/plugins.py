@@ -25,7 +25,7 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from rlhf_kl.errors import FAMILIAR, InputError, no_such_file, suggestion
+from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import LIBRARIES
 
@@ -253,14 +253,11 @@ def checked_options(
             if kind == "missing":
                 reason = f"missing, {name} needs it"
             elif kind == "extra_forbidden":
-                hint = suggestion(key, set(named) - (set(provided) - set(written)), prefix=f"{where}.")
-                familiar = FAMILIAR.get(key, "")
-                hint = f"; did you mean {familiar}?" if familiar.startswith(f"{where}.") else hint
-                reason = f"unknown option of {name}{hint}"
+                reason = f"unknown option of {name}{suggestion(key, set(named) - set(provided), prefix=f'{where}.')}"
             else:
                 reason = f"{written[key]!r} does not fit: {problem['msg']}"
             reasons.setdefault(key, reason)
-        return {}, [hidden(line) for line in [*problems, *(f"{where}.{key}: {text}" for key, text in reasons.items())]]
+        return {}, [*problems, *(f"{where}.{key}: {text}" for key, text in reasons.items())]
     # An iterator would be empty after its first use.
     return values | {key: value for key, value in typed.items() if not hasattr(value, "__next__")}, problems
 

@@ -7,13 +7,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from rlhf_kl.config.schema import Section, section_of
-from rlhf_kl.config.schema.base import inner, named_section
+from rlhf_kl.config.schema.base import inner
 from rlhf_kl.errors import FAMILIAR, InputError, nearest
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -62,14 +61,6 @@ def all_keys(model: type[Section], prefix: str = "") -> list[str]:
     return keys
 
 
-def unknown_key(key: str, path: str, section: type[Section], model: type[Section]) -> str:
-    """The problem of a key that the section at `path` of a config does not have."""
-    fields = {name: f"{path}.{name}".lstrip(".") for name in section.model_fields}
-    close = nearest_keys(key, all_keys(model), fields)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(fields)}"
-    return f"{path}.{key}: unknown key; {hint}".lstrip(".")
-
-
 def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Up to three of the keys `known`: `key`'s name here, those that end in it, the nearest `beside` it or anywhere."""
     if FAMILIAR.get(key) in known:
@@ -86,51 +77,56 @@ def _validate(model: type[AnySection], raw: dict[str, Any]) -> tuple[AnySection 
     try:
         return model.model_validate(raw), {}
     except ValidationError as error:
-        return None, _describe(error, model)
+        return None, _describe(error, model, raw)
 
 
-def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[str]]:
+def _describe(error: ValidationError, model: type[Section], raw: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     expected: dict[str, list[str]] = {}  # several where the type is a union
     for problem in error.errors(include_url=False):
-        kind, cause = problem["type"], problem.get("ctx", {}).get("error")
-        path, field = _field(problem["loc"], model)
-        section = model if field is None else section_of(field.annotation)
-        if kind == "extra_forbidden" and section is not None:
-            key = str(problem["loc"][-1])
-            found[f"{path}.{key}".lstrip(".")] = [unknown_key(key, path, section, model)]
-        elif isinstance(cause, InputError) and section is not None:  # of keys that do not agree: it names them
-            found.setdefault("", []).extend(cause.problems)
-        elif isinstance(cause, InputError):
-            found[path] = [f"{path}: {line}" for line in cause.problems]
+        kind, value, cause = problem["type"], problem["input"], problem.get("ctx", {}).get("error")
+        parents, key = _place(problem["loc"], raw)
+        path = ".".join([*parents, key])
+        if kind == "extra_forbidden":
+            found[path] = [f"{path}: unknown key; {_hint(key, parents, model)}"]
         elif kind == "missing":
-            about = ((field and field.description) or "").partition("\n")[0].rstrip(".")
-            found[path] = [f"{path} is missing{about and f': {about[0].lower()}{about[1:]}'}"]
+            about = (_section(model, parents).model_fields[key].description or "").partition("\n")[0].rstrip(".")
+            found[path] = [f"{path} is missing: {about[:1].lower()}{about[1:]}"]
+        elif isinstance(cause, InputError) and isinstance(value, str):
+            found[path] = [f"{path}: {line}" for line in cause.problems]
+        elif isinstance(cause, InputError):  # of keys that do not agree: it names them
+            found.setdefault("", []).extend(cause.problems)
         elif cause is not None:
             found[path] = [f"{path} {cause}"]
         elif kind != "default_factory_not_called":  # which follows from another problem
-            null = ["null"] if field is not None and type(None) in get_args(field.annotation) else []
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
-            found[path] = [f"{path} must be {' or '.join(phrases + null)}: {_shown(problem['input'])}"]
+            found[path] = [f"{path} must be {' or '.join(phrases)}: {_shown(value)}"]
     return found
 
 
-def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, FieldInfo | None]:
-    """Dotted key and field of an error; behind the key pydantic names the branches of a union."""
-    parts: list[str] = []
-    field: FieldInfo | None = None
-    current: type[Section] | None = model
+def _place(loc: tuple[int | str, ...], raw: Any) -> tuple[list[str], str]:
+    """Sections and key of an error; behind the key pydantic names the branches of a union."""
+    parts = list[str]()
     for item in loc:
-        if current is not None and item in current.model_fields:
-            field = current.model_fields[str(item)]
-            current = section_of(field.annotation)
-        elif current is None and field is not None and (named := named_section(field.annotation)):
-            field, current = None, named  # a section by any name
-        else:
+        if not isinstance(raw, dict):
             break
         parts.append(str(item))
-    return ".".join(parts), field
+        raw = raw.get(item, {})
+    return parts[:-1], "".join(parts[-1:])
+
+
+def _section(model: type[Section], names: Sequence[str]) -> type[Section]:
+    for name in names:
+        model = section_of(model.model_fields[name].annotation) or model
+    return model
+
+
+def _hint(key: str, parents: Sequence[str], model: type[Section]) -> str:
+    """What an unknown key may be meant for."""
+    beside = {name: ".".join([*parents, name]) for name in _section(model, parents).model_fields}
+    close = nearest_keys(key, all_keys(model), beside)
+    return f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(beside)}"
 
 
 def _shown(value: Any) -> str:

@@ -179,7 +179,7 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
     [
         # There is no line about a default that stands in for a wrong value.
         ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target must be a number or 'conservative'"),
-        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number or null"),
+        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number"),
         (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
         # values
         ("eval:", "eval must be a mapping: null"),

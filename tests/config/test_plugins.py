@@ -105,7 +105,7 @@ def controller(coef: float = 0.3, **section: object) -> KLController:
     config = TrainConfig.model_validate(
         {"kl": {"target": 0.2, "controller": section}, "ppo": {"total_episodes": 640}, "rollout": {"batch_size": 64}}
     )
-    return configured_controller(config.kl, config.ppo, config.rollout, coef)
+    return configured_controller(config, coef)
 
 
 def test_a_controller_gets_target_coef_and_sizes_of_the_config() -> None:

@@ -106,7 +106,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
                 ),
             ),
             states,
-            controller or configured_controller(config.kl, config.ppo, config.rollout, 0.05),
+            controller or configured_controller(config, 0.05),
             features,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -60,12 +60,6 @@ def section_of(annotation: Any) -> type[Section] | None:
     return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
 
 
-def named_section(annotation: Any) -> type[Section] | None:
-    """The section that each value of a field's mapping holds, also where it may be null."""
-    mapping = next((o for o in (annotation, *get_args(annotation)) if get_origin(o) is dict), None)
-    return None if mapping is None else section_of(get_args(mapping)[1])
-
-
 def inner(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The mapping below these keys of a mapping that may be wrong; empty if there is none."""
     value: Any = raw
@@ -85,7 +79,7 @@ def with_world(raw: Mapping[str, Any], world: Any, *keys: str) -> dict[str, Any]
         mapping = filled.setdefault(section, {})
         if isinstance(mapping, dict) and mapping.get(name) is None:
             mapping.pop(name, None)
-            mapping |= {name: world} if is_builtin(world) else {}
+            mapping |= {name: str(world)} if is_builtin(world) else {}
     return filled
 
 
@@ -103,12 +97,8 @@ def require_divides(small: str, small_value: int, large: str, large_value: int) 
 
 def chat_problems(system: str | None, options: Mapping[str, Any], chat: bool) -> list[str]:
     """Problems of a system message and of options beside a chat template that is not used."""
-    unread = {"system": system is not None, "chat_options": bool(options)}
-    return [
-        f"data.{key} is only read where data.chat_template is true"
-        for key, given in unread.items()
-        if given and not chat
-    ]
+    given = [] if chat else [name for name, value in (("system", system), ("chat_options", options)) if value]
+    return [f"data.{name} is only read where data.chat_template is true" for name in given]
 
 
 # ---- sections ----

@@ -6,9 +6,8 @@ import re
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
-from pydantic_core.core_schema import ValidationInfo
 
-from rlhf_kl.config.schema.base import Plugin, Positive, Section, refuse
+from rlhf_kl.config.schema.base import NonNegative, Plugin, Positive, Section, refuse
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.kl_controllers import CONTROLLERS, SYNONYMS, KLController, law_options, resolve_bounds, stored_name
 from rlhf_kl.plugins import is_reference
@@ -22,7 +21,7 @@ class ControllerSection(Section):
 
     kind: Plugin = "adaptive"
     """A built-in controller, or a class as file.py:Class or module:Class; write its options beside this key."""
-    coef: float | Literal["auto"] = "auto"
+    coef: NonNegative | Literal["auto"] = "auto"
     """Starting beta; auto = computed from the scores and the KL of reference samples."""
     min_coef: Positive | None = None
     """Lower bound of beta; null = 1e-3 times its start."""
@@ -46,20 +45,12 @@ class ControllerSection(Section):
         builtin_law(kind)
         return stored_name(kind)
 
-    @field_validator("coef")
-    @classmethod
-    def _range(cls, coef: float | str, info: ValidationInfo) -> float | str:
-        if isinstance(coef, float):
-            if coef < 0:
-                raise ValueError(f"must not be negative: {coef:g}")
-            if coef == 0 and info.data.get("kind") not in (None, "fixed"):
-                raise ValueError("must be positive: 0 (only kind fixed may hold beta at 0)")
-        return coef
-
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         where = "kl.controller"
         problems = list[str]()
+        if self.coef == 0 and self.kind != "fixed":
+            problems.append(f"{where}.coef must be above 0: only kind fixed may hold beta at 0")
         if "target" in self.options:
             problems.append(f"{where}.target: unknown key; did you mean kl.target?")
         elif law := builtin_law(self.kind):
