@@ -48,8 +48,9 @@ def checked(model: type[AnySection], raw: dict[str, Any]) -> AnySection:
 
 
 def _names(line: str, key: str) -> bool:
-    """Whether a problem is about `key` or a key below it."""
-    return any(f"{word}.".startswith(f"{key}.") for word in re.findall(r"[\w.]+", line))
+    """Whether a problem is about `key`, a key below it, or the mapping that it stands in."""
+    words = [f"{word}." for word in re.findall(r"\w+(?:\.\w+)+", line)]
+    return any(word.startswith(f"{key}.") or f"{key}.".startswith(word) for word in words)
 
 
 def all_keys(model: type[Section], prefix: str = "") -> list[str]:

@@ -326,14 +326,8 @@ def schema_errors(kind: Kind, config: dict[str, Any]) -> list[str]:
     return [error.message for error in Draft202012Validator(schema).iter_errors(config)]
 
 
-@pytest.mark.parametrize(
-    ("config", "marked"),
-    [
-        ({"ppo": {"learning_rate": 1e-5}, "policy": {"model": None}, "extends": "x.yaml"}, False),
-        ({"kl": {"placement": None, "estimator": None}}, False),
-        ({"ppo": {"learning_rate": "fast"}}, True),
-        ({"kl": {"traget": 0.1}}, True),
-    ],
-)
-def test_what_an_editor_marks(config: dict[str, Any], marked: bool) -> None:
-    assert bool(schema_errors("train", config)) is marked
+def test_what_an_editor_marks() -> None:
+    valid = {"policy": {"model": None}, "extends": "x.yaml", "kl": {"placement": None, "estimator": None}}
+    assert schema_errors("train", valid) == []
+    assert schema_errors("train", {"ppo": {"learning_rate": "fast"}})
+    assert schema_errors("train", {"kl": {"traget": 0.1}})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, plugin_files
+from rlhf_kl.config.plugins import check_named, configured_controller, make_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -138,8 +138,3 @@ def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(mon
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
     with pytest.raises(InputError, match=r"Law.update raised KeyError: 'at \$\{MY_KEY\}' \(mine.py:"):
         law.step(0.1, 64)
-
-
-def test_the_plugin_files_of_a_config(here: Path) -> None:
-    config = TrainConfig.model_validate({"reward": {"kind": "mine.py:f"}, "kl": {"controller": {"kind": "a:B"}}})
-    assert plugin_files(config) == {"reward.kind": here / "mine.py"}
