@@ -7,7 +7,7 @@ import it (`load_attribute`) and check its options against its signature (`check
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NotRequired
@@ -73,16 +72,16 @@ def _existing_file(ref: str) -> Path:
 
 
 def _module_file(module: str) -> Path | None:
-    """The .py file of a module, without an import of its parents; None if it has none (one written in C, say)."""
-    spec, folders = None, None
+    """The .py file of a module that is in no package; to find one that is would run the package.
+
+    Errors: InputError if there is no such module or package.
+    """
+    top, *inside = module.split(".")
     with _on_path(Path.cwd()):
-        for name in accumulate(module.split("."), "{}.{}".format):
-            specs = (finder.find_spec(name, folders) for finder in sys.meta_path)
-            spec = next((spec for spec in specs if spec is not None), None)
-            if spec is None:
-                raise InputError(f"no module {module!r} in {Path.cwd()} or in this environment")
-            folders = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+        spec = importlib.util.find_spec(top)
+    if spec is None:
+        raise InputError(f"no module {top!r} in {Path.cwd()} or in this environment")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not inside else None
 
 
 # ---- imported ----

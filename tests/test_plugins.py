@@ -70,29 +70,19 @@ def test_what_the_source_tells(folder: Path, source: str, words: str | None) -> 
 
 @pytest.mark.parametrize("call", [look_up, load_attribute])
 def test_modules(call: Any) -> None:
-    for ref, words in {
-        "other.py:f": "no such file: other.py",
-        "rlhf_kl_nowhere:Law": "'rlhf_kl_nowhere'",
-        "json.nowhere:Law": "'json.nowhere'",
-        "json.decoder:JSONDecodr": "json.decoder has no 'JSONDecodr'; did you mean JSONDecod",
-    }.items():
-        assert words in problem(call, ref)
-    call("subprocess:getoutput")
+    assert "no such file: other.py" in problem(call, "other.py:f")
+    assert "'rlhf_kl_nowhere'" in problem(call, "rlhf_kl_nowhere:Law")
+    assert "subprocess has no 'getoutputs'; did you mean getoutput?" in problem(call, "subprocess:getoutputs")
+    call("json.decoder:JSONDecoder")
     call("math:sqrt")  # without a source
 
 
 def test_nothing_of_a_package_runs(folder: Path) -> None:
-    """`importlib.util.find_spec("a.b")` would import `a`."""
-    package = folder / "rlhf_kl_outer" / "inner"
-    package.mkdir(parents=True)
-    for place in (package.parent, package):
-        (place / "__init__.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-    (package / "laws.py").write_text("raise SystemExit(3)\nclass Law:\n    def __init__(self, coef): ...\n")
+    (folder / "rlhf_kl_outer").mkdir()
+    (folder / "rlhf_kl_outer" / "__init__.py").write_text("raise SystemExit(3)\nclass Law: ...\n")
+    look_up("rlhf_kl_outer:Law")
     look_up("rlhf_kl_outer.inner.laws:Law")
-    assert "has no 'Lwa'" in problem(look_up, "rlhf_kl_outer.inner.laws:Lwa")
-    assert "no module 'rlhf_kl_outer.inner.lows'" in problem(look_up, "rlhf_kl_outer.inner.lows:Law")
-    assert not (folder / "ran").exists()
-    assert not any(name.startswith("rlhf_kl_outer") for name in sys.modules)
+    assert "SystemExit: 3" in problem(load_attribute, "rlhf_kl_outer.inner.laws:Law")
 
 
 # ---- imported ----

@@ -87,8 +87,3 @@ def _kept_copy(value: Text) -> Path | None:
     if (folder / f"{Path(file).stem}-2.py").exists():
         return None
     return reference_file(f"{Path(file).name}:{name}", [folder])
-
-
-def source_or_plugin(value: Any) -> Any:
-    """A text of a config file that may name either."""
-    return plugin(value) if isinstance(value, str) and is_reference(value) else source(value)
