@@ -102,8 +102,10 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
     """ "; did you mean X?", or the valid names if none is close (empty if there are none)."""
     names = sorted(names)
-    close = nearest(word, names)
-    if close is not None:
+    familiar = FAMILIAR.get(word, "")
+    if prefix and familiar.startswith(prefix):
+        return f"; did you mean {familiar}?"
+    if close := nearest(word, names):
         return f"; did you mean {prefix}{close}?"
     return f"; valid: {', '.join(names)}" if names else ""
 

@@ -7,7 +7,7 @@ import it (`load_attribute`) and check its options against its signature (`check
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -17,15 +17,14 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NotRequired
+from typing import Any, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from rlhf_kl.errors import FAMILIAR, InputError, no_such_file, suggestion
+from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import LIBRARIES
 
@@ -46,31 +45,23 @@ def reference_file(ref: str, search: Iterable[Path]) -> Path | None:
 # ---- in the source ----
 
 
-def look_up(ref: str) -> Literal["function", "value"] | None:
-    """Whether `ref` names a plain function, or a number or text; None for a class, and where the source does not tell.
+def look_up(ref: str) -> None:
+    """Look whether the source of a module or file holds the name of `ref`; runs nothing.
 
-    Runs nothing. Errors: InputError if `ref` names no file, module or name.
+    Errors: InputError if there is no such file, module or name.
     """
     module, _, name = ref.rpartition(":")
     path = _existing_file(ref) if module.endswith(".py") else _module_file(module)
     if path is None:
-        return None
+        return
     try:
         tree = ast.parse(path.read_bytes(), path.name)
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"{path} is not Python: {error}") from None
-    public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
-    names = [(node, {getattr(node, key, None) for key in ("name", "asname", "id")}) for node in ast.walk(tree)]
-    makes = [node for node, named in names if name in named and not isinstance(getattr(node, "ctx", None), ast.Load)]
-    unseen = any(named & {"*", "__getattr__", "globals"} for _, named in names)
-    if not (unseen or any(name in named for _, named in names)):
+    named = {getattr(node, key, None) for node in ast.walk(tree) for key in ("name", "asname", "id")}
+    if not named & {name, "*", "__getattr__", "globals"}:  # which may make any name
+        public = {n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name[0] != "_"}
         raise InputError(f"{module} has no {name!r}{suggestion(name, public)}")
-    for node in tree.body if len(makes) == 1 and not unseen else ():
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node is makes[0] and not node.decorator_list:
-            return "function"
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and makes[0] in node.targets:
-            return "value"
-    return None
 
 
 def _existing_file(ref: str) -> Path:
@@ -81,16 +72,16 @@ def _existing_file(ref: str) -> Path:
 
 
 def _module_file(module: str) -> Path | None:
-    """The .py file of a module, without an import of its parents; None if it has none (one written in C, say)."""
-    spec, folders = None, None
+    """The .py file of a module that is in no package; to find one that is would run the package.
+
+    Errors: InputError if there is no such module or package.
+    """
+    top, *inside = module.split(".")
     with _on_path(Path.cwd()):
-        for name in accumulate(module.split("."), "{}.{}".format):
-            specs = (finder.find_spec(name, folders) for finder in sys.meta_path)
-            spec = next((spec for spec in specs if spec is not None), None)
-            if spec is None:
-                raise InputError(f"no module {module!r} in {Path.cwd()} or in this environment")
-            folders = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+        spec = importlib.util.find_spec(top)
+    if spec is None:
+        raise InputError(f"no module {top!r} in {Path.cwd()} or in this environment")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not inside else None
 
 
 # ---- imported ----
@@ -261,14 +252,11 @@ def checked_options(
             if kind == "missing":
                 reason = f"missing, {name} needs it"
             elif kind == "extra_forbidden":
-                hint = suggestion(key, set(named) - (set(provided) - set(written)), prefix=f"{where}.")
-                familiar = FAMILIAR.get(key, "")
-                hint = f"; did you mean {familiar}?" if familiar.startswith(f"{where}.") else hint
-                reason = f"unknown option of {name}{hint}"
+                reason = f"unknown option of {name}{suggestion(key, set(named) - set(provided), prefix=f'{where}.')}"
             else:
                 reason = f"{written[key]!r} does not fit: {problem['msg']}"
             reasons.setdefault(key, reason)
-        return {}, [hidden(line) for line in [*problems, *(f"{where}.{key}: {text}" for key, text in reasons.items())]]
+        return {}, [*problems, *(f"{where}.{key}: {text}" for key, text in reasons.items())]
     # An iterator would be empty after its first use.
     return values | {key: value for key, value in typed.items() if not hasattr(value, "__next__")}, problems
 

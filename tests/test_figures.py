@@ -60,16 +60,6 @@ def test_each_number_of_a_marked_table_was_measured(page: Path, name: str, rows:
     assert wrong_numbers(rows, figures) == []
 
 
-def test_a_number_that_was_not_measured_is_found() -> None:
-    text = "<!-- figures: some -->\n| target | KL |\n|---|---|\n| **0.1** | 0.100 (0.002) |\n| 0.2 | 0.19, 1,971 |\n"
-    ((name, rows),) = marked(text)
-    figures = {"target-0.1": {"kl": {"mean": 0.1004, "sd": 0.0017}}, "target-0.2": {"kl": 0.194, "memory": 1971.4}}
-    assert (name, wrong_numbers(rows, figures)) == ("some", [])
-    figures["target-0.2"] = {"kl": {"mean": 0.196, "seeds": [0.19]}, "memory": 1971.4}
-    assert wrong_numbers(rows, figures) == ["0.2: 0.19"]
-    assert wrong_numbers(rows, {}) == ["0.1: 0.100", "0.1: 0.002", "0.2: 0.19", "0.2: 1,971"]
-
-
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
 def test_a_result_says_how_it_was_made(file: Path) -> None:
     result = json.loads(file.read_text(encoding="utf-8"))

@@ -20,7 +20,6 @@ from rlhf_kl.plugins import (
     is_reference,
     load_attribute,
     look_up,
-    missing_variables,
     takes,
     users_code,
 )
@@ -53,7 +52,6 @@ def test_references_and_names() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("class Law: ...\n", None),
         ("try:\n    class Law: ...\nexcept ImportError:\n    pass\n", None),
         ("from other import *\n", None),
         ("Law = make()\n", None),
@@ -70,57 +68,21 @@ def test_what_the_source_tells(folder: Path, source: str, words: str | None) -> 
         assert words in problem(look_up, "mine.py:Law")
 
 
-@pytest.mark.parametrize(
-    ("source", "made"),
-    [
-        ("def f(): ...\n", "function"),
-        ("async def f(): ...\n", "function"),
-        ("f = 3\n", "value"),
-        ("class f: ...\n", None),
-        ("f = make()\n", None),
-        ("@decorated\ndef f(): ...\n", None),  # which may make a class of it
-        ("def f(): ...\nf = make(f)\n", None),
-        ("from other import *\ndef f(): ...\n", None),
-        ("if here:\n    def f(): ...\n", None),
-        ("from other import f\n", None),
-    ],
-)
-def test_what_cannot_be_a_class_or_a_function(folder: Path, source: str, made: str | None) -> None:
-    (folder / "mine.py").write_text(source)
-    assert look_up("mine.py:f") == made
-
-
 @pytest.mark.parametrize("call", [look_up, load_attribute])
-@pytest.mark.parametrize(
-    ("ref", "words"),
-    [
-        ("other.py:f", "no such file: other.py"),
-        ("rlhf_kl_nowhere:Law", "'rlhf_kl_nowhere'"),
-        ("json.nowhere:Law", "'json.nowhere'"),
-        ("json.decoder:JSONDecodr", "json.decoder has no 'JSONDecodr'; did you mean JSONDecod"),
-        ("subprocess:getoutput", None),
-        ("math:sqrt", None),  # without a source
-    ],
-)
-def test_modules(call: Any, ref: str, words: str | None) -> None:
-    if words is None:
-        call(ref)
-    else:
-        assert words in problem(call, ref)
+def test_modules(call: Any) -> None:
+    assert "no such file: other.py" in problem(call, "other.py:f")
+    assert "'rlhf_kl_nowhere'" in problem(call, "rlhf_kl_nowhere:Law")
+    assert "subprocess has no 'getoutputs'; did you mean getoutput?" in problem(call, "subprocess:getoutputs")
+    call("json.decoder:JSONDecoder")
+    call("math:sqrt")  # without a source
 
 
 def test_nothing_of_a_package_runs(folder: Path) -> None:
-    """`importlib.util.find_spec("a.b")` would import `a`."""
-    package = folder / "rlhf_kl_outer" / "inner"
-    package.mkdir(parents=True)
-    for place in (package.parent, package):
-        (place / "__init__.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-    (package / "laws.py").write_text("raise SystemExit(3)\nclass Law:\n    def __init__(self, coef): ...\n")
+    (folder / "rlhf_kl_outer").mkdir()
+    (folder / "rlhf_kl_outer" / "__init__.py").write_text("raise SystemExit(3)\nclass Law: ...\n")
+    look_up("rlhf_kl_outer:Law")
     look_up("rlhf_kl_outer.inner.laws:Law")
-    assert "has no 'Lwa'" in problem(look_up, "rlhf_kl_outer.inner.laws:Lwa")
-    assert "no module 'rlhf_kl_outer.inner.lows'" in problem(look_up, "rlhf_kl_outer.inner.lows:Law")
-    assert not (folder / "ran").exists()
-    assert not any(name.startswith("rlhf_kl_outer") for name in sys.modules)
+    assert "SystemExit: 3" in problem(load_attribute, "rlhf_kl_outer.inner.laws:Law")
 
 
 # ---- imported ----
@@ -152,7 +114,6 @@ def test_neighbours_and_modules_of_the_working_directory_can_be_imported(folder:
         ("x = 1\n\ny = 1 / 0\n", "ZeroDivisionError: division by zero (mine.py:3)"),
         ("x = 1\ndef broken(:\n", "SyntaxError: invalid syntax (mine.py, line 2)"),
         ("import sys\nsys.exit(3)\n", "SystemExit: 3 (mine.py:2)"),
-        ("import json\n\ndef f():\n    json.loads('')\n\nf()\n", "(mine.py:4)"),
     ],
 )
 def test_a_file_that_raises_is_one_line_with_its_place(folder: Path, source: str, reason: str) -> None:
@@ -186,11 +147,6 @@ def test_variables_are_filled_in_and_no_message_tells_them(
     monkeypatch.setenv("SHORT", "ab")  # too short to be a secret: it would be found in every text
     assert filled({"x": written, "y": "${LONGER}${MY_KEY}"})["x"] == value
     assert hidden("401: sk-123456-7 about sk-123456 and ab") == "401: ${LONGER} about ${MY_KEY} and ab"
-
-
-def test_a_variable_that_is_not_set_is_named() -> None:
-    options = {"a": "$${RLHF_KL_NOWHERE}", "b": {"c": ["x", "${RLHF_KL_NOWHERE}"]}}
-    assert missing_variables(options, "reward") == ["reward.b.c: the environment variable RLHF_KL_NOWHERE is not set"]
 
 
 # ---- options ----
@@ -249,6 +205,7 @@ def test_a_value_gets_the_type_of_its_annotation(target: Any, written: Any, argu
         (Controller, {"coef": float("nan")}, ["coef"]),
         (Controller, {"coef": 1, "hold": 2.5, "name": 3}, ["hold", "name"]),
         (Controller, {"coef": 1, "hold": "${RLHF_KL_NOWHERE}"}, ["hold", "hold"]),
+        (anything, {"b": {"c": ["$${RLHF_KL_NOWHERE}", "${RLHF_KL_NOWHERE}"]}}, ["b.c", "prompts"]),
         (Data, {"words": ["a"], "shape": "square", "inner": {"wrds": 1}}, ["words", "shape", "inner"]),
         (Data, {"wrds": [1]}, ["wrds"]),
     ],

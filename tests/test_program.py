@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import shlex
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_kl.program import MODULES, shell_command, short_path
+from rlhf_kl.program import shell_command, short_path
 
 
 @pytest.fixture
@@ -46,26 +42,10 @@ def test_a_command_is_named_so_that_it_runs_here(
     assert shell_command() == expected
 
 
-@pytest.mark.parametrize("module", MODULES.values())
-def test_the_modules_exist(module: str) -> None:
-    assert importlib.util.find_spec(module)
-
-
 def test_a_path_elsewhere_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert short_path(str(tmp_path / "my run")) == "'my run'"
     assert short_path("/opt/run") == "/opt/run"
-
-
-def test_a_printed_command_works_without_the_environment_on_the_path(tmp_path: Path) -> None:
-    setting = {**os.environ, "PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, cwd=tmp_path, env=setting, capture_output=True, text=True, check=False)
-
-    advice = re.search(r"such as (.*) train --config", run(sys.executable, "-m", "rlhf_kl", "train").stderr)
-    assert advice
-    assert run(*shlex.split(advice[1]), "--version").returncode == 0
 
 
 TALKS = """
@@ -94,8 +74,6 @@ def test_warnings_of_libraries_stay_off_the_terminal_and_those_of_a_user_do_not(
         return subprocess.run(words, capture_output=True, text=True, check=True).stderr
 
     usual, wanted = told(), told("-W", "default")
-    assert [word in usual for word in ("mine", "my words", "old name", "slow path", "deprecated")] == [True] * 2 + [
-        False
-    ] * 3
-    assert "old name" in wanted
-    assert "slow path" in wanted
+    words = ("mine", "my words", "old name", "slow path", "deprecated")
+    assert [word for word in words if word in usual] == ["mine", "my words"]
+    assert [word for word in words[:4] if word in wanted] == list(words[:4])

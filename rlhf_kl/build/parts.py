@@ -270,7 +270,7 @@ def build_trainer(
     policy, ppo = model.policy.module, config.ppo
     rate = learning_rate(config, policy)
     optimizer = adamw(policy, rate, ppo.weight_decay, model.critic, ppo.critic_learning_rate, value=model.value)
-    controller = configured_controller(config.kl, ppo, config.rollout, coef)
+    controller = configured_controller(config, coef)
     return PPOTrainer(config, model, optimizer, rollouts, reference, controller, features)
 
 

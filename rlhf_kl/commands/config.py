@@ -20,16 +20,16 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the nam
 @app.command(cls=Command)
 def show(file: File, sets: Set = None) -> None:
     """Print the resolved config: every key, after `extends` and `--set`."""
-    from rlhf_kl.config.load import dump_config, load_any
+    from rlhf_kl.config.load import dump_config, load_config
 
-    print(dump_config(load_any(file, sets or [])[1]), end="")
+    print(dump_config(load_config(None, file, sets or [])), end="")
 
 
 @app.command(cls=Command)
 def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
     """Check a config and list all of its problems. It runs none of the code that the config names."""
     from rlhf_kl.config.compare import is_compare_config, load_compare
-    from rlhf_kl.config.load import load_any
+    from rlhf_kl.config.load import load_config
     from rlhf_kl.config.paths import find_config
     from rlhf_kl.config.plugins import plugin_notes, plugins_of
     from rlhf_kl.config.schema import AnyConfig
@@ -39,7 +39,7 @@ def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
         if is_compare_config(find_config(file)):
             configs += [run.config for run in load_compare(file, sets or []).runs]
         else:
-            configs.append(load_any(file, sets or [])[1])
+            configs.append(load_config(None, file, sets or []))
     notes = list(dict.fromkeys(note for config in configs for note in plugin_notes(config)))
     if as_json:
         print(json.dumps({"file": file, "problems": problems, "notes": notes}, indent=2))

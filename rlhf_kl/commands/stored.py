@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
-from rlhf_kl.config.load import load_config, load_run_config
+from rlhf_kl.config.load import load_config
 from rlhf_kl.config.plugins import plugins_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.base import refuse
 from rlhf_kl.data.files import is_file_name, read_rows, text_column
 from rlhf_kl.errors import InputError, blame, collected, suggestion
 from rlhf_kl.hub import model_on_hub
+from rlhf_kl.report.run import stored_config
 from rlhf_kl.run.folder import RunFolder, checkpoint_folders, newest_run
 from rlhf_kl.templates import column
 
@@ -48,7 +49,7 @@ class Permissions:
         if step is not None and str(step) not in steps:
             hint = suggestion(str(step), steps)
             raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
-        stored = load_run_config(folder.config, plugins=self.plugins)
+        stored = load_config("train", folder.config) if self.plugins else stored_config(folder.config)
         section = stored.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
         return self.added_to(stored.model_copy(update={"run": section})), folder
 

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_kl.config.errors import check_mapping
-from rlhf_kl.config.load import config_diff, detect_kind, flat, load_any, load_variant
+from rlhf_kl.config.errors import checked
+from rlhf_kl.config.load import config_diff, detect_kind, flat, load_config, read_merged
 from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import SEEDS, Section, TrainConfig
 from rlhf_kl.config.schema.base import Name, inner, refuse
-from rlhf_kl.config.yaml import read_yaml
+from rlhf_kl.config.yaml import located, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.program import short_path
@@ -115,21 +115,22 @@ def plan_comparison(
     they win over the variants. output_dir: default runs/NAME-OF-THE-FILE. seed: instead of those of the file.
     updates: of each run. chain: the runs of a seed as a chain, see `link`. Raises InputError with every problem.
     """
-    kind = load_any(path)[0] if "extends" in raw else detect_kind(raw)
+    kind = detect_kind(read_merged(path) if "extends" in raw else raw)
     if kind not in (None, "compare"):
         raise InputError(f"{path} is a config for `rlhf-kl {kind}`, not for `rlhf-kl compare`, which has variants")
-    _, config, problems = check_mapping(CompareConfig, {**raw, **({} if seed is None else {"seeds": [seed]})})
-    if config is None or problems:
-        raise InputError(*(f"{path}: {problem}" for problem in problems))
+    with blame(str(path)):
+        config = checked(CompareConfig, {**raw, **({} if seed is None else {"seeds": [seed]})})
     with blame(f"{path}: base"):
         base = find_config(config.base, folder=path.parent, but=path)
-        load_variant(base, {}, [])
+        load_config("train", base)
     name = path.stem + "-chain" * chain
     folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / name)))
     by_variant: dict[str, TrainConfig] = {}
+    problems = list[str]()
     for variant, fragment in config.variants.items():
         try:
-            by_variant[variant] = load_variant(base, fragment or {}, [path.parent, Path.cwd()], overrides)
+            changes = located(fragment or {}, path.parent, Path.cwd())
+            by_variant[variant] = load_config("train", base, overrides, changes)
         except InputError as error:
             problems += [line if line.startswith("--set") else f"variants.{variant}: {line}" for line in error.problems]
     problems += [

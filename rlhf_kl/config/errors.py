@@ -7,13 +7,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from rlhf_kl.config.schema import Section, section_of, subsections
-from rlhf_kl.config.schema.base import inner, named_section
+from rlhf_kl.config.schema import Section, section_of
+from rlhf_kl.config.schema.base import inner
 from rlhf_kl.errors import FAMILIAR, InputError, nearest
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -31,30 +30,27 @@ EXPECTED = {
 }
 
 
-def check_mapping(model: type[AnySection], raw: dict[str, Any]) -> tuple[dict[str, Any], AnySection | None, list[str]]:
-    """`raw` without its unknown keys, the config if it is valid, and the problems. Reads nothing from disk."""
-    known, problems = copy.deepcopy(raw), list[str]()
-    _drop_unknown_keys(model, known, "", all_keys(model), problems, inner(raw, "rollout").get("batch_size", 64))
-    config, found = _validate(model, known)
-    if config is None:
-        # pydantic does not compare the keys of a section with a wrong value: without these values it does.
-        wrong = {key.removesuffix(".kind") for key in found if key}  # the options beside a kind depend on it
-        rest = copy.deepcopy(known)
-        for key in wrong:
-            *parents, name = key.split(".")
-            inner(rest, *parents).pop(name, None)
-        conflicts = [line for lines in _validate(model, rest)[1].values() for line in lines]
-        problems += [line for lines in found.values() for line in lines]
-        problems += [line for line in conflicts if not any(_names(line, key) for key in wrong)]
-    return known, config, list(dict.fromkeys(problems))
+def checked(model: type[AnySection], raw: dict[str, Any]) -> AnySection:
+    """The config that a mapping is. Errors: InputError with every problem."""
+    config, found = _validate(model, raw)
+    if config is not None:
+        return config
+    # pydantic compares the keys of a section only where each is right by itself: once more without the wrong ones.
+    wrong = {key.removesuffix(".kind") for key in found if key}  # the options beside a kind depend on it
+    rest = copy.deepcopy(raw)
+    for key in wrong:
+        *parents, name = key.split(".")
+        inner(rest, *parents).pop(name, None)
+    problems = [line for lines in found.values() for line in lines]
+    for lines in _validate(model, rest)[1].values():
+        problems += [line for line in lines if not any(_names(line, key) for key in wrong)]
+    raise InputError(*dict.fromkeys(problems))
 
 
 def _names(line: str, key: str) -> bool:
-    """Whether a problem is about `key` or a key below it."""
-    return any(f"{word}.".startswith(f"{key}.") for word in re.findall(r"[\w.]+", line))
-
-
-# ---- unknown keys ----
+    """Whether a problem is about `key`, a key below it, or the mapping that it stands in."""
+    words = [f"{word}." for word in re.findall(r"\w+(?:\.\w+)+", line)]
+    return any(word.startswith(f"{key}.") or f"{key}.".startswith(word) for word in words)
 
 
 def all_keys(model: type[Section], prefix: str = "") -> list[str]:
@@ -64,21 +60,6 @@ def all_keys(model: type[Section], prefix: str = "") -> list[str]:
         section = section_of(field.annotation)
         keys += [prefix + name, *(all_keys(section, f"{prefix}{name}.") if section else [])]
     return keys
-
-
-def _drop_unknown_keys(
-    model: type[Section], raw: dict[str, Any], prefix: str, known: Sequence[str], problems: list[str], batch: Any
-) -> None:
-    """Remove the keys that `model` does not have from `raw`, and add a problem for each. batch: its size."""
-    fields = list(model.model_fields)
-    for key in [] if model.takes_options(raw) else [key for key in raw if key not in fields]:
-        close, value = nearest_keys(key, known, {name: prefix + name for name in fields}), raw.pop(key)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(fields)}"
-        if close == ["ppo.total_episodes"] and isinstance(value, int) and isinstance(batch, int):
-            hint = f"did you mean ppo.total_episodes: {value * batch}? It counts responses, {batch} an update"
-        problems.append(f"{prefix}{key}: unknown key; {hint}")
-    for name, section, mapping in subsections(model, raw):
-        _drop_unknown_keys(section, mapping, f"{prefix}{name}.", known, problems, batch)
 
 
 def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = MappingProxyType({})) -> list[str]:
@@ -92,61 +73,65 @@ def nearest_keys(key: str, known: Sequence[str], beside: Mapping[str, str] = Map
     return [dotted for dotted, last in zip(known, leaves, strict=True) if last == leaf][:3]
 
 
-# ---- pydantic's errors in words ----
-
-
 def _validate(model: type[AnySection], raw: dict[str, Any]) -> tuple[AnySection | None, dict[str, list[str]]]:
     """The config, or its problems by dotted key; by "" where the keys of a section do not agree."""
     try:
         return model.model_validate(raw), {}
     except ValidationError as error:
-        return None, _describe(error, model)
+        return None, _describe(error, model, raw)
 
 
-def _describe(error: ValidationError, model: type[Section]) -> dict[str, list[str]]:
+def _describe(error: ValidationError, model: type[Section], raw: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     expected: dict[str, list[str]] = {}  # several where the type is a union
     for problem in error.errors(include_url=False):
-        kind, cause = problem["type"], problem.get("ctx", {}).get("error")
-        path, field = _field(problem["loc"], model)
-        if isinstance(cause, InputError):
-            found.setdefault("", []).extend(cause.problems)
+        kind, value, cause = problem["type"], problem["input"], problem.get("ctx", {}).get("error")
+        parents, key = _place(problem["loc"], raw)
+        path = ".".join([*parents, key])
+        if kind == "extra_forbidden":
+            found[path] = [f"{path}: unknown key; {_hint(key, parents, model)}"]
         elif kind == "missing":
-            about = ((field and field.description) or "").partition("\n")[0].rstrip(".")
-            found[path] = [f"{path} is missing{about and f': {about[0].lower()}{about[1:]}'}"]
+            about = (_section(model, parents).model_fields[key].description or "").partition("\n")[0].rstrip(".")
+            found[path] = [f"{path} is missing: {about[:1].lower()}{about[1:]}"]
+        elif isinstance(cause, InputError) and isinstance(value, str):
+            found[path] = [f"{path}: {line}" for line in cause.problems]
+        elif isinstance(cause, InputError):  # of keys that do not agree: it names them
+            found.setdefault("", []).extend(cause.problems)
         elif cause is not None:
             found[path] = [f"{path} {cause}"]
         elif kind != "default_factory_not_called":  # which follows from another problem
-            null = ["null"] if field is not None and type(None) in get_args(field.annotation) else []
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
-            section = section_of(field and field.annotation)
-            hint = f"; its keys: {', '.join(section.model_fields)}" if section and "a mapping" in phrases else ""
-            found[path] = [f"{path} must be {' or '.join(phrases + null)}: {_shown(problem['input'])}{hint}"]
+            found[path] = [f"{path} must be {' or '.join(phrases)}: {_shown(value)}"]
     return found
 
 
-def _field(loc: tuple[int | str, ...], model: type[Section]) -> tuple[str, FieldInfo | None]:
-    """Dotted key and field of an error; behind the key pydantic names the branches of a union."""
-    parts: list[str] = []
-    field: FieldInfo | None = None
-    current: type[Section] | None = model
+def _place(loc: tuple[int | str, ...], raw: Any) -> tuple[list[str], str]:
+    """Sections and key of an error; behind the key pydantic names the branches of a union."""
+    parts = list[str]()
     for item in loc:
-        if current is not None and item in current.model_fields:
-            field = current.model_fields[str(item)]
-            current = section_of(field.annotation)
-        elif current is None and field is not None and (named := named_section(field.annotation)):
-            field, current = None, named  # a section by any name
-        else:
+        if not isinstance(raw, dict):
             break
         parts.append(str(item))
-    return ".".join(parts), field
+        raw = raw.get(item, {})
+    return parts[:-1], "".join(parts[-1:])
+
+
+def _section(model: type[Section], names: Sequence[str]) -> type[Section]:
+    for name in names:
+        model = section_of(model.model_fields[name].annotation) or model
+    return model
+
+
+def _hint(key: str, parents: Sequence[str], model: type[Section]) -> str:
+    """What an unknown key may be meant for."""
+    beside = {name: ".".join([*parents, name]) for name in _section(model, parents).model_fields}
+    close = nearest_keys(key, all_keys(model), beside)
+    return f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(beside)}"
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+,[0-9]+(e[-+]?[0-9]+)?", value):
-        return f"{text}; a number has no comma, but may have a decimal point (0.05)"
     return text if len(text) <= 80 else text[:77] + "..."

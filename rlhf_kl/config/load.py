@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from rlhf_kl.config.errors import check_mapping
-from rlhf_kl.config.paths import find_config, missing_sources, with_absolute_paths
-from rlhf_kl.config.plugins import plugin_problems
+from rlhf_kl.config.errors import checked
+from rlhf_kl.config.paths import find_config
 from rlhf_kl.config.schema import MODELS, AnyConfig, ControllerSection, Kind, PPOSection, RewardSection, TrainConfig
-from rlhf_kl.config.yaml import dump_yaml, parse_yaml, read_yaml
+from rlhf_kl.config.yaml import dump_yaml, located, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import stored_name
 
@@ -30,39 +29,18 @@ BY_KIND: dict[str, type[RewardSection] | type[ControllerSection]] = {
 }
 
 
-def load_config(kind: Kind, file: str | Path, overrides: Sequence[str] = ()) -> Any:
-    """Read, merge and check the config of this kind. Raises InputError with every problem.
+def load_config(
+    kind: Kind | None, file: str | Path, overrides: Sequence[str] = (), fragment: Mapping[str, Any] | None = None
+) -> Any:
+    """Read, merge and check a config. Raises InputError with every problem.
 
-    file: see `find_config`. overrides: "a.b=value" each, the value in YAML; together one mapping on top of the file.
+    kind: its command; None = the one that its sections belong to. file: see `find_config`.
+    fragment: keys on top of the file (`located`). overrides: "a.b=value" each, the value in YAML; together one mapping
+    on top of that.
     """
-    return _load(kind, find_config(file), {}, overrides)[1]
-
-
-def load_run_config(file: Path, *, plugins: bool) -> TrainConfig:
-    """The stored config of a run; its plugins are checked only when they are used. Raises InputError."""
-    return cast(TrainConfig, _load("train", find_config(file), {}, [], plugins=plugins)[1])
-
-
-def load_any(file: str | Path, overrides: Sequence[str] = ()) -> tuple[Kind, AnyConfig]:
-    """`load_config` of a file whose sections determine its kind."""
-    return _load(None, find_config(file), {}, overrides)
-
-
-def load_variant(
-    base: Path, fragment: Mapping[str, Any], folders: Sequence[Path], overrides: Sequence[str] = ()
-) -> TrainConfig:
-    """A train config with a fragment on top, as if a file that extends it held the fragment.
-
-    base: a file (`find_config`). folders: where relative paths of the fragment are looked for. Raises InputError.
-    """
-    return cast(TrainConfig, _load("train", base, with_absolute_paths(dict(fragment), folders), overrides)[1])
-
-
-def _load(
-    kind: Kind | None, path: Path, fragment: dict[str, Any], overrides: Sequence[str], *, plugins: bool = True
-) -> tuple[Kind, AnyConfig]:
+    path = find_config(file)
     changes, problems = _parse_overrides(overrides)
-    raw = _merge(_merge(_read_file(path, chain=[]), fragment), changes)
+    raw = _merge(_merge(read_merged(path), fragment or {}), changes)
     own = detect_kind(raw)
     kind = kind or (own if own in MODELS else "train")
     if own not in (None, kind):
@@ -70,14 +48,12 @@ def _load(
     run = raw.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
-    known, config, wrong = check_mapping(MODELS[kind], raw)
-    problems += wrong + missing_sources(kind, known, [path.parent, Path.cwd()])
-    if kind == "train" and plugins:
-        problems += plugin_problems(known)
-    if problems or config is None:
+    with collected(problems):
+        config = checked(MODELS[kind], raw)
+    if problems:
         raise InputError(*dict.fromkeys(problems))
     output_dir = os.path.abspath(os.path.expanduser(config.run.output_dir))
-    return kind, config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
+    return config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
 
 
 def detect_kind(raw: Mapping[str, Any]) -> str | None:
@@ -124,19 +100,19 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # ---- reading and merging ----
 
 
-def _read_file(path: Path, chain: list[Path]) -> dict[str, Any]:
+def read_merged(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
+    """The mapping of a file on top of those that it extends; `chain`: the files that extend it."""
     if path in chain:
         raise InputError(f"configs extend each other in a circle: {' -> '.join(map(str, [*chain, path]))}")
-    raw = read_yaml(path)
+    raw: dict[str, Any] = located(read_yaml(path), path.parent, Path.cwd())
     parent_name = raw.pop("extends", None)
-    raw = with_absolute_paths(raw, [path.parent, Path.cwd()])
     if parent_name is None:
         return raw
     if not isinstance(parent_name, str) or not parent_name:
         raise InputError(f"{path}: extends must be the name of a config file: {parent_name!r}")
     with blame(f"{path}: extends"):
         parent = find_config(parent_name, folder=path.parent, but=path)
-    return _merge(_read_file(parent, [*chain, path]), raw)
+    return _merge(read_merged(parent, [*chain, path]), raw)
 
 
 def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -155,10 +131,12 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
                 parsed = {part: parsed}
             # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
             fragment = _merge(fragment, parsed, kinds=False)
-    return with_absolute_paths(fragment, [Path.cwd()]), problems
+    return located(fragment, Path.cwd()), problems
 
 
-def _merge(parent: dict[str, Any], child: dict[str, Any], where: str = "", *, kinds: bool = True) -> dict[str, Any]:
+def _merge(
+    parent: Mapping[str, Any], child: Mapping[str, Any], where: str = "", *, kinds: bool = True
+) -> dict[str, Any]:
     """The child's values win; where it changes a `kind`, the parent's options of the old kind go (`kinds`)."""
     merged = dict(parent)
     if kinds and where in BY_KIND and "kind" in child and _kind_of(where, child) != _kind_of(where, parent):

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
-from rlhf_kl.config.paths import located_values
-from rlhf_kl.config.schema import (
-    AnyConfig,
-    ControllerSection,
-    KLSection,
-    PPOSection,
-    RewardSection,
-    RolloutSection,
-    TermSection,
-    TrainConfig,
-)
-from rlhf_kl.config.schema.base import inner, refuse
-from rlhf_kl.errors import InputError, blame, collected, suggestion
+from rlhf_kl.config.schema import AnyConfig, TrainConfig
+from rlhf_kl.config.schema.base import refuse
+from rlhf_kl.config.schema.kl import builtin_law
+from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.hub import model_folder, model_on_hub
-from rlhf_kl.kl_controllers import (
-    BOUNDS,
-    COEF_WITHOUT_SCORES,
-    CONTROLLER_PROVIDED,
-    CONTROLLERS,
-    SYNONYMS,
-    KLController,
-    build_controller,
-    stored_name,
-)
+from rlhf_kl.kl_controllers import BOUNDS, KLController, build_controller, law_options
 from rlhf_kl.plugins import (
     checked_options,
     explain,
     is_reference,
     load_attribute,
-    look_up,
     missing_variables,
     reference_file,
     takes,
@@ -65,51 +45,33 @@ class NamedPlugin(NamedTuple):
 
 def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
     """The plugins that a config names."""
-    return list(_named(config.model_dump(include={"kl", "reward"}))) if isinstance(config, TrainConfig) else []
+    if not isinstance(config, TrainConfig):
+        return []
+    controller, reward = config.kl.controller, config.reward
+    scorers = {"reward": reward, **{f"reward.terms.{name}": term for name, term in (reward.terms or {}).items()}}
+    found = [NamedPlugin("kl.controller.kind", controller.kind, controller.options)]
+    found += [
+        NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
+        for where, scorer in scorers.items()
+    ]
+    found.append(NamedPlugin("reward.gold", reward.gold or "", {}))
+    return [plugin for plugin in found if is_reference(plugin.ref)]
 
 
-def _named(raw: Mapping[str, Any]) -> Iterator[NamedPlugin]:
-    """The plugins in a mapping of `train`, whatever else is wrong with it."""
-    reward, terms = inner(raw, "reward"), inner(raw, "reward", "terms")
-    sections: dict[str, tuple[Mapping[str, Any], Any]] = {
-        "kl.controller": (inner(raw, "kl", "controller"), ControllerSection),
-        "reward": (reward, RewardSection),
-        **{f"reward.terms.{name}": (inner(terms, name), TermSection) for name in terms},
-    }
-    for where, (section, model) in sections.items():
-        if isinstance(section.get("kind"), str) and is_reference(section["kind"]):
-            options = {key: value for key, value in section.items() if key not in model.model_fields}
-            yield NamedPlugin(f"{where}.kind", section["kind"], options, section.get("interface") == "trl")
-    if isinstance(reward.get("gold"), str) and is_reference(reward["gold"]):
-        yield NamedPlugin("reward.gold", reward["gold"], {})
+def models_of(config: AnyConfig) -> dict[str, str]:
+    """By key, the models that a config names: folders and hub ids."""
+    named: dict[str, str | None] = {"policy.model": config.policy.model}
+    if isinstance(config, TrainConfig):
+        reward = config.reward
+        named |= {"reference.model": config.reference.model, "reward.model": reward.model, "reward.gold": reward.gold}
+        named |= {f"reward.terms.{name}.model": term.model for name, term in (reward.terms or {}).items()}
+    return {key: ref for key, ref in named.items() if ref and not is_builtin(ref) and not is_reference(ref)}
 
 
 def plugin_files(config: AnyConfig) -> dict[str, Path]:
     """Dotted key -> file, for every key that names a "file.py:attribute"."""
     files = {plugin.key: reference_file(plugin.ref, [Path.cwd()]) for plugin in plugins_of(config)}
     return {key: path for key, path in files.items() if path is not None}
-
-
-def plugin_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Plugins in a mapping of `train` that do not exist or cannot be one, and what its built-in controller refuses.
-
-    Runs none of the user's code.
-    """
-    problems = list[str]()
-    for plugin in _named(raw):
-        with collected(problems), blame(plugin.key):
-            made, law = look_up(plugin.ref), plugin.key == "kl.controller.kind"
-            if made == "value" or (made == "function" and law):
-                raise InputError(f"{plugin.ref!r} is a {made}, not a class" + " or function" * (not law))
-    options = dict(inner(raw, "kl", "controller"))
-    kind = options.pop("kind", "adaptive")
-    if isinstance(kind, str) and kind and not is_reference(kind) and "target" not in options:
-        for name in {"coef", *BOUNDS} & options.keys():  # of these the schema tells which are wrong
-            if not (type(options[name]) in (int, float) and 0 < options[name] < math.inf):
-                del options[name]
-        with collected(problems):  # only a law itself knows which values it refuses; any sizes of a run will do
-            make_controller(kind, options, target=1.0, total_episodes=1, batch_size=1)
-    return problems
 
 
 def plugin_notes(config: AnyConfig) -> list[str]:
@@ -130,10 +92,9 @@ def check_named(config: AnyConfig, *, download: bool = False) -> None:
             else:
                 load_reward(plugin)
     find = model_folder if download else model_on_hub
-    for key, section, name, _ in located_values(type(config), config.model_dump()):
+    for key, ref in models_of(config).items():
         with collected(problems), blame(key):
-            if name in ("model", "gold") and not (is_builtin(section[name]) or is_reference(section[name])):
-                find(section[name], pickled=config.run.allow_pickle)
+            find(ref, pickled=config.run.allow_pickle)
     refuse(*problems)
 
 
@@ -165,16 +126,10 @@ def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
 
 def controller_class(kind: str) -> type:
     """The class of a controller kind. Errors: InputError if there is none."""
-    key, name = "kl.controller.kind", stored_name(kind)
-    if name in CONTROLLERS:
-        return CONTROLLERS[name]
-    if not is_reference(kind):
-        hint = suggestion(kind, [*CONTROLLERS, *SYNONYMS])
-        raise InputError(f"{key}: unknown name {kind!r}{hint} (or write file.py:Class or module:Class)")
-    with blame(key):
-        law = load_attribute(kind)
-    if not inspect.isclass(law):
-        raise InputError(f"{key}: {kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
+    with blame("kl.controller.kind"):
+        law = builtin_law(kind) or load_attribute(kind)
+        if not inspect.isclass(law):
+            raise InputError(f"{kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
     return law
 
 
@@ -182,15 +137,14 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
     """The class of a controller, and its arguments. Errors: InputError with every problem."""
     law = controller_class(kind)
     written = {key: value for key, value in options.items() if takes(law, key) or key not in BOUNDS}
-    arguments, problems = checked_options(law, written, "kl.controller", provided=CONTROLLER_PROVIDED)
+    arguments, problems = law_options(law, written, "kl.controller")
     try:
         inspect.signature(getattr(law, "update", None)).bind(None, 0.1, 64)  # type: ignore[arg-type]
     except TypeError:
         problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a law needs that and coef")
     except ValueError:  # written in C
         pass
-    if problems:
-        raise InputError(*problems)
+    refuse(*problems)
     return law, dict(options) | arguments
 
 
@@ -204,11 +158,10 @@ def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLCo
         raise InputError(f"kl.controller: {raised}") from error
 
 
-def configured_controller(
-    kl: KLSection, ppo: PPOSection, rollout: RolloutSection, coef: float = COEF_WITHOUT_SCORES
-) -> KLController:
+def configured_controller(config: TrainConfig, coef: float) -> KLController:
     """The controller of a config; `coef` is the value of `auto`. Errors: InputError."""
+    kl, batch = config.kl, config.rollout.batch_size
     # The controller does not move during the warm-up of the value function.
-    episodes = max(1, ppo.total_episodes - ppo.value_warmup * rollout.batch_size)
-    sizes = {"total_episodes": episodes, "batch_size": rollout.batch_size}
-    return make_controller(kl.controller.kind, kl.controller.arguments, target=kl.target_value, coef=coef, **sizes)
+    episodes = max(1, config.ppo.total_episodes - config.ppo.value_warmup * batch)
+    sizes = {"target": kl.target_value, "coef": coef, "total_episodes": episodes, "batch_size": batch}
+    return make_controller(kl.controller.kind, kl.controller.arguments, **sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +10,68 @@ import yaml
 
 from rlhf_kl.errors import InputError
 
+TAG = "tag:yaml.org,2002:"
 # What a text without quotes is, as in YAML 1.2; anything else is text.
-_PLAIN: list[tuple[str, Callable[[str], Any]]] = [
-    (r"~|null|Null|NULL|", lambda _: None),
-    (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
-    (r"[-+]?[0-9]+", int),
-    (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
-    (r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", lambda text: float(text.replace(".", ""))),
-]
+_PLAIN = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
+class Text(str):
+    """A text that knows the folders in which a relative path is looked for: that of its file, the working directory."""
+
+    folders: tuple[Path, ...] = ()
+
+
+def located(value: Any, *folders: Path) -> Any:
+    """A copy of a value of a YAML whose texts know their folders; those that know them already keep them."""
+    if isinstance(value, dict):
+        return {key: located(item, *folders) for key, item in value.items()}
+    if isinstance(value, list):
+        return [located(item, *folders) for item in value]
+    if not isinstance(value, str) or isinstance(value, Text):
+        return value
+    text = Text(value)
+    text.folders = folders
+    return text
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # noqa: RUF012 -- every value without a tag of its own is a str, a seq or a map
+    yaml_implicit_resolvers = {}  # noqa: RUF012 -- without those of YAML 1.1
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = set[str]()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or key in keys:
+                problem = f"key {key!r} is written twice" if isinstance(key, str) else "a key must be text"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key_node.start_mark)
+            keys.add(key)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """A text, in quotes where it would be read as something else."""
-    quoted = any(re.fullmatch(pattern, text) for pattern, _ in _PLAIN) or set(text) & set("\x85\u2028\u2029\ufeff")
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if quoted else None)
+    """A text; with a line break of Unicode it needs double quotes."""
+    style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar(f"{TAG}str", text, style=style)
 
 
+for _kind, _pattern in _PLAIN.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
+_Loader.add_constructor(f"{TAG}int", lambda _, node: int(node.value))  # 010 is ten
 _Dumper.add_representer(str, _represent_text)
-
-
-def _value(node: yaml.Node) -> Any:
-    def refuse(problem: str, node: yaml.Node) -> Any:
-        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
-
-    if node.tag not in [f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "map")]:
-        refuse(f"tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not allowed", node)
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        mapping: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = _value(key_node)
-            if not isinstance(key, str) or key in mapping:
-                refuse(f"key {key!r} is written twice" if isinstance(key, str) else "a key must be text", key_node)
-            mapping[key] = _value(value_node)
-        return mapping
-    if re.search("[\ud800-\udfff]", node.value):
-        refuse("half of a surrogate pair is no text", node)
-    if isinstance(node, yaml.ScalarNode) and node.style is not None:  # in quotes, or a block
-        return node.value
-    convert = next((read for pattern, read in _PLAIN if re.fullmatch(pattern, node.value)), str)
-    return convert(node.value)
+_Dumper.add_representer(Text, _represent_text)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -80,8 +91,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str, *, where: str) -> Any:
     """The value of a YAML text. Raises InputError, beginning with `where` and line:column."""
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        return None if node is None else _value(node)
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""

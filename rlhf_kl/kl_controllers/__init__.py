@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
-from rlhf_kl.kl_controllers.base import COEF_SPAN, KLController, as_controller, clip
+from rlhf_kl.kl_controllers.base import (
+    COEF_SPAN,
+    CONTROLLER_PROVIDED,
+    KLController,
+    as_controller,
+    clip,
+    law_options,
+    resolve_bounds,
+)
 from rlhf_kl.kl_controllers.laws import PIDKL, DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
 
 CONTROLLERS: dict[str, type[KLController]] = {
@@ -23,8 +31,6 @@ CONTROLLERS: dict[str, type[KLController]] = {
 }
 SYNONYMS = {"static": "fixed", "proportional": "ziegler"}
 
-# Options that the program sets if a class takes them and the user does not set them.
-CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
 BOUNDS = {"min_coef", "max_coef"}  # of beta; the program keeps them for every class
 COEF_WITHOUT_SCORES = 0.1  # `coef: auto` without scores
 
@@ -85,6 +91,7 @@ def stored_name(kind: str) -> str:
 
 
 __all__ = [
-    "CONTROLLERS", "PIDKL", "AdaptiveKL", "DualKL", "ExponentialKL", "FixedKL", "KLController", "ScheduledKL",
-    "ThresholdKL", "ZieglerKL", "adjusts", "as_controller", "build_controller",
+    "CONTROLLERS", "CONTROLLER_PROVIDED", "PIDKL", "AdaptiveKL", "DualKL", "ExponentialKL", "FixedKL", "KLController",
+    "ScheduledKL", "ThresholdKL", "ZieglerKL", "adjusts", "as_controller", "build_controller", "law_options",
+    "resolve_bounds",
 ]  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
-from rlhf_kl.kl_controllers.base import KLController, clip, require_fraction, require_positive
+from pydantic import Field
+
+from rlhf_kl.kl_controllers.base import KLController, Positive, clip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,17 +83,15 @@ class AdaptiveKL(KLController):
     """
 
     model: ClassVar = StepModel()
-    target: float = 0.1
-    approach: float = 0.3
-    down: float = 1.2
-    up: float = 1.8
+    target: Positive = 0.1
+    approach: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    down: Positive = 1.2
+    up: Positive = 1.8
 
     state_names = ("coef", "distance", "variance", "noise", "last_step", "observed", "unobserved", "updates")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(require_positive, "target", "approach", "down", "up")
-        self.require(require_fraction, "approach")
         self.start_coef = self.coef
         self.distance: float | None = None  # x of the policy that samples next, as predicted
         self.variance = 0.0  # of that prediction

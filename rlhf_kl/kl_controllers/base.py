@@ -7,13 +7,21 @@ import copy
 import json
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
-from rlhf_kl.plugins import users_code
+from pydantic import Field
+
+from rlhf_kl.plugins import checked_options, parameters_of, users_code
 
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
+# Options that the program sets if a class takes them and the user does not set them.
+CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
+
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]  # the weight that an average keeps on its past
 
 
 def require_number(name: str, value: object) -> float:
@@ -28,14 +36,6 @@ def require_positive(name: str, value: object) -> float:
     number = require_number(name, value)
     if number <= 0.0:
         raise ValueError(f"{name} must be above 0, got {value!r}")
-    return number
-
-
-def require_fraction(name: str, value: object) -> float:
-    """`value` as a float in [0, 1): the weight an average keeps on its past."""
-    number = require_number(name, value)
-    if not 0.0 <= number < 1.0:
-        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
     return number
 
 
@@ -70,9 +70,9 @@ class KLController:
     A run calls `step` and takes `beta`, which protects it against invalid measurements and faulty laws.
     """
 
-    coef: float = 0.1
-    min_coef: float | None = None
-    max_coef: float | None = None
+    coef: Positive = 0.1
+    min_coef: Positive | None = None
+    max_coef: Positive | None = None
 
     kind: str = field(default="", init=False)
     """The name of the law's class."""
@@ -87,13 +87,22 @@ class KLController:
     adjusts: ClassVar[bool] = True  # False: beta does not depend on the KL, so it cannot be too slow
 
     def __post_init__(self) -> None:
-        self.require(require_positive, "coef")
+        self.check_options()
         self.min_coef, self.max_coef = self.bounds = resolve_bounds(self.coef, self.min_coef, self.max_coef)
 
-    def require(self, check: Callable[[str, object], float], *names: str) -> None:
-        """Make options the floats that `check` returns. Errors: its ValueError."""
-        for name in names:
-            setattr(self, name, check(name, getattr(self, name)))
+    def check_options(self) -> None:
+        """Give options the types of their annotations. Errors: ValueError with every one that does not fit."""
+        names = [p.name for p in parameters_of(type(self)) or ()]
+        given = {name: value for name in names if isinstance(value := getattr(self, name, ()), (int, float, str))}
+        arguments, problems = law_options(type(self), given, type(self).__name__)
+        if problems:
+            raise ValueError("; ".join(problems))
+        vars(self).update(arguments)
+
+    @staticmethod
+    def conflicts(options: Mapping[str, Any]) -> list[str]:  # noqa: ARG004
+        """Problems of options of the law, each right by itself, that do not fit together."""
+        return []
 
     # ---- the law: what a subclass may write
 
@@ -228,6 +237,15 @@ class KLController:
         self.load_state_dict(state["law"])
         self._beta, self.raised = float(state["beta"]), float(state["raised"])
         self.coef = self._beta / self.raised
+
+
+def law_options(law: type, written: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """`checked_options` of a law, with the problems of options that do not fit together."""
+    arguments, problems = checked_options(law, written, where, provided=CONTROLLER_PROVIDED)
+    if not problems and issubclass(law, KLController):
+        defaults = {p.name: p.default for p in parameters_of(law) or ()}
+        problems = [f"{where}: {line}" for line in law.conflicts(defaults | arguments)]
+    return arguments, problems
 
 
 class ForeignKL(KLController):

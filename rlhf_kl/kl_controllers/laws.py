@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
 
-from rlhf_kl.kl_controllers.base import (
-    COEF_SPAN,
-    KLController,
-    clip,
-    require_fraction,
-    require_number,
-    require_positive,
-)
+from pydantic import Field
 
-SHAPES = ("constant", "linear", "cosine")
+from rlhf_kl.kl_controllers.base import COEF_SPAN, Fraction, KLController, NonNegative, Positive, clip
+
+Count: TypeAlias = Annotated[int, Field(ge=1)]
 
 
 class FixedKL(KLController):
@@ -23,10 +20,9 @@ class FixedKL(KLController):
     state_names = ("coef",)
     adjusts = False
 
-    def __init__(self, *, coef: float = 0.1) -> None:
-        if require_number("coef", coef) < 0.0:
-            raise ValueError(f"coef must not be negative, got {coef!r}")
-        self.coef = float(coef)
+    def __init__(self, *, coef: NonNegative = 0.1) -> None:
+        self.coef = coef
+        self.check_options()
 
     def update(self, kl: float, episodes: int) -> None:
         """Changes nothing."""
@@ -46,18 +42,22 @@ class ScheduledKL(KLController):
     adjusts = False
 
     def __init__(
-        self, *, total_episodes: int, coef: float = 0.1, end_coef: float | None = None, shape: str = "linear"
+        self,
+        *,
+        total_episodes: Count,
+        coef: Positive = 0.1,
+        end_coef: Positive | None = None,
+        shape: Literal["constant", "linear", "cosine"] = "linear",
     ) -> None:
-        if shape not in SHAPES:
-            raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+        self.total_episodes = total_episodes
+        self.coef = coef
+        self.end_coef = 3.0 * coef if end_coef is None else end_coef
         self.shape = shape
-        self.start_coef = require_positive("coef", coef)
-        self.end_coef = 3.0 * self.start_coef if end_coef is None else require_positive("end_coef", end_coef)
+        self.check_options()
+        self.start_coef = self.coef
         if shape == "constant":
             self.end_coef = self.start_coef
-        self.total_episodes = require_positive("total_episodes", total_episodes)
         self.episodes_seen = 0
-        self.coef = self.start_coef
         # Around both ends: the whole schedule is inside the bounds, and a rollback can raise it.
         low, high = sorted((self.start_coef, self.end_coef))
         self.min_coef, self.max_coef = COEF_SPAN[0] * low, COEF_SPAN[1] * high
@@ -83,22 +83,20 @@ class ZieglerKL(KLController):
     rule makes beta negative once n exceeds horizon / clip_error.
     """
 
-    target: float = 0.1
-    horizon: float | str = "auto"
-    clip_error: float = 0.2
-    total_episodes: int | None = None
+    target: Positive = 0.1
+    horizon: Positive | Literal["auto"] = "auto"
+    clip_error: Positive = 0.2
+    total_episodes: Count | None = None
     batch_size: int = 1
 
     state_names = ("coef",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(require_positive, "target", "clip_error")
         if self.horizon == "auto":
             if self.total_episodes is None:
                 raise ValueError("horizon: auto needs total_episodes")
-            self.horizon = max(float(self.batch_size), require_positive("total_episodes", self.total_episodes) / 20.0)
-        self.require(require_positive, "horizon")
+            self.horizon = max(float(self.batch_size), self.total_episodes / 20.0)
 
     def update(self, kl: float, episodes: int) -> None:
         error = clip(kl / self.target - 1.0, -self.clip_error, self.clip_error)
@@ -121,20 +119,17 @@ class ThresholdKL(KLController):
     At a cold start the KL is 0, so it lowers beta until the KL is up, and then reacts late.
     """
 
-    target: float = 0.02
-    high: float = 1.5
-    low: float = 0.5
-    factor: float = 1.5
+    target: Positive = 0.02
+    high: Positive = 1.5
+    low: Positive = 0.5
+    factor: Annotated[float, Field(gt=1)] = 1.5
 
     state_names = ("coef",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(require_positive, "target", "high", "low", "factor")
-        if self.low >= self.high:
-            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
-        if self.factor <= 1.0:
-            raise ValueError(f"factor must be above 1, got {self.factor:g}")
+    @staticmethod
+    def conflicts(options: Mapping[str, Any]) -> list[str]:
+        low, high = options["low"], options["high"]
+        return [] if low < high else [f"low {low:g} must be below high {high:g}"]
 
     def update(self, kl: float, episodes: int) -> None:
         if kl > self.high * self.target:
@@ -155,16 +150,14 @@ class ExponentialKL(KLController):
     1 % per update.
     """
 
-    target: float = 0.1
-    gain: float = 0.1
-    smoothing: float = 0.0
+    target: Positive = 0.1
+    gain: Positive = 0.1
+    smoothing: Fraction = 0.0
 
     state_names = ("coef", "mean_kl")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(require_positive, "target", "gain")
-        self.require(require_fraction, "smoothing")
         self.mean_kl: float | None = None
 
     def update(self, kl: float, episodes: int) -> None:
@@ -186,14 +179,10 @@ class DualKL(KLController):
     not depend on the unit; the step is additive, so lr is in units of beta.
     """
 
-    target: float = 0.1
-    lr: float = 0.02
+    target: Positive = 0.1
+    lr: Positive = 0.02
 
     state_names = ("coef",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(require_positive, "target", "lr")
 
     def update(self, kl: float, episodes: int) -> None:
         self._set_coef(self.coef + self.lr * (kl / self.target - 1.0))
@@ -214,23 +203,22 @@ class PIDKL(KLController):
     begins at 0 whatever beta is, so for the first `hold` updates an error below zero changes nothing.
     """
 
-    target: float = 0.1
-    kp: float = 0.5
-    ki: float = 0.1
-    kd: float = 0.5
-    smoothing: float = 0.0
-    rate: float = 0.5
+    target: Positive = 0.1
+    kp: NonNegative = 0.5
+    ki: NonNegative = 0.1
+    kd: NonNegative = 0.5
+    smoothing: Fraction = 0.0
+    rate: Positive = 0.5
     hold: int = 3
 
     state_names = ("coef", "mean_kl", "total", "last_error", "updates")
 
+    @staticmethod
+    def conflicts(options: Mapping[str, Any]) -> list[str]:
+        return [] if options["kp"] + options["ki"] > 0.0 else ["kp + ki must be above 0"]
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(require_positive, "target", "rate")
-        self.require(require_number, "kp", "ki", "kd", "hold")
-        self.require(require_fraction, "smoothing")
-        if min(self.kp, self.ki, self.kd) < 0.0 or self.kp + self.ki == 0.0:
-            raise ValueError("kp, ki and kd must not be negative, and kp + ki must be above 0")
         self.start_coef = self.coef
         self.mean_kl: float | None = None
         self.total, self.updates = 0.0, 0

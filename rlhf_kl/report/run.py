@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_kl.config.errors import check_mapping
+from rlhf_kl.config.errors import checked
 from rlhf_kl.config.load import detect_kind
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.kl_controllers import held
 from rlhf_kl.report import control
 from rlhf_kl.report.texts import HELD_OUT, held_out_texts
@@ -179,10 +179,8 @@ def stored_config(path: Path) -> TrainConfig:
     raw = read_yaml(path)
     if (kind := detect_kind(raw)) != "train":
         raise InputError(f"{path.parent}: a run of `rlhf-kl {kind}`; only runs of `rlhf-kl train` have a KL to show")
-    _, config, problems = check_mapping(TrainConfig, raw)
-    if problems or config is None:
-        raise InputError(*(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
-    return config
+    with blame(str(path)):
+        return checked(TrainConfig, raw)
 
 
 def _mean(values: Iterable[Any]) -> float | None:

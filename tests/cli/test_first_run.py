@@ -95,8 +95,8 @@ TRAIN = "train mine.yaml --quiet --output-dir run --set "
 TERM = "'reward={kind: sum, terms: {short: {kind: mine.py:%s, weight: %s}}}'"
 MISTAKES = [
     # keys
-    (CHECK + "ppo.updates=30", "ppo.updates", "ppo.total_episodes: 1920? It counts responses, 64 an update"),
-    (CHECK + "max_steps=2 --set rollout.batch_size=8", "max_steps", "ppo.total_episodes: 16?"),
+    (CHECK + "ppo.updates=30", "ppo.updates", "did you mean ppo.total_episodes?"),
+    (CHECK + "max_steps=2", "max_steps", "did you mean ppo.total_episodes?"),
     (CHECK + "kl.controller.beta=0.1", "kl.controller.beta", "did you mean kl.controller.coef?"),
     (CHECK + "kl.init_kl_coef=0.1", "kl.init_kl_coef", "did you mean kl.controller.coef?"),
     (CHECK + "kl.controller.target=0.1", "kl.controller.target", "did you mean kl.target?"),
@@ -109,16 +109,15 @@ MISTAKES = [
     (CHECK + "polcy.model=tiny", "polcy", "did you mean policy?"),
     (CHECK + "kl.target", "'kl.target'", "write section.key=value"),
     # values
-    (CHECK + "kl.target=0,05", "kl.target", "'0,05'", "may have a decimal point (0.05)"),
+    (CHECK + "kl.target=0,05", "kl.target", "'0,05'", "must be a number"),
     (CHECK + "kl.target=high", "kl.target", "'high'", "a number or 'conservative', 'moderate' or 'aggressive'"),
-    (CHECK + "ppo.total_episodes=1,000", "ppo.total_episodes", "'1,000'", "a number has no comma"),
     (CHECK + "ppo.advantage=groups", "ppo.advantage", "'groups'", "'gae', 'rloo' or 'grpo'"),
     (CHECK + "ppo.advantage=grpo", "rollout.samples_per_prompt must be at least 2"),
     (CHECK + "run.device=gpu", "run.device", "'gpu'", "auto, cpu, cuda, cuda:N or mps"),
     (CHECK + "run.dtype=bf16", "run.dtype", "'bf16'", "'bfloat16'"),
-    (CHECK + "kl.ceiling=2", "kl.ceiling", "a mapping or null: 2", "its keys: value, action"),
+    (CHECK + "kl.ceiling=2", "kl.ceiling", "a mapping: 2"),
     (CHECK + "kl.controller.kind=adaptve", "kl.controller.kind", "'adaptve'", "did you mean adaptive?"),
-    (CHECK + "kl.controller.coef=0", "kl.controller.coef must be positive: 0"),
+    (CHECK + "kl.controller.coef=0", "kl.controller.coef must be above 0"),
     (CHECK + TERM % ("sentences", "heavy"), "reward.terms.short.weight", "'heavy'", "a number"),
     (CHECK + TERM % ("sentence", "1.0"), "reward.terms.short.kind", "'sentence'", "did you mean sentences?"),
     (TRAIN + "rollout.max_new_tokens=600", "rollout.max_new_tokens: 600 + a prompt > 160", "lower it"),

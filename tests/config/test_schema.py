@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
 
-import rlhf_kl
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import MODELS, KLSection, Section, SFTConfig, TrainConfig, section_of
 
@@ -30,43 +27,6 @@ def leaves(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield prefix + name, field
         else:
             yield from leaves(section, f"{prefix}{name}.")
-
-
-# Read under another name, by a property that stands beside the key.
-THROUGH = {
-    "kl.target": "kl.target_value",
-    "kl.ceiling.value": "kl.ceiling_value",
-    "ppo.total_episodes": "config.updates",
-    "ppo.minibatch_size": "config.minibatch_size",
-    "rollout.reference_samples": "config.reference_samples",
-    "ppo.critic_lam": "config.critic_lam",
-    "policy.value": "config.critic",
-    "kl.controller.min_coef": "section.arguments",
-    "kl.controller.max_coef": "section.arguments",
-}
-ALIASES = ("cfg", "section", "settings", "shape", "data", "scorer")  # local names that sections go by, beside their own
-PACKAGE = Path(rlhf_kl.__file__).parent
-READ = {
-    attribute
-    for path in PACKAGE.rglob("*.py")
-    if path.relative_to(PACKAGE).parts[0] != "config"
-    for attribute in re.findall(r"(?=\b(\w+\.\w+))", path.read_text())
-}
-
-
-@pytest.mark.parametrize("model", MODELS.values())
-def test_every_key_is_read_outside_the_config(model: type[Section]) -> None:
-    """A key that nothing reads would be a promise that nothing keeps."""
-    keys = [key for key, _ in leaves(model)]
-    assert len(keys) > 20
-    assert [key for key in keys if not is_read(key)] == []
-    assert not is_read("ppo.nonsense")
-    assert not is_read("ppo.path")  # read elsewhere, but not of this section
-
-
-def is_read(key: str) -> bool:
-    owner, name = THROUGH.get(key, key).split(".")[-2:]
-    return not READ.isdisjoint(f"{one}.{name}" for one in (owner, *ALIASES))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
             optimizer(model.modules) if optimizer else own,
             Rollouts(model, states, scorers, shaping, prompts, sampling, letters, features=features),
             states,
-            controller or configured_controller(config.kl, config.ppo, config.rollout, 0.05),
+            controller or configured_controller(config, 0.05),
             features,
         )
 

@@ -5,12 +5,10 @@ from typing import Literal, TypeAlias
 from rlhf_kl.config.schema.base import (
     SEEDS,
     EpochsSection,
-    Location,
     LoraSection,
     RunSection,
     Section,
     section_of,
-    subsections,
 )
 from rlhf_kl.config.schema.kl import ControllerSection, KLSection
 from rlhf_kl.config.schema.reward import SUM, RewardSection, ScorerSection, TermSection
@@ -42,9 +40,8 @@ MODELS: dict[Kind, type[TrainConfig] | type[SFTConfig] | type[RewardModelConfig]
 # fmt: off
 __all__ = [
     "MODELS", "SEEDS", "SUM", "AnyConfig", "ArchitectureSection", "ControllerSection", "EpochsSection",
-    "EvalSection", "KLSection", "Kind", "Location", "LoraSection", "PPOSection", "PairsSection", "PromptsSection",
+    "EvalSection", "KLSection", "Kind", "LoraSection", "PPOSection", "PairsSection", "PromptsSection",
     "RewardModelConfig", "RewardModelSection", "RewardSection", "RolloutSection", "RunSection", "SFTConfig",
     "SFTDataSection", "SFTSection", "ScorerSection", "Section", "TermSection", "TrainConfig", "section_of",
-    "subsections",
 ]
 # fmt: on

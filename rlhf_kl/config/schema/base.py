@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rlhf_kl.builtin.world import is_builtin
+from rlhf_kl.config import paths
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import template_fields
 
 LARGEST = 10**12  # beyond any run, and still exact as a float
 SEEDS = 2**32  # a seed is below
-
-
-@dataclass(frozen=True)
-class Location:
-    """Marks a text that may name something on disk; loading makes it absolute."""
-
-    path: bool = False  # a file or folder
-    plugin: bool = False  # "file.py:attribute"
 
 
 def _is_template(template: str) -> str:
@@ -41,10 +33,10 @@ Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
-Source = Annotated[str, Field(min_length=1), Location(path=True)]
-OptionalSource = Annotated[Name | None, Location(path=True)]
-OptionalScorer = Annotated[Name | None, Location(path=True, plugin=True)]
-Plugin = Annotated[str, Field(min_length=1), Location(plugin=True)]
+Source = Annotated[Name, BeforeValidator(paths.source)]
+OptionalSource = Annotated[Name | None, BeforeValidator(paths.source)]
+OptionalScorer = Annotated[Name | None, BeforeValidator(paths.source), BeforeValidator(paths.plugin)]
+Plugin = Annotated[Name, BeforeValidator(paths.plugin)]
 Schedule = Literal["constant", "linear", "cosine"]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_is_template)]
 
@@ -61,32 +53,11 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    @classmethod
-    def takes_options(cls, raw: Mapping[str, Any]) -> bool:  # noqa: ARG003
-        """Whether keys beside the section's own are options of a plugin, in the mapping `raw`."""
-        return False
-
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field holds, also where it may be null."""
     options = (annotation, *get_args(annotation))
     return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
-
-
-def named_section(annotation: Any) -> type[Section] | None:
-    """The section that each value of a field's mapping holds, also where it may be null."""
-    mapping = next((o for o in (annotation, *get_args(annotation)) if get_origin(o) is dict), None)
-    return None if mapping is None else section_of(get_args(mapping)[1])
-
-
-def subsections(model: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[str, type[Section], dict[str, Any]]]:
-    """Dotted name, section and mapping of everything directly below `raw` that is a section of its own."""
-    for name, field in model.model_fields.items():
-        value, section, item = raw.get(name), section_of(field.annotation), named_section(field.annotation)
-        if isinstance(value, dict) and section is not None:
-            yield name, section, value
-        elif isinstance(value, dict) and item is not None:
-            yield from ((f"{name}.{key}", item, v) for key, v in value.items() if isinstance(v, dict))
 
 
 def inner(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -108,7 +79,7 @@ def with_world(raw: Mapping[str, Any], world: Any, *keys: str) -> dict[str, Any]
         mapping = filled.setdefault(section, {})
         if isinstance(mapping, dict) and mapping.get(name) is None:
             mapping.pop(name, None)
-            mapping |= {name: world} if is_builtin(world) else {}
+            mapping |= {name: str(world)} if is_builtin(world) else {}
     return filled
 
 
@@ -126,12 +97,8 @@ def require_divides(small: str, small_value: int, large: str, large_value: int) 
 
 def chat_problems(system: str | None, options: Mapping[str, Any], chat: bool) -> list[str]:
     """Problems of a system message and of options beside a chat template that is not used."""
-    unread = {"system": system is not None, "chat_options": bool(options)}
-    return [
-        f"data.{key} is only read where data.chat_template is true"
-        for key, given in unread.items()
-        if given and not chat
-    ]
+    given = [] if chat else [name for name, value in (("system", system), ("chat_options", options)) if value]
+    return [f"data.{name} is only read where data.chat_template is true" for name in given]
 
 
 # ---- sections ----

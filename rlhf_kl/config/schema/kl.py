@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
-from pydantic_core.core_schema import ValidationInfo
 
-from rlhf_kl.config.schema.base import Plugin, Positive, Section, refuse
-from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import stored_name
+from rlhf_kl.config.schema.base import NonNegative, Plugin, Positive, Section, refuse
+from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.kl_controllers import CONTROLLERS, SYNONYMS, KLController, law_options, resolve_bounds, stored_name
+from rlhf_kl.plugins import is_reference
 
 PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats per token
 
@@ -22,17 +21,12 @@ class ControllerSection(Section):
 
     kind: Plugin = "adaptive"
     """A built-in controller, or a class as file.py:Class or module:Class; write its options beside this key."""
-    coef: float | Literal["auto"] = "auto"
+    coef: NonNegative | Literal["auto"] = "auto"
     """Starting beta; auto = computed from the scores and the KL of reference samples."""
     min_coef: Positive | None = None
     """Lower bound of beta; null = 1e-3 times its start."""
     max_coef: Positive | None = None
     """Upper bound of beta; null = 1e3 times its start."""
-
-    @classmethod
-    def takes_options(cls, raw: Mapping[str, Any]) -> bool:  # noqa: ARG003
-        """Every controller has options of its own."""
-        return True
 
     @property
     def options(self) -> dict[str, Any]:
@@ -48,23 +42,37 @@ class ControllerSection(Section):
     @field_validator("kind")
     @classmethod
     def _stored_name(cls, kind: str) -> str:
+        builtin_law(kind)
         return stored_name(kind)
 
-    @field_validator("coef")
-    @classmethod
-    def _range(cls, coef: float | str, info: ValidationInfo) -> float | str:
-        if isinstance(coef, float):
-            if coef < 0:
-                raise ValueError(f"must not be negative: {coef:g}")
-            if coef == 0 and info.data.get("kind") not in (None, "fixed"):
-                raise ValueError("must be positive: 0 (only kind fixed may hold beta at 0)")
-        return coef
-
     @model_validator(mode="after")
-    def _one_target(self) -> Self:
+    def _agrees(self) -> Self:
+        where = "kl.controller"
+        problems = list[str]()
+        if self.coef == 0 and self.kind != "fixed":
+            problems.append(f"{where}.coef must be above 0: only kind fixed may hold beta at 0")
         if "target" in self.options:
-            raise InputError("kl.controller.target: unknown key; did you mean kl.target?")
+            problems.append(f"{where}.target: unknown key; did you mean kl.target?")
+        elif law := builtin_law(self.kind):
+            problems += law_options(law, self.options, where)[1]
+        start = self.coef if isinstance(self.coef, float) else self.min_coef or self.max_coef or 1.0
+        try:
+            resolve_bounds(start, self.min_coef, self.max_coef)
+        except ValueError as error:
+            problems.append(f"{where}: {error}")
+        refuse(*problems)
         return self
+
+
+def builtin_law(kind: str) -> type[KLController] | None:
+    """The class of a built-in kind of controller; None for a plugin. Errors: InputError for an unknown name."""
+    if is_reference(kind):
+        return None
+    name = stored_name(kind)
+    if name not in CONTROLLERS:
+        hint = suggestion(kind, [*CONTROLLERS, *SYNONYMS])
+        raise InputError(f"unknown name {kind!r}{hint} (or write file.py:Class or module:Class)")
+    return CONTROLLERS[name]
 
 
 class CeilingSection(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, model_validator
@@ -17,7 +16,7 @@ from rlhf_kl.config.schema.base import (
     Section,
     refuse,
 )
-from rlhf_kl.errors import nearest
+from rlhf_kl.errors import nearest, suggestion
 from rlhf_kl.plugins import is_reference
 
 SUM = "sum"  # the reward that is made of several
@@ -28,6 +27,7 @@ class ScorerSection(Section):
     """One scorer: a model, or a function whose options stand beside its kind."""
 
     model_config = ConfigDict(extra="allow")
+    named: ClassVar[tuple[str, ...]] = ("model",)  # the kinds that are no function
 
     kind: Plugin = "model"
     """model, or a function as file.py:function or module:function; write its options beside this key."""
@@ -50,31 +50,25 @@ class ScorerSection(Section):
         """Options of a reward function."""
         return dict(self.model_extra or {})
 
-    @classmethod
-    def takes_options(cls, raw: Mapping[str, Any]) -> bool:
-        """A function has options of its own."""
-        return raw.get("kind", "model") not in ("model", SUM)
-
-    def unread(self, path: str) -> list[str]:
-        """Problems of a model's keys beside a kind that has none; `path` is the dotted key of this scorer."""
-        values = {key: getattr(self, key) for key in ("model", "label", "chat_template", "append_eos")}
-        return [
-            f"{path}.{key} is only read where {path}.kind is model: {value!r}"
-            for key, value in values.items()
-            if value is not None
-        ]
-
-    def problems(self, path: str, kinds: str = "model") -> list[str]:
-        """Problems of a scorer that is no sum."""
-        if self.kind == "model" and self.interface is not None:
-            return [f"{path}.interface is only read where {path}.kind is a function: {self.interface!r}"]
-        if self.kind == "model":
-            return [] if self.model else [f"{path}.model is missing: {MODEL}; or name a function as {path}.kind"]
-        if is_reference(self.kind):
-            return self.unread(path)
-        hint = "; did you mean model?" if nearest(self.kind, ["model"]) else ""
-        unknown = f"{path}.kind must be {kinds}, file.py:function or module:function: {self.kind!r}{hint}"
-        return [unknown, *self.unread(path)]
+    def problems(self, path: str) -> list[str]:
+        """Problems of keys that do not go with the kind; `path` is the dotted key of this scorer."""
+        named = self.kind in self.named
+        if not named and not is_reference(self.kind):
+            hint = "; did you mean model?" if nearest(self.kind, ["model"]) else ""
+            kinds = ", ".join(self.named)
+            return [f"{path}.kind must be {kinds}, file.py:function or module:function: {self.kind!r}{hint}"]
+        found = list[str]()
+        if named:
+            fields = type(self).model_fields
+            found += [f"{path}.{key}: unknown key{suggestion(key, fields, f'{path}.')}" for key in self.options]
+        if named and self.interface is not None:
+            found.append(f"{path}.interface is only read where {path}.kind is a function: {self.interface!r}")
+        if self.kind == "model" and not self.model:
+            found.append(f"{path}.model is missing: {MODEL}; or name a function as {path}.kind")
+        for key in ("model", "label", "chat_template", "append_eos") if self.kind != "model" else ():
+            if (value := getattr(self, key)) is not None:
+                found.append(f"{path}.{key} is only read where {path}.kind is model: {value!r}")
+        return found
 
 
 class TermSection(ScorerSection):
@@ -83,6 +77,7 @@ class TermSection(ScorerSection):
 
 
 class RewardSection(ScorerSection):
+    named = ("model", SUM)
     general: ClassVar[frozenset[str]] = frozenset(
         {"normalize", "clip", "missing_eos_penalty", "length_penalty", "repetition_penalty", "time_limit", "gold"}
     )
@@ -108,16 +103,12 @@ class RewardSection(ScorerSection):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.kind != SUM:
-            terms = ["reward.terms is only read where reward.kind is sum"] if self.terms is not None else []
-            refuse(*self.problems("reward", "model, sum"), *terms)
-            return self
-        problems = self.unread("reward")
-        if self.interface is not None:
-            problems.append("reward.interface is only read where reward.kind is a function: set it in the terms")
-        if not self.terms:
+        problems = self.problems("reward")
+        if self.kind != SUM and self.terms is not None:
+            problems.append("reward.terms is only read where reward.kind is sum")
+        elif self.kind == SUM and not self.terms:
             problems.append("reward.terms must name at least one scorer where reward.kind is sum")
-        for name, term in (self.terms or {}).items():
-            problems += term.problems(f"reward.terms.{name}")
+        elif self.terms:
+            problems += [line for name, term in self.terms.items() for line in term.problems(f"reward.terms.{name}")]
         refuse(*problems)
         return self

@@ -240,7 +240,7 @@ class TrainConfig(Section):
         for scorer in (reward, *inner(raw, "reward", "terms").values()):
             own = isinstance(scorer, dict) and scorer.get("kind", "model") == "model" and scorer.get("model") is None
             if own and is_builtin(world):
-                scorer["model"] = world
+                scorer["model"] = str(world)
         return raw
 
     @property
