@@ -61,9 +61,8 @@ from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.models.value import freeze
 from rlhf_kl.plugins import is_reference
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
-from rlhf_kl.rewards.plugin import PluginReward
+from rlhf_kl.rewards.plugin import PluginReward, TRLReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
-from rlhf_kl.rewards.trl import TRLReward
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.ui import log
 

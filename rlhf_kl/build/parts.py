@@ -14,7 +14,7 @@ from rlhf_kl.build.load import Loaded, Loader, divided
 from rlhf_kl.build.world import with_files
 from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
-from rlhf_kl.data.prompts import PromptFormat, PromptStream, prepare_prompts
+from rlhf_kl.data.prompts import PromptStream, prepare_prompts
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
@@ -137,10 +137,9 @@ def build_prompts(
     if context is not None and new >= context:
         raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
     room = None if context is None else context - new
-    form = prompt_format(config.data)
     train_rows, kept_rows = read
-    train = usable_prompts("data.prompts", train_rows, policy, tokenizer, room, form)
-    kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, form)
+    train = usable_prompts("data.prompts", train_rows, policy, tokenizer, room, config.data)
+    kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, config.data)
     if kept_rows is not train_rows:  # prompts that were cut short may have become the same
         numbered, held = (list(enumerate(map(tuple, prompts.ids))) for prompts in (train, kept))
         rest, _ = divided("data.prompts", numbered, held, lambda pair: pair[1])
@@ -149,7 +148,7 @@ def build_prompts(
 
 
 def usable_prompts(
-    key: str, rows: Sequence[PromptRow], policy: Any, tokenizer: Any, room: int | None, form: PromptFormat
+    key: str, rows: Sequence[PromptRow], policy: Any, tokenizer: Any, room: int | None, form: PromptsSection
 ) -> Prompts:
     """The prompts under `key` that have at most `room` tokens. Errors: InputError if there is none."""
     with blame(key):
@@ -158,11 +157,6 @@ def usable_prompts(
     if left_out:
         log.info(f"{key}: {left_out}")
     return prompts
-
-
-def prompt_format(data: PromptsSection) -> PromptFormat:
-    """The format of prompts in a config."""
-    return PromptFormat(data.chat_template, data.system, data.first_tokens, data.chat_options)
 
 
 def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:

@@ -48,7 +48,7 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """What `prepare_training` takes in place of a new measurement."""
-        scores, shaping = vars(self.reference_scores), self.shaping.state_dict()
+        scores, shaping = vars(self.reference_scores), vars(self.shaping)
         return {"coef": self.coef, "reference_scores": scores, "shaping": shaping}
 
 

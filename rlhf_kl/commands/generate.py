@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -139,7 +138,7 @@ def _prompts(
     tokenizer: Any,
 ) -> Prompts:
     """Those of the command line or of its file, else those that `train` shows."""
-    from rlhf_kl.build.parts import build_prompts, prompt_format, usable_prompts
+    from rlhf_kl.build.parts import build_prompts, usable_prompts
     from rlhf_kl.commands.stored import located
     from rlhf_kl.config.schema import PromptsSection
     from rlhf_kl.data.prompts import PromptStream
@@ -147,13 +146,13 @@ def _prompts(
     from rlhf_kl.models.load import context_length
     from rlhf_kl.ppo.evaluate import SHOWN
 
-    form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
+    form = config.data.model_copy(update={"first_tokens": None})  # a prompt that was typed is not cut
     key, rows = "--prompt", [PromptRow(text, {}) for text in texts]
     if file == "-":
         key, rows = "--prompts -", [PromptRow(line, {}) for line in sys.stdin.read().splitlines()]
     elif file is not None:
         key, ref = "--prompts", located(file)
-        section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat)
+        section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat_template)
         rows = loader.all_prompts(section, key, ref, "test")
     elif not texts:
         _, kept = build_prompts(config, loader.prompts(config.data, config.eval), policy, tokenizer)

@@ -35,7 +35,7 @@ def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt | 
     A single user turn is a plain text. A longer prompt has an optional system message, then turns.
     Errors: Unusable for any other shape.
     """
-    turns = [(_role(message), _content(message)) for message in messages]
+    turns = [(str(message["role"]), _content(message)) for message in messages]
     roles = [role for role, _ in turns[turns[0][0] == "system" :]]  # without a system message
     in_turn = roles == ["user" if i % 2 == 0 else "assistant" for i in range(len(roles))]
     if not roles or not (in_turn or [role for role, _ in turns] == ["assistant"]):
@@ -47,24 +47,16 @@ def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt | 
     return before[0][1] if [role for role, _ in before] == ["user"] else before, answer
 
 
-def _role(message: Mapping[str, Any]) -> str:
-    if message["role"] not in ("system", "user", "assistant"):
-        raise Unusable(f"a message of the role {message['role']!r}")
-    return str(message["role"])
-
-
 def _content(message: Mapping[str, Any]) -> str:
     """The text of a message: a text, or parts of text, which are joined."""
     content = message.get("content")
+    parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+    for part in parts:
+        if not (isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"):
+            raise Unusable("a message that is not text alone")
     if message.get("tool_calls"):
         raise Unusable("a tool call")
-    for part in content if isinstance(content, list) else ():
-        if not (isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"):
-            raise Unusable(f"a part of type {part.get('type') if isinstance(part, dict) else type(part).__name__!r}")
-    text = "".join(part["text"] for part in content) if isinstance(content, list) else content
-    if not isinstance(text, str):
-        raise Unusable(f"a message whose content is {'null' if text is None else type(text).__name__}")
-    return text
+    return "".join(part["text"] for part in parts)
 
 
 def chat_prompt(tokenizer: Any, prompt: Prompt, system: str | None, options: Mapping[str, Any]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
+from rlhf_kl.config.schema import PromptsSection
 from rlhf_kl.data.chat import chat_prompt, require_chat_template, turns_of
 from rlhf_kl.data.files import broken_text
 from rlhf_kl.data.texts import PromptRow
@@ -15,39 +15,28 @@ from rlhf_kl.seeding import shuffled
 from rlhf_kl.types import Prompts
 
 
-@dataclass(frozen=True)
-class PromptFormat:
-    """How a prompt becomes tokens."""
-
-    chat: bool = False  # as a user turn in the tokenizer's chat template
-    system: str | None = None
-    first_tokens: int | None = None  # keep only this many from its start
-    options: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
-
-
 def prepare_prompts(
-    prompts: Sequence[PromptRow], tokenizer: Any, room: int | None, form: PromptFormat | None = None
+    prompts: Sequence[PromptRow], tokenizer: Any, room: int | None, form: PromptsSection
 ) -> tuple[Prompts, str]:
     """The prompts with their tokens, and a note about those left out: empty, or longer than `room` (None = no limit).
 
     Errors: InputError where no prompt is left.
     """
-    form = form or PromptFormat()
     if room is not None and room < 1:
         raise InputError(f"rollout.max_new_tokens takes the whole context of the model: lower it by {1 - room} or more")
-    if form.chat:
-        require_chat_template(tokenizer, "data.chat_template", form.options)
+    if form.chat_template:
+        require_chat_template(tokenizer, "data.chat_template", form.chat_options)
     if broken := next(filter(broken_text, (prompt.text for prompt in prompts)), None):  # of a command line
         raise InputError(f"is no UTF-8 text: {broken[-60:]!r}")
     full = [prompt for prompt in prompts if prompt.text.strip()]
     empty = len(prompts) - len(full)
     if form.first_tokens is not None:
         full = _beginnings(full, tokenizer, form.first_tokens)
-    if form.chat:
-        written = [chat_prompt(tokenizer, each.messages or each.text, form.system, form.options) for each in full]
+    if form.chat_template:
+        written = [chat_prompt(tokenizer, each.messages or each.text, form.system, form.chat_options) for each in full]
     else:
         written = [prompt.text for prompt in full]
-    ids = encode_all(tokenizer, written, bos=False if form.chat else None)  # a template writes its bos itself
+    ids = encode_all(tokenizer, written, bos=False if form.chat_template else None)  # a template writes its bos itself
     fitting = [i for i, row in enumerate(ids) if room is None or len(row) <= room]
     long = len(full) - len(fitting)
     reasons = [f"{empty} empty"] if empty else []

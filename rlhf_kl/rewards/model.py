@@ -41,11 +41,10 @@ class TextFormat:
 
 def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None = None) -> TextFormat:
     """The format of a reward model: as configured, else as stored in its folder, else plain text and an EOS."""
-    stored = getattr(model.config, FORMAT_KEY, None)
-    stored = stored if isinstance(stored, dict) else {}
+    stored = TextFormat(**getattr(model.config, FORMAT_KEY, {}))
     return TextFormat(
-        chat=bool(stored.get("chat", False)) if chat is None else chat,
-        append_eos=bool(stored.get("append_eos", True)) if append_eos is None else append_eos,
+        chat=stored.chat if chat is None else chat,
+        append_eos=stored.append_eos if append_eos is None else append_eos,
     )
 
 
@@ -75,13 +74,12 @@ class RewardModel:
         self,
         model: Any,
         tokenizer: Any,
-        rows: int = SCORING_ROWS,
         form: TextFormat | None = None,
         label: str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`rows`: texts in one pass. Errors: InputError for a classifier whose head needs more than the last state."""
-        self.model, self.tokenizer, self.rows = model, tokenizer, rows
+        """Errors: InputError for a classifier whose head needs more than the last state."""
+        self.model, self.tokenizer = model, tokenizer
         self.form = form or text_format(model)
         if self.form.chat:
             require_chat_template(tokenizer, "reward.model")
@@ -124,7 +122,7 @@ class RewardModel:
         """Scores (B,) float32 on the CPU, in the model's unit; inf where it is not finite, since NaN means no score."""
         rows = self.encode(prompts, responses)
         read = self._encoded if self.encoder else partial(self._behind_prompts, self._starts(prompts, rows))
-        scores = read(rows, sized(self.rows)).cpu()
+        scores = read(rows, sized(SCORING_ROWS)).cpu()
         return torch.where(scores.isfinite(), scores, math.inf)
 
     def _encoded(self, rows: Sequence[Sequence[int]], most_rows: int) -> Tensor:

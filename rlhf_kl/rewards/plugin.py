@@ -1,4 +1,4 @@
-"""A user's reward function or class: its options, its thread, its state, and the checks of its scores."""
+"""A user's reward function or class, plain or written for TRL: its columns, its state, its thread and its scores."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, wait
 from functools import cache, partial
@@ -16,9 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_kl.config.plugins import TRL_PROVIDED
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.plugins import hidden, users_code
+from rlhf_kl.plugins import hidden, parameters_of, users_code
 from rlhf_kl.types import Prompts, Responses
+
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+TRL_HIDDEN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 
 
 class PluginReward:
@@ -35,14 +40,26 @@ class PluginReward:
     ) -> None:
         """`time_limit`: seconds that a call may take. Errors: InputError if the instance cannot be made."""
         options = dict(options or {})
-        self.columns = self.named = column_parameters(attribute, options)
         self._thread = OwnThread() if time_limit is not None else None
         self._limit = time_limit
         self._object: Any = attribute
+        self._function: Any = partial(attribute, **options)
         if inspect.isclass(attribute):
             with users_code(f"{attribute.__name__} cannot be created: raised"):
-                self._object = self._run(partial(attribute, **options))
-        self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
+                self._object = self._function = self._run(partial(attribute, **options))
+        self.parameters = parameters_of(self._function) or []
+        own = [p for p in self.parameters[2:] if p.kind in NAMED]  # behind prompts and responses
+        self.columns = [p.name for p in own if p.default is p.empty]  # of the data set, that it needs
+        self.named = self.columns
+        self.update, self.updates = 1, 1
+        self.extra: dict[str, list[str]] = defaultdict(list)  # columns that it logged since the update began
+        self.logged: dict[str, list[float]] = defaultdict(list)  # and metrics
+
+    def begin(self, update: int, updates: int) -> None:
+        """Start update number `update` (from 1) of `updates`; clears what it logged."""
+        self.update, self.updates = update, updates
+        self.extra.clear()
+        self.logged.clear()
 
     def __call__(self, responses: Responses) -> Tensor:
         """Scores (B,) float32; NaN where it returned None.
@@ -52,11 +69,8 @@ class PluginReward:
         texts = responses.texts
         batch = f"{len(texts)} responses, the first of them {texts[0][:60]!r}"
         call = self._call(responses)
-        try:
-            with users_code("raised"):
-                returned = self._run(lambda: self._values(call()), self._limit)
-        except TimeLimitExceeded as error:
-            raise InputError(f"{error} (reward.time_limit) on {batch}") from error
+        with users_code("raised"):
+            returned = self._run(lambda: self._values(call()), self._limit)
         if not isinstance(returned, list):
             raise InputError(f"returned {type(returned).__name__}, not one number per response, on {batch}")
         if len(returned) != len(texts):
@@ -109,29 +123,68 @@ class PluginReward:
         """The values of anything that has them in order; a generator or an async function runs here."""
         if inspect.isawaitable(answer):
             answer = _event_loop(threading.get_ident()).run_until_complete(answer)
-        # Iterating one of these gives keys, names of columns, bytes, or values in any order.
-        unfit = isinstance(answer, str | bytes | bytearray | memoryview | Mapping | Set) or hasattr(answer, "columns")
+        unfit = isinstance(answer, str | Mapping | Set)  # which give letters, keys, or values in any order
         return list(answer) if hasattr(answer, "__iter__") and not unfit else answer
 
     def _run(self, call: Callable[[], Any], limit: float | None = None) -> Any:
         return call() if self._thread is None else self._thread.call(limit, call)
 
 
-def column_parameters(attribute: Any, options: Mapping[str, Any]) -> list[str]:
-    """The columns of the data set that a reward function or class names.
+class TRLReward(PluginReward):
+    """f(prompts=, completions=, completion_ids=, trainer_state=, log_extra=, log_metric=, **columns), as TRL calls it.
 
-    They are the parameters without a default, except prompts and responses, that the config does not set; for a class,
-    the parameters of its `__call__`.
+    For rows that are conversations, prompts and completions are lists of messages. The function gets every column of
+    the data set, or only those that it names if it has no **kwargs.
     """
-    is_class = inspect.isclass(attribute)
-    called = attribute.__call__ if is_class else attribute
-    try:
-        parameters = list(inspect.signature(called).parameters.values())
-    except ValueError:  # written in C
-        return []
-    provided = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: 3 if is_class else 2]
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p not in provided]
-    return [p.name for p in named if p.default is p.empty and (is_class or p.name not in options)]
+
+    def __init__(self, attribute: Any, options: Mapping[str, Any] | None = None, *limits: Any) -> None:
+        """As for `PluginReward`."""
+        super().__init__(attribute, options, *limits)
+        self.takes = {p.name for p in self.parameters}
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters)
+        # An option wins over a column.
+        filled = TRL_PROVIDED | (set() if inspect.isclass(attribute) else set(options or {}))
+        own = [p for p in self.parameters if p.kind in NAMED and p.name not in filled]
+        self.hidden_columns = TRL_HIDDEN | filled
+        self.named = [p.name for p in own]
+        self.columns = [p.name for p in own if p.default is p.empty]
+
+    def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
+        """Every column that it gets. Errors: InputError if a prompt has no column that it needs."""
+        needed = super().columns_of(prompts)
+        names = dict.fromkeys(name for row in prompts.rows for name in row if name not in self.hidden_columns)
+        taken = [name for name in names if self.takes_all or name in self.takes]
+        return needed | {name: [row.get(name) for row in prompts.rows] for name in taken}
+
+    def _call(self, responses: Responses) -> Callable[[], Any]:
+        from transformers import TrainerState
+
+        prompts, texts, ids = responses
+        asked = [[_message(*turn) for turn in turns] for turns in prompts.messages]
+        arguments = {
+            "prompts": [turns or text for turns, text in zip(asked, prompts.texts, strict=True)],
+            "completions": [[_message("assistant", x)] if turns else x for turns, x in zip(asked, texts, strict=True)],
+            "completion_ids": [list(row) for row in ids],
+            "trainer_state": TrainerState(global_step=self.update - 1, max_steps=self.updates),
+            "log_extra": lambda name, values: self.extra[name].extend(hidden(str(value)) for value in values),
+            "log_metric": lambda name, value: self.logged[name].append(float(value)),
+        }
+        taken = {name: value for name, value in arguments.items() if self.takes_all or name in self.takes}
+        return partial(self._function, **self.columns_of(prompts), **taken)
+
+    @staticmethod
+    def _values(answer: Any) -> Any:
+        """As for `PluginReward`; nan means no score too."""
+        values = PluginReward._values(answer)
+        return [None if _is_nan(value) else value for value in values] if isinstance(values, list) else values
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _is_nan(score: Any) -> bool:
+    return hasattr(score, "__float__") and getattr(score, "ndim", 0) == 0 and math.isnan(score)
 
 
 @cache
@@ -153,10 +206,6 @@ def _number(score: Any) -> float:
 # ---- a thread with a time limit
 
 
-class TimeLimitExceeded(InputError):
-    """A call took longer than its time limit."""
-
-
 class OwnThread:
     """Runs all calls in one separate thread, and abandons a call that takes too long.
 
@@ -168,7 +217,7 @@ class OwnThread:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 
     def call(self, seconds: float | None, function: Callable[[], Any]) -> Any:
-        """The function's result, or its exception. Errors: TimeLimitExceeded after `seconds` (None = never)."""
+        """The function's result, or its exception. Errors: InputError after `seconds` (None = never)."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -177,7 +226,7 @@ class OwnThread:
         self._calls.put((function, answer))
         if not wait([answer], seconds).done:
             self._calls = None
-            raise TimeLimitExceeded(f"took longer than {seconds:g} s")
+            raise InputError(f"took longer than {seconds:g} s (reward.time_limit)")
         return answer.result()
 
 

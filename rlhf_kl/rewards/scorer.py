@@ -19,9 +19,7 @@ from torch import Tensor
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.rewards.trl import TRLReward
 from rlhf_kl.types import Prompts, Responses
-from rlhf_kl.ui import log
 
 REWARD, GOLD = "reward", "gold"
 TERM = "terms."  # before the name of a term of a sum
@@ -108,58 +106,45 @@ class Scorers:
         """The columns that the functions name, required or optional."""
         return list(dict.fromkeys(name for _, function in self._functions for name in function.named))
 
-    # ---- TRL's interface
-
-    @cached_property
-    def _trl(self) -> list[TRLReward]:
-        return [function for _, function in self._functions if isinstance(function, TRLReward)]
+    # ---- what functions log, as in TRL
 
     def begin(self, update: int, updates: int) -> None:
         """Start update number `update` (from 1) of `updates`; clears what functions logged."""
-        for function in self._trl:
+        for _, function in self._functions:
             function.begin(update, updates)
 
     def logged_metrics(self) -> dict[str, list[float]]:
         """Values that functions logged since the update began, by their key in the row."""
         values: dict[str, list[float]] = {}
-        for function in self._trl:
+        for _, function in self._functions:
             for name, logged in function.logged.items():
                 values.setdefault(f"log/{name}", []).extend(logged)
         return values
 
     def logged_columns(self, responses: int) -> dict[str, list[str]]:
         """Columns that functions logged: one value per response of the update. Other lengths are left out."""
-        logged = [pair for function in self._trl for pair in function.extra.items()]
+        logged = [pair for _, function in self._functions for pair in function.extra.items()]
         return {name: values for name, values in logged if len(values) == responses}
 
     # ---- state
 
-    @property
-    def _with_state(self) -> list[tuple[Scorer, PluginReward]]:
-        return [(scorer, function) for scorer, function in self._functions if function.has_state]
-
     def state_dict(self) -> dict[str, Any]:
-        """The states of the user's objects, by name; one that is only logged is left out where it fails.
+        """The states of the user's objects, by name.
 
         Errors: InputError if a state cannot be read, or if JSON cannot restore it exactly.
         """
         states = {}
-        for scorer, function in self._with_state:
-            with _failures_of(scorer):
-                states[scorer.name] = function.state_dict()
+        for scorer, function in self._functions:
+            if function.has_state:
+                with blame(scorer.key):
+                    states[scorer.name] = function.state_dict()
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore the states, with an alert about objects that have none there, so that they begin anew."""
-        self._load(states)
-        for scorer, _ in self._with_state:
-            if scorer.name not in states:
-                log.warning(f"resume: {scorer.key}: the checkpoint has no state for it, so it starts anew")
-
-    def _load(self, states: Mapping[str, Any]) -> None:
-        for scorer, function in self._with_state:
-            if scorer.name in states:
-                with _failures_of(scorer):
+        """Restore the states; an object that has none there begins anew. Errors: InputError if one cannot."""
+        for scorer, function in self._functions:
+            if scorer.name in states and function.has_state:
+                with blame(scorer.key):
                     function.load_state_dict(states[scorer.name])
 
     @contextmanager
@@ -169,17 +154,7 @@ class Scorers:
         try:
             yield
         finally:
-            self._load(before)
-
-
-@contextmanager
-def _failures_of(scorer: Scorer) -> Iterator[None]:
-    try:
-        with blame(scorer.key):
-            yield
-    except InputError:
-        if scorer.weight:
-            raise
+            self.load_state_dict(before)
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,3 @@ class ScoreShaping:
             "repetition": (self.repetition_penalty, traits.repeated.float()),
         }
         return {name: size * amount for name, (size, amount) in terms.items() if size}
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs to shape scores as before."""
-        return asdict(self)

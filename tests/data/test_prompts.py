@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.config.schema import PromptsSection
 from rlhf_kl.data.chat import plain_text
-from rlhf_kl.data.prompts import PromptFormat, PromptStream, prepare_prompts
+from rlhf_kl.data.prompts import PromptStream, prepare_prompts
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompt, Prompts
@@ -35,16 +36,14 @@ def test_a_batch_depends_on_seed_and_step_alone(stream: Callable[..., PromptStre
     assert stream(seed=1).batch(1).texts + stream(seed=1).batch(2).texts != (forward[0] + forward[1])
 
 
-def prepare(
-    prompts: Sequence[Prompt], tokenizer: Any, room: int | None, form: PromptFormat | None = None
-) -> tuple[Prompts, str]:
+def prepare(prompts: Sequence[Prompt], tokenizer: Any, room: int | None, **form: Any) -> tuple[Prompts, str]:
     rows = [PromptRow(plain_text(each), {}, () if isinstance(each, str) else each) for each in prompts]
-    return prepare_prompts(rows, tokenizer, room, form)
+    return prepare_prompts(rows, tokenizer, room, PromptsSection(prompts="p.jsonl", **form))
 
 
-def problem(prompts: Sequence[Prompt], letters: Any, room: int | None, form: PromptFormat | None = None) -> str:
+def problem(prompts: Sequence[Prompt], letters: Any, room: int | None, **form: Any) -> str:
     with pytest.raises(InputError) as caught:
-        prepare(prompts, letters, room, form)
+        prepare(prompts, letters, room, **form)
     return str(caught.value)
 
 
@@ -67,7 +66,7 @@ def test_a_prompt_of_a_command_line_that_is_no_utf_8_is_refused(letters: Any) ->
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
-    prompts, _ = prepare(["abcd", "d", "dcba"], letters, 6, PromptFormat(first_tokens=2))
+    prompts, _ = prepare(["abcd", "d", "dcba"], letters, 6, first_tokens=2)
     assert prompts.texts == ["ab", "d", "dc"]
     assert prompts.ids == [[1, 3, 4], [1, 6], [1, 6, 5]]
 
@@ -78,27 +77,26 @@ CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_gene
 def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    prompts, _ = prepare(["ab"], chatty, 10, PromptFormat(chat=True, system="c"))
+    prompts, _ = prepare(["ab"], chatty, 10, chat_template=True, system="c")
     assert prompts.texts == ["ab"]  # what a reward function sees
     assert prompts.ids == [[5, 2, 3, 4, 2, 6]]  # c, eos, a, b, eos, d: a bos only where the template writes one
-    assert "no chat template" in problem(["ab"], letters, 10, PromptFormat(chat=True))
+    assert "no chat template" in problem(["ab"], letters, 10, chat_template=True)
     chatty.chat_template = "{{ raise_exception('no system') }}"
-    assert "no system" in problem(["ab"], chatty, 10, PromptFormat(chat=True))
+    assert "no system" in problem(["ab"], chatty, 10, chat_template=True)
 
 
 def test_variables_of_a_chat_template(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = "<bos>" + CHAT + "{% if enable_thinking is defined and not enable_thinking %}cc{% endif %}"
 
-    def form(**options: Any) -> PromptFormat:
-        return PromptFormat(chat=True, options=options)
-
-    assert prepare(["a"], chatty, 10, form())[0].ids == [[1, 3, 2, 6]]
-    assert prepare(["a"], chatty, 10, form(enable_thinking=False))[0].ids == [[1, 3, 2, 6, 5, 5]]
-    words = problem(["a"], chatty, 10, form(enable_thinkin=False))
+    assert prepare(["a"], chatty, 10, chat_template=True)[0].ids == [[1, 3, 2, 6]]
+    assert prepare(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinking": False})[0].ids == [
+        [1, 3, 2, 6, 5, 5]
+    ]
+    words = problem(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinkin": False})
     assert "data.chat_options.enable_thinkin: " in words
     assert "did you mean enable_thinking?" in words
-    assert "chat template: TypeError" in problem(["a"], chatty, 10, form(messages=[]))
+    assert "chat template: TypeError" in problem(["a"], chatty, 10, chat_template=True, chat_options={"messages": []})
 
 
 def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
@@ -106,8 +104,8 @@ def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     chatty.chat_template = CHAT
     several = (("user", "a"), ("assistant", "b"), ("user", "c"))
     own = (("system", "d"), ("user", "a"))
-    prompts, _ = prepare([several, own], chatty, 20, PromptFormat(chat=True, system="c"))
+    prompts, _ = prepare([several, own], chatty, 20, chat_template=True, system="c")
     assert prompts.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
     # The configured system message, three turns, the answer's beginning; then one that has its own
     assert prompts.ids == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
-    assert "first_tokens" in problem([several], chatty, 20, PromptFormat(chat=True, first_tokens=2))
+    assert "first_tokens" in problem([several], chatty, 20, chat_template=True, first_tokens=2)

@@ -118,9 +118,8 @@ def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
     assert items[0] == ("why?", rows[0], (("user", "why?"),))
     assert items[1].messages == (("system", "be brief"), ("user", "why?"))
     assert left_out == (
-        "f: 5 of 7 rows left out: 1 with a part of type 'image' (row 3); 1 with a tool call (row 4); "
-        "1 with a message of the role 'function' (row 5); 1 with a message whose content is null (row 6); "
-        "1 with an empty text (row 7)"
+        "f: 5 of 7 rows left out: 3 with a message that is not text alone (rows 3, 4, 6); "
+        "1 with roles out of turn: user, function (row 5); 1 with an empty text (row 7)"
     )
 
 
@@ -135,7 +134,7 @@ def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
         ([SYSTEM], "roles out of turn: system"),
         ([SYSTEM, ASSISTANT], "roles out of turn: system, assistant"),
         ([USER, SYSTEM], "roles out of turn: user, system"),
-        ([{"role": "tool", "content": "x"}, ASSISTANT], "a message of the role 'tool'"),
+        ([{"role": "tool", "content": "x"}, ASSISTANT], "roles out of turn: tool, assistant"),
         ([USER, ASSISTANT, USER], ([USER, ASSISTANT, USER], None)),
         ([USER, ASSISTANT, USER, ASSISTANT], ([USER, ASSISTANT, USER], "so.")),
         ([SYSTEM, USER], ([SYSTEM, USER], None)),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.ops.advantages import grpo, rloo
 from rlhf_kl.plugins import load_attribute
-from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.rewards.plugin import TRLReward
 from rlhf_kl.types import Prompts, Responses
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")

@@ -21,11 +21,12 @@ TEXTS = ("ab", "abcdab", "d", "cccc", "ba")
 
 
 @pytest.fixture
-def reward(new_model: Make, letters: Any) -> RewardModel:
+def reward(new_model: Make, letters: Any, monkeypatch: pytest.MonkeyPatch) -> RewardModel:
     """An untrained reward model that reads the policy's letters."""
     model = classifier_from_lm(new_model(seed=5, hidden_size=8), letters)
     initialise_head(model.score, seed=1)
-    return RewardModel(model.eval(), letters, rows=2)
+    monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 2)
+    return RewardModel(model.eval(), letters)
 
 
 def read_alone(model: Any, prefix: torch.Tensor) -> torch.Tensor:

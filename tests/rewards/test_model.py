@@ -33,30 +33,35 @@ def test_a_score_is_the_classifiers_logit_at_the_eos(model: RewardModel) -> None
     assert scores(model, ["ab"], ["c"]) != pytest.approx([expected], abs=1e-5)
 
 
-def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder: Path) -> None:
+def test_batches_and_order_change_nothing(model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = ["a", "abcd", "bb", "d", "cab"]
     responses = ["b", "", "dcbadcba", "a", "cc"]
     together = scores(model, prompts, responses)
     alone = [scores(model, [p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5)
-    by_two = RewardModel(model.model, model.tokenizer, rows=2)
-    assert scores(by_two, prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+    monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 2)
+    assert scores(model, prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
 
 
-def test_smaller_passes_change_no_score(model: RewardModel, smaller_passes: Callable[[], list[int]]) -> None:
+def test_smaller_passes_change_no_score(
+    model: RewardModel, smaller_passes: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 8)
     prompts, responses = ["a", "abcd", "bb", "d", "cab"], ["b", "", "dcbadcba", "a", "cc"]
-    few = RewardModel(model.model, model.tokenizer, rows=8)
-    before, passes = scores(few, prompts, responses), smaller_passes()
-    assert scores(few, prompts, responses) == pytest.approx(before, abs=1e-5)
+    before, passes = scores(model, prompts, responses), smaller_passes()
+    assert scores(model, prompts, responses) == pytest.approx(before, abs=1e-5)
     assert max(passes) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_kept_states_are_those_of_each_text_alone(model: RewardModel, rows: int) -> None:
+def test_kept_states_are_those_of_each_text_alone(
+    model: RewardModel, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In passes of any size, with the longest text between others; keeping them changes no score."""
     prompts, responses = ["a", "abcd", "bb", "d"], ["b", "dcbadcba", "", "a"]
     expected = scores(model, prompts, responses)
-    keeping = RewardModel(model.model, model.tokenizer, rows=rows)
+    monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", rows)
+    keeping = RewardModel(model.model, model.tokenizer)
     keeping.keeps_states = True
     assert scores(keeping, prompts, responses) == pytest.approx(expected, abs=1e-5)
     assert [text.ids for text in keeping.kept] == model.encode(prompts, responses)

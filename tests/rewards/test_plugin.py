@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas
 import pytest
 import torch
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import filled
-from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TimeLimitExceeded
-from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TRLReward
 from rlhf_kl.types import Prompts, Responses
 
 RESPONSES = ["first", "second", "third"]
@@ -56,10 +54,6 @@ def test_something_that_is_not_one_number_a_response() -> None:
         {1.0, 2.0, 3.0},
         frozenset({1.0, 2.0, 3.0}),
         {1.0: 0, 2.0: 0, 3.0: 0}.keys(),
-        b"abc",
-        bytearray(b"abc"),
-        memoryview(b"abc"),
-        pandas.DataFrame([[0.1, 0.2, 0.3]] * 3),  # its columns are named 0, 1 and 2
         "123",
     ],
     ids=lambda value: type(value).__name__,
@@ -180,9 +174,9 @@ def test_a_call_that_takes_too_long_is_given_up_and_the_next_one_works() -> None
         time.sleep(30)
 
     thread, began = OwnThread(), time.monotonic()
-    with pytest.raises(TimeLimitExceeded, match=r"longer than 0\.1 s"):
+    with pytest.raises(InputError, match=r"longer than 0\.1 s"):
         thread.call(0.1, lambda: time.sleep(30))
-    with pytest.raises(InputError, match=r"took longer than 0\.05 s \(reward\.time_limit\) on 3 responses"):
+    with pytest.raises(InputError, match=r"took longer than 0\.05 s \(reward\.time_limit\)"):
         PluginReward(slowly, {}, 0.05)(BATCH)
     assert time.monotonic() - began < 5
     assert thread.call(5.0, lambda: 3) == 3

@@ -48,11 +48,6 @@ def test_small_differences_are_no_constant() -> None:
     assert fit([1e-5, 2e-5]).std == pytest.approx(5e-6, rel=1e-3)
 
 
-def test_its_state_makes_the_same_shaping() -> None:
-    shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
-    assert ScoreShaping(**shaping.state_dict()) == shaping
-
-
 def test_penalties_are_taken_off_by_name() -> None:
     shaping = fit([0.0, 10.0], missing_eos_penalty=0.5, length_penalty=0.01, repetition_penalty=2.0)
     result = traits([True, False], lengths=[10, 20], repeated=[0.25, 0.0])
