@@ -151,16 +151,11 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """ "ValueError: no route (mine.py:12)": an exception, and the last line of the user's that it passed."""
-    line = users_line(error)
-    return hidden(f"{type(error).__name__}: {error}" + (f" ({line})" if line else ""))
-
-
-def users_line(error: BaseException) -> str | None:
-    """ "mine.py:12": where an exception last passed through a file of the user's, if it did."""
+    """ "ValueError: no route (mine.py:12)": an exception, and the last line of a user's file that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None
+    line = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+    return hidden(f"{type(error).__name__}: {error}{line}")
 
 
 # ---- variables: `${NAME}` in an option is read from the environment when it is used, and stored as it is written ----

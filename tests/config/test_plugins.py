@@ -132,7 +132,7 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
 
 def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-refused")
-    with pytest.raises(InputError, match=r"Law cannot be created: raised KeyError: '\$\{MY_KEY\}' \(mine"):
+    with pytest.raises(InputError, match=r"Law cannot be created: KeyError: '\$\{MY_KEY\}' \(mine"):
         make_controller("mine.py:Law", {"key": "${MY_KEY}"})
     monkeypatch.setenv("MY_KEY", "sk-123456")
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
