@@ -185,7 +185,10 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
         ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
-        ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
+        ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: coef 50 is outside"),
+        ("kl: {controller: {kind: threshold, low: 2}}", "kl.controller: low 2 must be below high 1.5"),
+        ("kl: {controller: {kind: adaptive, coef: 0}}", "kl.controller.coef must be above 0"),
+        ("policy: {model: builtin:reviws}", "policy.model: builtin:reviws: no such built-in world"),
         # keys that do not agree
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_named, configured_controller, make_controller
+from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, models_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -96,6 +96,13 @@ def test_problems_of_plugins(here: Path, text: str, read: list[str], imported: l
     assert len(found) == len(read + imported), found
     for line, expected in zip(found, read + imported, strict=True):
         assert line.startswith(expected)
+
+
+def test_the_models_of_a_config_are_folders_and_names_of_the_hub() -> None:
+    terms = {"a": {"model": "owner/a"}, "b": {"kind": "mine.py:brevity"}, "c": {}}
+    raw = {"reference": {"model": "owner/r"}, "reward": {"kind": "sum", "terms": terms, "gold": "owner/g"}}
+    found = models_of(TrainConfig.model_validate(raw))
+    assert found == {"reference.model": "owner/r", "reward.gold": "owner/g", "reward.terms.a.model": "owner/a"}
 
 
 # ---- controllers ----
